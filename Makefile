@@ -1,0 +1,58 @@
+# Each verb sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+#
+#   make test ARGS="tests/test_layers.py -k cycle"    ARGS goes on to the command behind the verb
+#   make test PYTHON=python3.12                       the interpreter that .venv is made from
+#   make gpu PY=python3                               use this interpreter as it is: no .venv, no install
+
+PYTHON ?= python3
+ARGS ?=
+
+ifdef PY
+RUN := $(PY)
+SETUP :=
+else
+RUN := .venv/bin/python
+SETUP := .venv/.installed
+endif
+
+PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
+TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
+
+.PHONY: help test check gpu bench train docs clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
+
+test: $(SETUP) ## the tests that need no GPU
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+
+check: $(SETUP) ## lint, format, types; ARGS goes to the linter
+	$(RUN) -m ruff check $(ARGS)
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+gpu: $(SETUP) ## the tests that need a CUDA GPU
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench: $(SETUP) ## measurements
+	$(RUN) -m bench $(ARGS)
+
+train: $(SETUP) ## the training job
+	$(RUN) -m mezzotint train $(ARGS)
+
+docs: $(SETUP) ## write the generated pages of docs/
+	mkdir -p docs
+	$(RUN) -m bench conformance --write docs/conformance.md $(ARGS)
+
+clean: ## remove caches and build outputs; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# torch goes first and by its pinned version, so that nothing later picks another build of it.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	    sys.exit(None if v >= (3, 11) else "Python 3.11 or newer is needed, $(PYTHON) is %d.%d" % v[:2])'
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[dev]'
+	touch $@

@@ -1,0 +1,78 @@
+"""Mezzotint: training in FP8, MXFP8 and NVFP4 on PyTorch, whole graphs, the same bits on CPU and GPU."""
+
+import torch as _torch
+
+from mezzotint import dynamo
+from mezzotint.constants import DType
+from mezzotint.dynamo import (
+    TensorProto,
+    is_value_opaque_quantizer,
+    register_value_opaque_quantizer,
+    to_tensor_proto,
+)
+from mezzotint.tensor.float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+)
+from mezzotint.tensor.float8_block import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+)
+from mezzotint.tensor.float8_rowwise import (
+    Float8RowwiseQuantizer,
+    Float8RowwiseTensor,
+    Float8RowwiseTensorStorage,
+)
+from mezzotint.tensor.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from mezzotint.tensor.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
+from mezzotint.tensor.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from mezzotint.tensor.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
+from mezzotint.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
+from mezzotint.tensor.quantizer import Quantizer, rebuild_quantizer
+from mezzotint.tensor.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+__version__ = "0.1.0.dev0"
+
+# Pickles of quantized tensors call these two and nothing else, so torch.load(weights_only=True) reads them.
+_torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantizer])
+
+__all__ = [
+    "DType",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8RowwiseQuantizer",
+    "Float8RowwiseTensor",
+    "Float8RowwiseTensorStorage",
+    "Float8Tensor",
+    "Float8TensorStorage",
+    "HybridQuantizedTensor",
+    "HybridQuantizedTensorStorage",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "IdentityTensor",
+    "IdentityTensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
+    "NVFP4TensorStorage",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "TensorProto",
+    "dynamo",
+    "is_value_opaque_quantizer",
+    "prepare_for_saving",
+    "register_value_opaque_quantizer",
+    "restore_from_func_ctx",
+    "restore_from_saved",
+    "to_tensor_proto",
+]

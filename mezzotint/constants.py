@@ -1,0 +1,56 @@
+"""Names and numbers that every layer shares: element types, format maxima, block sizes."""
+
+from enum import IntEnum
+
+import torch
+
+
+class DType(IntEnum):
+    """Element types, numbered as upstream numbers them. FP8, FP4 and scale bytes are stored as torch.uint8."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+# Plain ints for traced code: an enum member is one more guard, an int is a constant.
+E4M3 = int(DType.kFloat8E4M3)
+E5M2 = int(DType.kFloat8E5M2)
+E2M1 = int(DType.kFloat4E2M1)
+
+FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
+FP8_EMAX = {E4M3: 8, E5M2: 15}
+FP8_TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+FP4_MAX = 6.0
+FP32_MAX = torch.finfo(torch.float32).max
+
+FP8_BLOCK = 128  # FP8 block scaling: 1x128 and 128x128
+MX_BLOCK = 32
+NVFP4_BLOCK = 16
+
+HIGH_PRECISION = (torch.float32, torch.float16, torch.bfloat16)
+
+TE_DType = {
+    torch.uint8: DType.kByte,
+    torch.int32: DType.kInt32,
+    torch.float32: DType.kFloat32,
+    torch.float16: DType.kFloat16,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling division; also for symbolic ints."""
+    return (a + b - 1) // b
+
+
+def rup(a: int, b: int) -> int:
+    """`a` rounded up to a multiple of `b`."""
+    return cdiv(a, b) * b

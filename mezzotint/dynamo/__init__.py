@@ -1,0 +1,16 @@
+"""What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
+
+from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
+from mezzotint.tensor.proto import TensorProto, to_tensor_proto
+
+TensorSpec = TensorProto
+to_tensor_spec = to_tensor_proto
+
+__all__ = [
+    "TensorProto",
+    "TensorSpec",
+    "is_value_opaque_quantizer",
+    "register_value_opaque_quantizer",
+    "to_tensor_proto",
+    "to_tensor_spec",
+]

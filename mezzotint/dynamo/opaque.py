@@ -1,0 +1,54 @@
+"""Registering quantizers as value-opaque types, so that a custom op may take one and a graph bakes it in."""
+
+from typing import Any
+
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.float8_block import Float8BlockQuantizer
+from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
+from mezzotint.tensor.hybrid import HybridQuantizer
+from mezzotint.tensor.identity import IdentityQuantizer
+from mezzotint.tensor.mxfp8 import MXFP8Quantizer
+from mezzotint.tensor.nvfp4 import NVFP4Quantizer
+from mezzotint.tensor.opaque import is_registered_value, register_value
+from mezzotint.tensor.quantizer import Quantizer
+
+# Methods that take or give tensors: the compiler traces into them. All else of a quantizer is a constant to it.
+_TRACED = frozenset(
+    {
+        "quantize",
+        "__call__",
+        "quantize_impl",
+        "multi_quantize",
+        "update_quantized",
+        "make_empty",
+        "alloc_tensors",
+    }
+)
+
+
+def register_value_opaque_quantizer(cls: type) -> type:
+    """Register a quantizer class whose `_value_fields` are plain; usable as a decorator.
+
+    On a PyTorch without the API the class keeps its value semantics in eager code.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
+        raise TypeError(f"cls is {cls!r}: give a subclass of Quantizer")
+    register_value(cls, _TRACED)
+    return cls
+
+
+def is_value_opaque_quantizer(quantizer: Any) -> bool:
+    """Whether the compiler takes `quantizer` as a constant."""
+    return is_registered_value(type(quantizer))
+
+
+for _cls in (
+    Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
+    Float8BlockQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    IdentityQuantizer,
+    HybridQuantizer,
+):
+    register_value_opaque_quantizer(_cls)

@@ -1,0 +1,144 @@
+"""What this machine can do natively, what it emulates, and why. Lazy: importing touches no device.
+
+`GEMM_BACKENDS` is the one table of matrix products: `kernels/gemm.py` dispatches on it and `report()` prints
+it, so that what is said is what runs.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+CC = tuple[int, int]  # CUDA compute capability (major, minor)
+
+ANY = "*"
+FOREVER: CC = (99, 0)
+EVERY, ADA, HOPPER = ((0, 0), FOREVER), ((8, 9), FOREVER), ((9, 0), (10, 0))
+BLACKWELL, GEFORCE_BLACKWELL = ((10, 0), FOREVER), ((12, 0), FOREVER)
+
+
+@cache
+def capability(device: int | None = None) -> CC | None:
+    """(major, minor) of the CUDA device, or None without one."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+
+
+@cache
+def has_triton_kernels() -> bool:
+    """Triton's FP8 conversions need compute capability 8.9; below it the reference runs on the GPU."""
+    cc = capability()
+    return cc is not None and cc >= (8, 9)
+
+
+@cache
+def cuda_version() -> tuple[int, int]:
+    """(major, minor) of the CUDA that this PyTorch was built with; (0, 0) without."""
+    if torch.version.cuda is None:
+        return 0, 0
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One row: which code multiplies operands of these kinds, on which GPUs."""
+
+    kind_a: str  # an operand kind of `kernels/operand.py`, or ANY
+    kind_b: str
+    cc: tuple[CC, CC]  # the first compute capability, and the first one that it no longer serves
+    name: str  # the function in `kernels/gemm.py`'s BACKENDS
+    how: str  # "native" | "emulated" | "reference"
+    why: str
+    cuda: tuple[int, int] = (0, 0)  # oldest CUDA build of PyTorch that has it
+
+
+_UNTRIED = "not run on real hardware"
+_DEQUANTIZED = "dequantized to the other operand's dtype, torch.mm"
+
+REFERENCE = Backend(ANY, ANY, EVERY, "reference", "reference", "plain torch in FP32, the specification")
+
+# The first row that fits is taken.
+GEMM_BACKENDS: tuple[Backend, ...] = (
+    Backend("high", "high", EVERY, "plain", "native", "torch.mm in the operands' dtype"),
+    Backend("high", ANY, EVERY, "plain", "emulated", _DEQUANTIZED),
+    Backend(ANY, "high", EVERY, "plain", "emulated", _DEQUANTIZED),
+    Backend("tensor", "tensor", ADA, "tensor", "native", "torch._scaled_mm, a scale per tensor"),
+    Backend("row", "row", HOPPER, "row", "native", "torch._scaled_mm, cuBLAS outer-vector scales", (12, 9)),
+    Backend("row", "row", GEFORCE_BLACKWELL, "row_unit", "native", f"scales after an FP32 product; {_UNTRIED}"),
+    Backend("row", "row", ADA, "row16", "native", f"torch._scaled_mm, CUTLASS, 16-bit outputs; {_UNTRIED}"),
+    Backend("block1d", "block1d", HOPPER, "block", "native", "cuBLAS 1x128 by 1x128", (12, 9)),
+    Backend("block1d", "block2d", HOPPER, "block", "native", "cuBLAS 1x128 by 128x128", (12, 9)),
+    Backend("block2d", "block1d", HOPPER, "block", "native", "cuBLAS 128x128 by 1x128", (12, 9)),
+    Backend("mx", "mx", BLACKWELL, "mx", "native", f"cuBLAS 1x32 E8M0; {_UNTRIED}", (12, 8)),
+    Backend("nv", "nv", BLACKWELL, "nv", "native", f"cuBLAS 1x16 E4M3 on FP4; {_UNTRIED}", (12, 8)),
+    Backend(ANY, ANY, ((8, 0), FOREVER), "emulated", "emulated", "exact values in BF16, BF16 tensor cores"),
+    REFERENCE,
+)
+
+
+@cache
+def gemm_backend(kind_a: str, kind_b: str, cc: CC | None, cuda: tuple[int, int] | None = None) -> Backend:
+    """The row that serves these kinds at this compute capability; None is the CPU."""
+    cuda = cuda_version() if cuda is None else cuda
+    if cc is None:
+        return REFERENCE
+    for row in GEMM_BACKENDS:
+        fits = row.kind_a in (kind_a, ANY) and row.kind_b in (kind_b, ANY)
+        if fits and row.cc[0] <= cc < row.cc[1] and row.cuda <= cuda:
+            return row
+    return REFERENCE
+
+
+# Format → the kinds that each of its products multiplies, as D = A·Bᵀ takes them.
+_PRODUCTS = ("fprop", "dgrad", "wgrad")
+FORMAT_KINDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "high_precision": (("high", "high"),) * 3,
+    "float8": (("tensor", "tensor"),) * 3,
+    "float8_rowwise": (("row", "row"),) * 3,
+    "float8_block": (("block1d", "block2d"), ("block1d", "block2d"), ("block1d", "block1d")),
+    "mxfp8": (("mx", "mx"),) * 3,
+    "nvfp4": (("nv", "nv"),) * 3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the report."""
+
+    format: str
+    operation: str  # "quantize", "fprop", "dgrad", "wgrad"
+    device: str  # "cpu" or "sm_90"
+    how: str  # "native" | "emulated" | "reference"
+    why: str
+
+
+def report(cc: CC | str | None = "current", cuda: tuple[int, int] | None = None) -> list[Row]:
+    """How every operation of every format runs here, or at a given compute capability (None: the CPU)."""
+    at = capability() if isinstance(cc, str) else cc
+    if at is not None and cuda is None and capability() is None:
+        cuda = FOREVER  # asked about a GPU from a machine without one: of a PyTorch that has everything
+    device = "cpu" if at is None else f"sm_{at[0]}{at[1]}"
+    rows = []
+    for name, pairs in FORMAT_KINDS.items():
+        if name != "high_precision":
+            rows.append(Row(name, "quantize", device, *_quantize(at)))
+        for operation, (kind_a, kind_b) in zip(_PRODUCTS, pairs, strict=True):
+            found = gemm_backend(kind_a, kind_b, at, cuda)
+            rows.append(Row(name, operation, device, found.how, found.why))
+    return rows
+
+
+def _quantize(cc: CC | None) -> tuple[str, str]:
+    if cc is None:
+        return "reference", "plain torch, the specification"
+    if cc >= (8, 9):
+        return "native", "Triton kernels"
+    return "reference", "plain torch on the GPU: Triton's FP8 conversions need compute capability 8.9"
+
+
+def available(name: str, cc: CC | str | None = "current") -> tuple[bool, str]:
+    """Whether the format runs here, natively or not, and how its forward product does."""
+    if name not in FORMAT_KINDS:
+        return False, f"unknown format {name!r}: one of {', '.join(FORMAT_KINDS)}"
+    rows = [row for row in report(cc) if row.format == name and row.operation != "quantize"]
+    return True, f"{rows[0].how} on {rows[0].device}: {rows[0].why}"

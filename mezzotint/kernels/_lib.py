@@ -1,0 +1,128 @@
+"""How a leaf op is made: schema, fake, CPU reference and, named by string so that Triton loads late, CUDA launch.
+
+`Library.define` + `impl` costs about half of what `torch.library.custom_op` does per call. The op is the boundary that
+the compiler does not look into: eager and compiled code run the same bytes through the same kernel.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mezzotint import hw
+
+LIBRARY = torch.library.Library("mezzotint", "DEF")
+
+# What a quantization makes, in order: buffer name → (shape, dtype). Pure ints in and out, symbolic ones too.
+Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def leaf(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    cuda: str | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> torch._ops.OpOverload:
+    """Define `mezzotint::<schema>` and return its overload.
+
+    `cuda` is "module:function" inside `mezzotint.kernels.triton`; without it, and on GPUs that Triton's FP8 casts do
+    not reach, the plain-torch reference runs on the CUDA tensors.
+    """
+    name = schema.split("(")[0]
+    if cpu is None:
+        raise TypeError(f"leaf op {name!r} needs a CPU reference: it is the specification of the op")
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cpu if cuda is None else _Late(cuda, cpu), "CUDA")
+    torch.library.register_fake(f"mezzotint::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.mezzotint, name).default
+
+
+class _Late:
+    """A CUDA implementation that is imported when it is first called."""
+
+    def __init__(self, target: str, reference: Callable[..., Any]) -> None:
+        self.target, self.reference = target, reference
+        self.launch: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.launch is None:
+            self.launch = load_triton(self.target) if hw.has_triton_kernels() else self.reference
+        return self.launch(*args)
+
+
+def load_triton(target: str) -> Callable[..., Any]:
+    """Import "module:function" from the Triton kernels."""
+    module, function = target.split(":")
+    return getattr(importlib.import_module(f"mezzotint.kernels.triton.{module}"), function)
+
+
+def quantize_ops(
+    name: str,
+    options: str,
+    *,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    cuda: str | None,
+) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
+    """The two ops of one quantization: `name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place.
+
+    `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
+    `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
+    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1.
+    """
+
+    def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        return [x.new_empty(shape, dtype=dtype) for shape, dtype in geometry(tuple(x.shape), *args).values()]
+
+    def in_place(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
+        if noop is not None and noop.item() == 1.0:
+            return
+        for buffer, fresh in zip(out, reference(x, *args), strict=True):
+            buffer.copy_(fresh)
+
+    late = in_place if cuda is None else _Late(cuda, in_place)
+
+    def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        out = allocate(x, *args)
+        with torch.cuda.device(x.device):
+            late(x, out, None, *args)
+        return out
+
+    def in_place_cuda(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
+        with torch.cuda.device(x.device):
+            late(x, out, noop, *args)
+
+    LIBRARY.define(f"{name}(Tensor x, {options}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, reference, "CPU")
+    LIBRARY.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"mezzotint::{name}", allocate, lib=LIBRARY)
+
+    LIBRARY.define(
+        f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
+    LIBRARY.impl(f"{name}_", in_place, "CPU")
+    LIBRARY.impl(f"{name}_", in_place_cuda, "CUDA")
+    torch.library.register_fake(f"mezzotint::{name}_", lambda x, out, noop, *args: None, lib=LIBRARY)
+    return getattr(torch.ops.mezzotint, name).default, getattr(torch.ops.mezzotint, f"{name}_").default
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """The 2-D view (M, K) of a tensor of any rank; a vector is one row."""
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(_leading(x.shape), 0)
+
+
+def _leading(shape: Sequence[int]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(M, K) of a logical shape."""
+    return _leading(shape), shape[-1]

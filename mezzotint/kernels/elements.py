@@ -1,0 +1,152 @@
+"""One element at a time: FP8, FP4 and E8M0 casts, decoding, amax and the scale that an amax asks for.
+
+Plain torch, bit-exact on CPU and CUDA, in eager and compiled code. Everything is FP32 inside; one rounding per written
+operation; FP32 subnormals are kept.
+"""
+
+import torch
+
+from mezzotint.constants import E4M3, FP8_MAX, FP8_TORCH, FP32_MAX
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+_INF_BITS = 0x7F800000
+
+
+def div(a: float, b: torch.Tensor) -> torch.Tensor:
+    """fl32(a / b). `a / b` would be `b.reciprocal() * a`, one ulp off."""
+    return torch.full_like(b, a).div_(b)
+
+
+def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """FP32 max |x| over `dim` (all: None), NaN dropped, infinity kept; 0 where there is nothing."""
+    if x.numel() == 0:
+        return x.abs().sum(dim=dim).float()
+    dims = tuple(range(x.dim())) if dim is None else dim
+    top = x.abs().amax(dim=dims)
+    if bool(top.isnan().any()):
+        top = x.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(dim=dims)
+    return top.float()
+
+
+def scale_from_amax(
+    amax: torch.Tensor, fp8_max: float, *, pow2: bool, eps: float, value_for_inf: float = FP32_MAX
+) -> torch.Tensor:
+    """The FP32 factor that brings `amax` to `fp8_max`: 1 for 0 and infinity, mantissa dropped when `pow2`."""
+    floor = torch.where(amax < eps, eps, amax) if eps > 0 else amax
+    scale = div(fp8_max, floor)
+    scale = torch.where(scale.isinf(), value_for_inf, scale)
+    scale = torch.where((floor == 0) | ~floor.isfinite(), 1.0, scale)
+    return (scale.view(torch.int32) & -0x800000).view(torch.float32) if pow2 else scale
+
+
+def cast_fp8(value: torch.Tensor, dtype: int) -> torch.Tensor:
+    """FP32 → uint8 codes: round to nearest even, saturate, NaN → 0x7F. Overwrites `value`.
+
+    The clamp comes first because torch 2.11 turns an overflow into NaN and E5M2 has infinities. NaN loses its sign, as
+    the hardware's conversion makes it do.
+    """
+    top = FP8_MAX[dtype]
+    codes = value.clamp_(-top, top).to(FP8_TORCH[dtype]).view(torch.uint8)
+    return codes.masked_fill_(codes == 0xFF, 0x7F)
+
+
+def cast_fp8_overflowing(value: torch.Tensor, dtype: int) -> torch.Tensor:
+    """As `cast_fp8`, but what rounds past the largest value becomes NaN (E4M3) or infinity (E5M2)."""
+    over = value.abs() > 464.0 if dtype == E4M3 else value.abs() >= 61440.0
+    infinity = torch.where(value < 0, 0xFC, 0x7C).to(torch.uint8)
+    codes = cast_fp8(value.clone(), dtype)
+    return torch.where(over, 0x7F if dtype == E4M3 else infinity, codes)
+
+
+def decode_fp8(codes: torch.Tensor, dtype: int) -> torch.Tensor:
+    """uint8 codes → FP32, exact."""
+    return codes.view(FP8_TORCH[dtype]).float()
+
+
+def e8m0_up(value: torch.Tensor) -> torch.Tensor:
+    """FP32 ≥ 0 → E8M0 byte of the smallest power of two that is not less, saturating; NaN → 255."""
+    bits = value.view(torch.int32) & 0x7FFFFFFF
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    above = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    byte = exponent + above.int()
+    byte = torch.where(bits == _INF_BITS, 254, byte)
+    return torch.where(bits > _INF_BITS, 255, byte).to(torch.uint8)
+
+
+def e8m0_down(value: torch.Tensor) -> torch.Tensor:
+    """FP32 → E8M0 byte of the largest power of two that is not greater in magnitude, saturating; NaN → 255."""
+    bits = value.view(torch.int32) & 0x7FFFFFFF
+    byte = torch.where(bits == _INF_BITS, 254, bits >> 23)
+    return torch.where(bits > _INF_BITS, 255, byte).to(torch.uint8)
+
+
+def e8m0_nearest(value: torch.Tensor) -> torch.Tensor:
+    """FP32 → E8M0 byte of the nearest power of two, 1.5·2^k up; NaN, zero, negative and overflow → 255."""
+    bits = value.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # Below 2^-126 there is no hidden bit and 0x400000 is 2^-127 itself; ml_dtypes rounds all above it up.
+    byte = exponent + torch.where(exponent == 0, mantissa > 0x400000, mantissa >= 0x400000).int()
+    return torch.where((bits <= 0) | (byte > 254), 255, byte).to(torch.uint8)
+
+
+def e8m0_decode(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 byte → FP32 2^(b-127); 0 is the subnormal 2^-127, 255 is NaN."""
+    b = byte.to(torch.int32)
+    bits = torch.where(b == 0, 0x00400000, b << 23)
+    return torch.where(b == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def e8m0_inverse(byte: torch.Tensor) -> torch.Tensor:
+    """E8M0 byte → FP32 2^(127-b), the factor that divides by the scale; 255 is NaN."""
+    b = byte.to(torch.int32)
+    bits = torch.where(b == 254, 0x00400000, (254 - b) << 23)
+    return torch.where(b == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def cast_e2m1(value: torch.Tensor) -> torch.Tensor:
+    """FP32 → uint8 E2M1 codes 0..15, nearest even, saturating; the sign of zero is kept, NaN → 7 (+6)."""
+    a = value.abs()
+    code = (a > 0.25).to(torch.uint8)
+    code += a >= 0.75
+    code += a > 1.25
+    code += a >= 1.75
+    code += a > 2.5
+    code += a >= 3.5
+    code += a > 5.0
+    code += value.signbit().to(torch.uint8) * 8
+    return code.masked_fill_(value.isnan(), 7)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes 0..15 → FP32, exact."""
+    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    return table[codes.int()]
+
+
+def round_e2m1_stochastic(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """FP32 → E2M1 codes, up or down with the probability that keeps the mean; `random` is one byte per element."""
+    a = value.abs()
+    t = a + random.float() * (_step(a) / 256)  # exact product: the sum is the only rounding, as in an FMA
+    step = _step(t)
+    magnitude = ((t / step).floor() * step).clamp_max(6.0)
+    code = cast_e2m1(magnitude) + value.signbit().to(torch.uint8) * 8
+    return code.masked_fill_(value.isnan(), 7)
+
+
+def _step(a: torch.Tensor) -> torch.Tensor:
+    """The distance from `a` to the next E2M1 value above."""
+    return torch.where(a >= 4, 2.0, torch.where(a >= 2, 1.0, 0.5))
+
+
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """(..., n) codes → (..., ceil(n/2)) bytes: even index in the low nibble; an odd last byte has 0 above."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_fp4(packed: torch.Tensor, size: int) -> torch.Tensor:
+    """(..., ceil(size/2)) bytes → (..., size) codes."""
+    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+    return codes[..., :size]

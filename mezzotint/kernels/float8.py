@@ -1,0 +1,122 @@
+"""FP8 with one scale per tensor: current scaling (the scale comes from this tensor's amax) and delayed (it is given).
+
+    q         = RNE_fp8(fl32(x * scale))                 uint8 codes, saturating
+    scale     = scale_from_amax(max |x|)  or given       FP32
+    scale_inv = fl32(1 / scale)                          FP32 [1], what dequantize multiplies by
+
+Row-wise copy `data`: the logical shape. Column-wise copy `transpose`: (K, d0, …, dn-1), the same bytes with the last
+dimension first. Hopper's FP8 GEMM takes only operands that are contiguous along the contraction, hence the copy. No
+padding: any size quantizes; the GEMM pads. Both copies come from one read of x; current scaling reads it once more,
+before, for the amax.
+"""
+
+import torch
+
+from mezzotint.constants import FP8_MAX
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels.elements import amax as reduce_amax
+from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax
+
+
+def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
+    """Geometry: data (shape), transpose (K, *leading), scale_inv [1]."""
+    buffers: Buffers = {}
+    if rowwise:
+        buffers["data"] = (shape, torch.uint8)
+    if columnwise:
+        buffers["transpose"] = ((shape[-1], *shape[:-1]), torch.uint8)
+    buffers["scale_inv"] = ((1,), torch.float32)
+    return buffers
+
+
+def float8_amax_reference(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [1]: max |x|, NaN dropped."""
+    return reduce_amax(x).reshape(1)
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, columnwise: bool) -> list[torch.Tensor]:
+    codes = cast_fp8(x.float() * scale, dtype)
+    out = [codes.contiguous()] if rowwise else []
+    if columnwise:
+        out.append(as_matrix(codes).t().contiguous().reshape(x.shape[-1], *x.shape[:-1]))
+    return [*out, div(1.0, scale)]
+
+
+def float8_quantize_reference(
+    x: torch.Tensor,
+    amax: torch.Tensor | None,
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> list[torch.Tensor]:
+    """Current scaling; `amax` FP32 [1] is given where it was reduced over a group, else taken here."""
+    amax = float8_amax_reference(x) if amax is None else amax
+    scale = scale_from_amax(amax, FP8_MAX[dtype], pow2=pow2, eps=eps)
+    return _cast(x, scale, dtype, rowwise, columnwise)
+
+
+def float8_quantize_scaled_reference(
+    x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, columnwise: bool
+) -> list[torch.Tensor]:
+    """Delayed scaling: `scale` FP32 [1] is given; the last output is this tensor's amax, FP32 [1]."""
+    return [*_cast(x, scale.reshape(1), dtype, rowwise, columnwise), float8_amax_reference(x)]
+
+
+def float8_dequantize_reference(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: `data` is the column-wise copy."""
+    if transposed:
+        data = data.reshape(data.shape[0], -1).t().reshape(*data.shape[1:], data.shape[0])
+    return decode_fp8(data.contiguous(), dtype).mul_(scale_inv).to(out_dtype)
+
+
+def _dequantize_fake(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    shape = (*data.shape[1:], data.shape[0]) if transposed else data.shape
+    return data.new_empty(shape, dtype=out_dtype)
+
+
+float8_amax = leaf(
+    "float8_amax(Tensor x) -> Tensor",
+    fake=lambda x: x.new_empty((1,), dtype=torch.float32),
+    cpu=float8_amax_reference,
+    cuda="float8:amax",
+)
+
+float8_quantize, float8_quantize_ = quantize_ops(
+    "float8_quantize",
+    "Tensor? amax, int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
+    geometry=lambda shape, *options: float8_buffers(shape, *options[-2:]),
+    reference=float8_quantize_reference,
+    cuda="float8:quantize",
+)
+
+float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
+    "float8_quantize_scaled",
+    "Tensor scale, int dtype, bool rowwise, bool columnwise",
+    geometry=lambda shape, *options: {
+        **float8_buffers(shape, *options[-2:]),
+        "amax": ((1,), torch.float32),
+    },
+    reference=float8_quantize_scaled_reference,
+    cuda="float8:quantize_scaled",
+)
+
+float8_dequantize = leaf(
+    "float8_dequantize(Tensor data, Tensor scale_inv, int dtype, bool transposed, ScalarType out_dtype) -> Tensor",
+    fake=_dequantize_fake,
+    cpu=float8_dequantize_reference,
+    cuda="float8:dequantize",
+)
+
+
+def float8_matrix_shape(data: torch.Tensor, transposed: bool) -> tuple[int, int]:
+    """(M, K) of the logical matrix that `data` holds."""
+    if not transposed:
+        return matrix_shape(data.shape)
+    rows, cols = matrix_shape((*data.shape[1:], data.shape[0]))
+    return rows, cols

@@ -1,0 +1,138 @@
+"""FP8 with one FP32 scale per 1x128 run or per 128x128 tile, DeepSeek's recipe.
+
+    s = scale_from_amax(max |x| over the block; overflow → the input dtype's max)   q = RNE_fp8(fl32(x · s))
+
+1x128, row-wise:    blocks along K. data (d0, …, K), scale_inv (ceil(K/128), rup(M, 4)), entry [block, row].
+1x128, column-wise: the same on xᵀ. data (K, d0, …), scale_inv (ceil(M/128), rup(K, 4)), entry [block, column];
+                    quantized from x, not from the row-wise codes.
+128x128:            data as above; the column-wise codes and scales are exact transposes. scale_inv row-wise
+                    (ceil(M/128), rup(ceil(K/128), 4)), column-wise (ceil(K/128), rup(ceil(M/128), 4)).
+
+These are the layouts that Hopper's block-scaled GEMM reads: 1x128 scales with the block index outermost, rows of scales
+a multiple of 16 bytes long. A ragged last block counts the elements that exist; scale padding is 0. One read of x.
+"""
+
+import torch
+
+from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
+
+
+def float8_block_scale_shape(rows: int, cols: int, two_d: bool) -> tuple[int, int]:
+    """Scales of a (rows, cols) matrix that is quantized along its columns."""
+    if two_d:
+        return cdiv(rows, FP8_BLOCK), rup(cdiv(cols, FP8_BLOCK), 4)
+    return cdiv(cols, FP8_BLOCK), rup(rows, 4)
+
+
+def float8_block_buffers(shape: tuple[int, ...], two_d: bool, rowwise: bool, columnwise: bool) -> Buffers:
+    """Geometry: data in the logical shape and transposed, with the scales of each."""
+    rows, cols = matrix_shape(shape)
+    buffers: Buffers = {}
+    if rowwise:
+        buffers["rowwise_data"] = (shape, torch.uint8)
+        buffers["rowwise_scale_inv"] = (float8_block_scale_shape(rows, cols, two_d), torch.float32)
+    if columnwise:
+        buffers["columnwise_data"] = ((cols, *shape[:-1]), torch.uint8)
+        buffers["columnwise_scale_inv"] = (float8_block_scale_shape(cols, rows, two_d), torch.float32)
+    return buffers
+
+
+def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """(R, C) with zeros up to (rows, cols)."""
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, C) → codes (R, C) and compact scales (R or ceil(R/128), ceil(C/128))."""
+    rows, cols = x.shape
+    height = FP8_BLOCK if two_d else 1
+    tiles = _padded(x, rup(rows, height), rup(cols, FP8_BLOCK))
+    tiles = tiles.view(cdiv(rows, height), height, cdiv(cols, FP8_BLOCK), FP8_BLOCK)
+    scale = scale_from_amax(
+        amax(tiles, (1, 3)), FP8_MAX[dtype], pow2=pow2, eps=eps, value_for_inf=torch.finfo(x.dtype).max
+    )
+    codes = cast_fp8(tiles.float() * scale[:, None, :, None], dtype).reshape(rup(rows, height), rup(cols, FP8_BLOCK))
+    return codes[:rows, :cols].contiguous(), div(1.0, scale)
+
+
+def _layout(scale_inv: torch.Tensor, two_d: bool) -> torch.Tensor:
+    """Compact scales → the GEMM's layout: 1x128 transposed, the inner size a multiple of 4, zeros in the padding."""
+    scale_inv = scale_inv if two_d else scale_inv.t()
+    return _padded(scale_inv, scale_inv.shape[0], rup(scale_inv.shape[1], 4)).contiguous()
+
+
+def float8_block_quantize_reference(
+    x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool, rowwise: bool, columnwise: bool
+) -> list[torch.Tensor]:
+    matrix, out = as_matrix(x), []
+    transposed = (x.shape[-1], *x.shape[:-1])
+    if two_d:
+        codes, scale_inv = _quantize(matrix, dtype, pow2, eps, True)
+        if rowwise:
+            out += [codes.reshape(x.shape), _layout(scale_inv, True)]
+        if columnwise:
+            out += [codes.t().contiguous().reshape(transposed), _layout(scale_inv.t(), True)]
+        return out
+    if rowwise:
+        codes, scale_inv = _quantize(matrix, dtype, pow2, eps, False)
+        out += [codes.reshape(x.shape), _layout(scale_inv, False)]
+    if columnwise:
+        codes, scale_inv = _quantize(matrix.t().contiguous(), dtype, pow2, eps, False)
+        out += [codes.reshape(transposed), _layout(scale_inv, False)]
+    return out
+
+
+def float8_block_dequantize_reference(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: int,
+    two_d: bool,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
+    rows, cols = matrix_shape((data.shape[0], _rest(data)) if transposed else data.shape)
+    scales = scale_inv if two_d else scale_inv.t()
+    scales = scales[: cdiv(rows, FP8_BLOCK) if two_d else rows, : cdiv(cols, FP8_BLOCK)]
+    if two_d:
+        scales = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
+    value = decode_fp8(data.reshape(rows, cols), dtype) * scales.repeat_interleave(FP8_BLOCK, 1)[:, :cols]
+    if transposed:
+        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype)
+    return value.reshape(data.shape).to(out_dtype)
+
+
+def _rest(data: torch.Tensor) -> int:
+    rows, cols = matrix_shape((*data.shape[1:], 1))
+    return rows * cols
+
+
+def _dequantize_fake(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: int,
+    two_d: bool,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    shape = (*data.shape[1:], data.shape[0]) if transposed else data.shape
+    return data.new_empty(shape, dtype=out_dtype)
+
+
+float8_block_quantize, float8_block_quantize_ = quantize_ops(
+    "float8_block_quantize",
+    "int dtype, bool pow2, float eps, bool two_d, bool rowwise, bool columnwise",
+    geometry=lambda shape, *options: float8_block_buffers(shape, *options[-3:]),
+    reference=float8_block_quantize_reference,
+    cuda="float8_block:quantize",
+)
+
+float8_block_dequantize = leaf(
+    "float8_block_dequantize(Tensor data, Tensor scale_inv, int dtype, bool two_d, bool transposed,"
+    " ScalarType out_dtype) -> Tensor",
+    fake=_dequantize_fake,
+    cpu=float8_block_dequantize_reference,
+    cuda="float8_block:dequantize",
+)

@@ -1,0 +1,81 @@
+"""FP8 with one FP32 scale per row, and one per column for the column-wise copy.
+
+    row-wise:     s_r = scale_from_amax(max_k |x[r, k]|)     q[r, k] = RNE_fp8(fl32(x · s_r))    scale_inv [M]
+    column-wise:  the same on xᵀ, one scale per column, data transposed (K, d0, …, dn-1)         scale_inv [K]
+
+The column-wise copy is quantized from x, not from the row-wise codes. Scales may be cut to powers of two. No padding.
+Two reads of x where both directions are asked for: row and column amax first, then one cast that writes both.
+"""
+
+import torch
+
+from mezzotint.constants import FP8_MAX
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
+
+
+def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
+    """Geometry: data in the logical shape and transposed, one FP32 scale per row of each."""
+    rows, cols = matrix_shape(shape)
+    buffers: Buffers = {}
+    if rowwise:
+        buffers["rowwise_data"] = (shape, torch.uint8)
+        buffers["rowwise_scale_inv"] = ((rows,), torch.float32)
+    if columnwise:
+        buffers["columnwise_data"] = ((cols, *shape[:-1]), torch.uint8)
+        buffers["columnwise_scale_inv"] = ((cols,), torch.float32)
+    return buffers
+
+
+def _quantize_rows(x: torch.Tensor, dtype: int, pow2: bool, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, C) → codes (R, C) and scale_inv [R]."""
+    scale = scale_from_amax(amax(x, 1), FP8_MAX[dtype], pow2=pow2, eps=eps)
+    return cast_fp8(x.float() * scale[:, None], dtype), div(1.0, scale)
+
+
+def float8_rowwise_quantize_reference(
+    x: torch.Tensor, dtype: int, pow2: bool, eps: float, rowwise: bool, columnwise: bool
+) -> list[torch.Tensor]:
+    matrix, out = as_matrix(x), []
+    if rowwise:
+        codes, scale_inv = _quantize_rows(matrix, dtype, pow2, eps)
+        out += [codes.reshape(x.shape), scale_inv]
+    if columnwise:
+        codes, scale_inv = _quantize_rows(matrix.t().contiguous(), dtype, pow2, eps)
+        out += [codes.reshape(x.shape[-1], *x.shape[:-1]), scale_inv]
+    return out
+
+
+def float8_rowwise_dequantize_reference(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
+    rows = data.reshape(scale_inv.numel(), -1) if data.numel() else data
+    value = decode_fp8(rows, dtype) * (scale_inv[:, None] if data.numel() else 1.0)
+    if transposed:
+        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype)
+    return value.reshape(data.shape).to(out_dtype)
+
+
+def _dequantize_fake(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    shape = (*data.shape[1:], data.shape[0]) if transposed else data.shape
+    return data.new_empty(shape, dtype=out_dtype)
+
+
+float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
+    "float8_rowwise_quantize",
+    "int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
+    geometry=lambda shape, *options: float8_rowwise_buffers(shape, *options[-2:]),
+    reference=float8_rowwise_quantize_reference,
+    cuda="float8_rowwise:quantize",
+)
+
+float8_rowwise_dequantize = leaf(
+    "float8_rowwise_dequantize(Tensor data, Tensor scale_inv, int dtype, bool transposed, ScalarType out_dtype)"
+    " -> Tensor",
+    fake=_dequantize_fake,
+    cpu=float8_rowwise_dequantize_reference,
+    cuda="float8_rowwise:dequantize",
+)

@@ -1,0 +1,219 @@
+"""The one matrix product: D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ, over operands that say what they are.
+
+quantized · quantized: the FP32 product of exact values (`operand.exact`), times the scales that stand outside
+    of the sum (`operand.factors`), plus bias in FP32, cast once. Scales per tensor and per row stand outside,
+    and NVFP4's: alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). Row-scaled NVFP4 takes the
+    unit first and then the amaxes, as one product where one of them is a scalar.
+high · high: torch.mm in the operands' dtype (FP32 accumulation). Where the output has another dtype or a bias
+    is added, the CPU multiplies in FP32 and casts once; a GPU writes FP32, or adds the bias inside the GEMM.
+    FP32 operands follow torch's TF32 setting.
+high · quantized: the quantized one is dequantized to the other's dtype first.
+
+Which code runs is a row of `hw.GEMM_BACKENDS`: PyTorch's scaled GEMMs (`scaled_mm.py`) where the GPU has them,
+else the exact values in BF16 on BF16 tensor cores, else, and on the CPU, the reference. They differ in the order
+of FP32 additions alone: Hopper's block-scaled GEMM promotes every 128 and scales each partial sum, and
+`fast_accum` lets its FP8 tensor cores keep about 14 bits in between. FP8 blocks whose scales are no powers of
+two are rounded to BF16 where they are emulated.
+
+`accumulate` is added to in place, as `accumulate += D.to(accumulate.dtype)`. No size is refused: what a GEMM
+asks for is filled up with zero codes. An empty contraction gives zeros (plus bias).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint import hw
+from mezzotint.constants import E5M2, HIGH_PRECISION
+from mezzotint.kernels import scaled_mm
+from mezzotint.kernels._lib import leaf
+from mezzotint.kernels.operand import (
+    Operand,
+    as_stored,
+    check_pair,
+    contraction,
+    dequantize,
+    exact,
+    factors,
+    rows,
+)
+from mezzotint.kernels.scaled_mm import finish
+
+__all__ = ["BACKENDS", "Operand", "gemm", "gemm_reference", "multiply"]
+
+Bias = torch.Tensor | None
+Product = Callable[[torch.Tensor, Operand, Operand, Bias, bool], None]  # writes D into the first
+
+
+def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool = False) -> None:
+    """The specification, in plain torch."""
+    if a.kind == "high" or b.kind == "high":
+        x, y = _same_dtype(a, b)
+        if bias is None and out.dtype == x.dtype:
+            torch.mm(x, y.t(), out=out)
+        else:
+            finish(out, torch.mm(x.float(), y.float().t()), [], bias)
+        return
+    size = contraction(a, b)
+    product = torch.mm(exact(a, size, torch.float32), exact(b, size, torch.float32).t())
+    finish(out, product, factors(a, b), bias)
+
+
+def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+    """At least one side unquantized, on a GPU."""
+    x, y = _same_dtype(a, b)
+    if out.dtype == x.dtype and bias is None:
+        torch.mm(x, y.t(), out=out)
+    elif bias is not None and out.dtype == x.dtype == bias.dtype:
+        torch.addmm(bias, x, y.t(), out=out)
+    else:
+        finish(out, _mm_fp32(x, y, out), [], bias)
+
+
+def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+    """Both sides quantized, on a GPU that has no GEMM for them."""
+    size = contraction(a, b)
+    x, y = exact(a, size, torch.bfloat16), exact(b, size, torch.bfloat16)
+    scales = factors(a, b)
+    if not scales and bias is None and out.dtype == torch.bfloat16:
+        torch.mm(x, y.t(), out=out)
+    else:
+        finish(out, _mm_fp32(x, y, out), scales, bias)
+
+
+def _mm_fp32(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """x · yᵀ written as FP32: to `out` if that is FP32, else to a new tensor."""
+    product = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    if x.dtype == torch.float32:
+        return torch.mm(x, y.t(), out=product)
+    return torch.mm(x, y.t(), out_dtype=torch.float32, out=product)
+
+
+def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both matrices in the unquantized one's dtype, or in what two unequal ones promote to."""
+    high = [op.data.dtype for op in (a, b) if op.kind == "high"]
+    dtype = torch.promote_types(high[0], high[-1])
+    size = contraction(a, b)
+    return dequantize(a, size, dtype)[:, :size], dequantize(b, size, dtype)[:, :size]
+
+
+BACKENDS: dict[str, Product] = {
+    "reference": gemm_reference,
+    "plain": _plain,
+    "emulated": _emulated,
+    "tensor": scaled_mm.tensor,
+    "row": scaled_mm.row,
+    "row16": scaled_mm.row16,
+    "row_unit": scaled_mm.row_unit,
+    "block": scaled_mm.block,
+    "mx": scaled_mm.mx,
+    "nv": scaled_mm.nv,
+}
+
+
+def multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+    """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
+    # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+        if out.numel() == 0:
+            return
+        if contraction(a, b) == 0:
+            finish(out.zero_(), out, [], bias)
+            return
+        choose(a, b)(out, a, b, bias, fast_accum)
+
+
+def choose(a: Operand, b: Operand) -> Product:
+    """The backend of these operands on their device."""
+    cc = hw.capability(a.data.device.index) if a.data.is_cuda else None
+    backend = hw.gemm_backend(a.kind, b.kind, cc)
+    if a.dtype == b.dtype == E5M2 and backend.how == "native":
+        return _emulated  # no GPU multiplies E5M2 by E5M2
+    return BACKENDS[backend.name]
+
+
+# The ops take an operand's fields one by one, in the order of the dataclass.
+_SIDE = (
+    "Tensor {0}, Tensor? {0}_scale, Tensor? {0}_amax, str {0}_kind, int {0}_dtype, bool {0}_swizzled,"
+    " int {0}_e4m3_max, bool {0}_transposed"
+)
+FIELDS = 8
+_ARGUMENTS = f"{_SIDE.format('a')}, {_SIDE.format('b')}, Tensor? bias"
+
+
+def _split(arguments: tuple) -> tuple[Operand, Operand, Bias]:
+    return Operand(*arguments[:FIELDS]), Operand(*arguments[FIELDS : 2 * FIELDS]), arguments[2 * FIELDS]
+
+
+def _gemm(*arguments: Any) -> torch.Tensor:
+    a, b, bias = _split(arguments)
+    out_dtype, fast_accum = arguments[2 * FIELDS + 1 :]
+    out = a.data.new_empty((rows(a), rows(b)), dtype=out_dtype)
+    multiply(out, a, b, bias, fast_accum)
+    return out
+
+
+def _gemm_in_place(out: torch.Tensor, *arguments: Any) -> None:
+    out.add_(_gemm(*arguments[:-1], out.dtype, arguments[-1]))
+
+
+def _gemm_fake(*arguments: Any) -> torch.Tensor:
+    a, b, _ = _split(arguments)
+    return a.data.new_empty((rows(a), rows(b)), dtype=arguments[2 * FIELDS + 1])
+
+
+_gemm_op = leaf(f"gemm({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor", fake=_gemm_fake, cpu=_gemm)
+_gemm_op_ = leaf(
+    f"gemm_(Tensor(a!) out, {_ARGUMENTS}, bool fast_accum) -> ()",
+    fake=lambda out, *arguments: None,
+    cpu=_gemm_in_place,
+)
+
+
+def flat(op: Operand) -> tuple:
+    """The operand's fields, in the order of the ops' arguments."""
+    return (op.data, op.scale, op.amax, op.kind, op.dtype, op.swizzled, op.e4m3_max, op.transposed)
+
+
+def check_output(
+    shape: tuple[int, int],
+    device: torch.device,
+    out_dtype: torch.dtype,
+    bias: Bias,
+    accumulate: torch.Tensor | None,
+    suffix: str = "",
+) -> None:
+    """Raise ValueError where bias, output dtype or accumulator do not fit D."""
+    if accumulate is None and out_dtype not in HIGH_PRECISION:
+        raise ValueError(f"out_dtype is {out_dtype}: expected one of {HIGH_PRECISION}")
+    if bias is not None and (tuple(bias.shape) != shape[1:] or bias.device != device):
+        raise ValueError(f"bias{suffix} is {tuple(bias.shape)} on {bias.device}: expected {shape[1:]} on {device}")
+    if accumulate is not None and (tuple(accumulate.shape) != shape or accumulate.device != device):
+        given = f"{tuple(accumulate.shape)} on {accumulate.device}"
+        raise ValueError(f"accumulate{suffix} is {given}: expected {shape} on {device}")
+    if accumulate is not None and accumulate.dtype not in HIGH_PRECISION:
+        raise ValueError(f"accumulate{suffix} is {accumulate.dtype}: expected one of {HIGH_PRECISION}")
+
+
+def gemm(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    accumulate: torch.Tensor | None = None,
+    fast_accum: bool = False,
+) -> torch.Tensor:
+    """D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ + bias [Rb].
+
+    With `accumulate` (Ra, Rb) D takes its dtype instead of `out_dtype`, is added into it, and it is returned.
+    `fast_accum` allows FP8 tensor cores to accumulate with fewer bits; it is a permission, ignored elsewhere.
+    """
+    a, b = as_stored(a), as_stored(b)
+    check_pair(a, b)
+    check_output((rows(a), rows(b)), a.data.device, out_dtype, bias, accumulate)
+    if accumulate is None:
+        return _gemm_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
+    _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
+    return accumulate

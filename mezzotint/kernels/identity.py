@@ -1,0 +1,23 @@
+"""Identity: no quantization. A copy of x, cast where a dtype is given; an op may not return its input."""
+
+import torch
+
+from mezzotint.kernels._lib import Buffers, quantize_ops
+
+
+def identity_buffers(shape: tuple[int, ...], dtype: torch.dtype | None) -> Buffers:
+    """Geometry: one buffer in the logical shape."""
+    return {"hp_data": (shape, torch.float32 if dtype is None else dtype)}
+
+
+def identity_reference(x: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [x.to(dtype, copy=True).contiguous()]
+
+
+identity_quantize, identity_quantize_ = quantize_ops(
+    "identity_quantize",
+    "ScalarType dtype",
+    geometry=identity_buffers,
+    reference=identity_reference,
+    cuda=None,
+)

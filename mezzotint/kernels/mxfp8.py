@@ -1,0 +1,120 @@
+"""MXFP8: 32 FP8 elements share one power-of-two scale, an E8M0 byte b that stands for 2^(b-127).
+
+    roundup:  b = the smallest power of two ≥ fl32(amax · fl32(1/fp8_max)), so that nothing saturates (Blackwell, TE)
+    floor:    b = floor(log2 amax) - emax (8 for E4M3, 15 for E5M2): OCP's own rule; the top of a block saturates
+    q = RNE_fp8(fl32(x · 2^(127-b)));  a zero block has b = 0
+
+Row-wise: blocks along K. Column-wise: blocks along M, quantized from x; its data is NOT transposed. Both in the logical
+shape. Scale bytes: row-wise (rup(M, 128), rup(ceil(K/32), 4)), entry [row, block]; column-wise
+(rup(ceil(M/32), 4), rup(K, 128)), entry [block, column]; padding 0. With `two_d` one b serves a 32x32 tile and is
+written for each of its rows and columns: both directions then hold the same codes. A ragged last block counts what
+exists. One read of x.
+
+`swizzled`: the same bytes in the order that Blackwell's GEMM reads (tiles of 128x4 scales, 512 bytes each; see
+`swizzle.py`).
+"""
+
+import torch
+
+from mezzotint.constants import FP8_EMAX, FP8_MAX, MX_BLOCK, cdiv, rup
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, e8m0_decode, e8m0_inverse, e8m0_up
+from mezzotint.kernels.swizzle import swizzle, unswizzle
+
+
+def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool) -> tuple[int, int]:
+    """Scale bytes of a (rows, cols) matrix."""
+    if columnwise:
+        return rup(cdiv(rows, MX_BLOCK), 4), rup(cols, 128)
+    return rup(rows, 128), rup(cdiv(cols, MX_BLOCK), 4)
+
+
+def mxfp8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
+    """Geometry: data twice in the logical shape, scale bytes padded for the GEMM."""
+    rows, cols = matrix_shape(shape)
+    buffers: Buffers = {}
+    if rowwise:
+        buffers["rowwise_data"] = (shape, torch.uint8)
+        buffers["rowwise_scale_inv"] = (mxfp8_scale_shape(rows, cols, False), torch.uint8)
+    if columnwise:
+        buffers["columnwise_data"] = (shape, torch.uint8)
+        buffers["columnwise_scale_inv"] = (mxfp8_scale_shape(rows, cols, True), torch.uint8)
+    return buffers
+
+
+def _scale_byte(top: torch.Tensor, dtype: int, floor: bool) -> torch.Tensor:
+    """Block amax (FP32, no NaN) → E8M0 byte."""
+    if floor:
+        return ((top.view(torch.int32) >> 23) - FP8_EMAX[dtype]).clamp_min_(0).to(torch.uint8)
+    reciprocal = torch.tensor(1.0 / FP8_MAX[dtype], dtype=torch.float32, device=top.device)
+    return e8m0_up(top * reciprocal)
+
+
+def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    if (rows, cols) == tuple(x.shape):
+        return x
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
+def _quantize(x: torch.Tensor, dtype: int, floor: bool, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) → codes (M, K), bytes (ceil(M/height), ceil(K/width)): blocks of height x width."""
+    rows, cols = x.shape
+    full = rup(rows, height), rup(cols, width)
+    tiles = _padded(x, *full).view(full[0] // height, height, full[1] // width, width)
+    byte = _scale_byte(amax(tiles, (1, 3)), dtype, floor)
+    codes = cast_fp8(tiles.float() * e8m0_inverse(byte)[:, None, :, None], dtype).reshape(full)
+    return (codes if full == (rows, cols) else codes[:rows, :cols].contiguous()), byte
+
+
+def mxfp8_quantize_reference(
+    x: torch.Tensor, dtype: int, floor: bool, two_d: bool, swizzled: bool, rowwise: bool, columnwise: bool
+) -> list[torch.Tensor]:
+    matrix, out = as_matrix(x), []
+    rows, cols = matrix.shape
+    tile = _quantize(matrix, dtype, floor, MX_BLOCK, MX_BLOCK) if two_d else None
+    for wanted, columns in ((rowwise, False), (columnwise, True)):
+        if not wanted:
+            continue
+        if tile is not None:
+            codes, byte = tile[0].clone(), tile[1].repeat_interleave(MX_BLOCK, 1 if columns else 0)
+            byte = byte[:, :cols] if columns else byte[:rows]
+        elif columns:
+            codes, byte = _quantize(matrix, dtype, floor, MX_BLOCK, 1)
+        else:
+            codes, byte = _quantize(matrix, dtype, floor, 1, MX_BLOCK)
+        byte = _padded(byte, *mxfp8_scale_shape(rows, cols, columns)).contiguous()
+        out += [codes.reshape(x.shape), swizzle(byte, columns) if swizzled else byte]
+    return out
+
+
+def mxfp8_dequantize_reference(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: int,
+    swizzled: bool,
+    columnwise: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """dtype(fl32(2^(b-127) · code)) in the logical shape, from either direction."""
+    matrix = as_matrix(data)
+    rows, cols = matrix.shape
+    scale = e8m0_decode(unswizzle(scale_inv, columnwise) if swizzled else scale_inv)
+    scale = scale.repeat_interleave(MX_BLOCK, 0 if columnwise else 1)[:rows, :cols]
+    return (decode_fp8(matrix.contiguous(), dtype) * scale).to(out_dtype).reshape(data.shape)
+
+
+mxfp8_quantize, mxfp8_quantize_ = quantize_ops(
+    "mxfp8_quantize",
+    "int dtype, bool floor, bool two_d, bool swizzled, bool rowwise, bool columnwise",
+    geometry=lambda shape, *options: mxfp8_buffers(shape, *options[-2:]),
+    reference=mxfp8_quantize_reference,
+    cuda="mxfp8:quantize",
+)
+
+mxfp8_dequantize = leaf(
+    "mxfp8_dequantize(Tensor data, Tensor scale_inv, int dtype, bool swizzled, bool columnwise, ScalarType out_dtype)"
+    " -> Tensor",
+    fake=lambda data, scale_inv, dtype, swizzled, columnwise, out_dtype: data.new_empty(data.shape, dtype=out_dtype),
+    cpu=mxfp8_dequantize_reference,
+    cuda="mxfp8:dequantize",
+)

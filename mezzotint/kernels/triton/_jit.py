@@ -1,0 +1,212 @@
+"""What the FP8 kernels share: amax, scales, casts, E8M0 bytes, the order of tiles and of rows within a tile.
+
+Every function gives the bits of its namesake in `kernels/elements.py`; where the way there differs, a comment says why
+the result does not.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import E4M3, E5M2, FP8_EMAX, FP8_MAX
+from mezzotint.kernels._lib import as_matrix
+
+# Triton's interpreter knows no inline assembly.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+_E5M2 = tl.constexpr(E5M2)
+_E4M3_MAX, _E5M2_MAX = tl.constexpr(FP8_MAX[E4M3]), tl.constexpr(FP8_MAX[E5M2])
+_E4M3_EMAX, _E5M2_EMAX = tl.constexpr(FP8_EMAX[E4M3]), tl.constexpr(FP8_EMAX[E5M2])
+
+# PTX spells out what Triton's own cast leaves open: before 3.7 the latter goes through FP16, toward zero, on sm_89, and
+# so rounds twice. `satfinite` saturates, infinity too; NaN becomes 0x7F.
+_CAST_E4M3 = tl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+    " mov.b32 $0, {a, b}; }"
+)
+_CAST_E5M2 = tl.constexpr(_CAST_E4M3.value.replace("e4m3", "e5m2"))
+
+
+@triton.jit
+def drop_nan(amax):
+    """A maximum of `abs` that `tl.max` took. It passes over NaN, as PTX `max` does, unless there is nothing else."""
+    return tl.where(amax == amax, amax, 0.0)
+
+
+@triton.jit
+def cast_fp8(value, DTYPE: tl.constexpr):
+    """FP32 → uint8 codes: nearest even, saturating, NaN → 0x7F."""
+    if _INTERPRETED:
+        top: tl.constexpr = _E5M2_MAX if DTYPE == _E5M2 else _E4M3_MAX
+        value = tl.clamp(value, -top, top, propagate_nan=tl.PropagateNan.ALL)
+        fp8: tl.constexpr = tl.float8e5 if DTYPE == _E5M2 else tl.float8e4nv
+        code = value.to(fp8).to(tl.uint8, bitcast=True)
+        return tl.where(value == value, code, 0x7F).to(tl.uint8)
+    else:
+        asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def decode_fp8(code, DTYPE: tl.constexpr):
+    """uint8 codes → FP32, exact."""
+    fp8: tl.constexpr = tl.float8e5 if DTYPE == _E5M2 else tl.float8e4nv
+    return code.to(fp8, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_from_amax(amax, eps, DTYPE: tl.constexpr, POW2: tl.constexpr, FOR_INF: tl.constexpr):
+    """The FP32 factor that brings `amax` to the format's maximum: 1 for 0, infinity and NaN."""
+    eps = eps.to(tl.float32)
+    amax = tl.where(amax < eps, eps, amax)
+    bits = amax.to(tl.int32, bitcast=True)
+    if POW2:
+        # Both maxima are 1.75·2^e: the quotient's exponent takes one more borrow when the mantissa of amax is above
+        # 1.75, and never rounds up to the next power of two. No division. FOR_INF is a power of two here.
+        emax: tl.constexpr = _E5M2_EMAX if DTYPE == _E5M2 else _E4M3_EMAX
+        exponent = 254 + emax - ((bits + 0x1FFFFF) >> 23)
+        scale = tl.where(exponent > 254, FOR_INF, (exponent << 23).to(tl.float32, bitcast=True))
+    else:
+        top: tl.constexpr = _E5M2_MAX if DTYPE == _E5M2 else _E4M3_MAX
+        scale = tl.div_rn(top, amax)
+        scale = tl.where(scale == float("inf"), FOR_INF, scale)
+    return tl.where((bits == 0) | ((bits & 0x7FFFFFFF) >= 0x7F800000), 1.0, scale)
+
+
+@triton.jit
+def inverse(scale, POW2: tl.constexpr):
+    """fl32(1 / scale)."""
+    if POW2:
+        # 2^k → 2^-k by its exponent; 2^127 has the subnormal inverse 2^-127.
+        bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
+        return tl.where(bits == 0, 0x00400000, bits).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def e8m0_from_amax(amax, DTYPE: tl.constexpr, FLOOR: tl.constexpr):
+    """Block amax (no NaN) → E8M0 byte as int32, by OCP's floor rule or rounded up so that nothing saturates."""
+    if FLOOR:
+        emax: tl.constexpr = _E5M2_EMAX if DTYPE == _E5M2 else _E4M3_EMAX
+        return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - emax, 0)
+    else:
+        reciprocal: tl.constexpr = 1.0 / (_E5M2_MAX if DTYPE == _E5M2 else _E4M3_MAX)
+        return e8m0_up(amax * reciprocal)
+
+
+@triton.jit
+def e8m0_up(value):
+    """FP32 ≥ 0, no NaN → E8M0 byte, as int32, of the smallest power of two that is not less, saturating."""
+    bits = value.to(tl.int32, bitcast=True)
+    byte = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
+    return tl.where(bits <= 0x400000, 0, byte)  # up to the subnormal 2^-127
+
+
+@triton.jit
+def e8m0_decode(byte):
+    """E8M0 byte (int32) → FP32 2^(b-127); 0 is the subnormal 2^-127, 255 is NaN."""
+    bits = tl.where(byte == 0, 0x00400000, byte << 23)
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_inverse(byte):
+    """E8M0 byte (int32, at most 254) → FP32 2^(127-b)."""
+    return tl.where(byte == 254, 0x00400000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def swizzled(i, j, tiles):
+    """Byte index of the scale (outer i, block j) in the order of Blackwell's GEMM; `tiles` = padded blocks / 4."""
+    return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+
+
+@triton.jit
+def tile_of(pid, M, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Program → (row, column) of its tile, int64. GROUP rows of tiles are walked together, column by column."""
+    down = tl.cdiv(M, BM)
+    across = tl.cdiv(K, BN)
+    if GROUP == 1:
+        row = pid // across
+        col = pid - row * across
+    else:
+        first = pid // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        rest = pid - first * across
+        col = rest // height
+        row = first + rest - col * height
+    return row.to(tl.int64), col.to(tl.int64)
+
+
+@triton.jit
+def spread(BM: tl.constexpr, SPAN: tl.constexpr):
+    """The rows of a tile, ordered so that one thread holds SPAN neighbours.
+
+    A layout deals rows to threads round robin. Counted this way, the bytes that a thread holds of one column are
+    neighbours in the transposed output, and move through shared memory as a vector instead of one by one.
+    """
+    t = tl.arange(0, BM)
+    if SPAN == 1:
+        return t
+    else:
+        return t % (BM // SPAN) * SPAN + t // (BM // SPAN)
+
+
+@triton.jit
+def transposed(tile, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
+    """(BM, BN) with its rows as `spread` orders them → (BN, BM) with its columns in order."""
+    if SPAN == 1:
+        return tl.trans(tile)
+    else:
+        runs = tl.reshape(tile, [SPAN, BM // SPAN, BN])
+        return tl.reshape(tl.permute(runs, (2, 1, 0)), [BN, BM])
+
+
+@triton.jit
+def store_transposed(out, tile, row, col, M, K, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
+    """Write tile (row, col), rows as `spread` orders them, into the (K, M) matrix `out`."""
+    r = row * BM + tl.arange(0, BM)
+    c = col * BN + tl.arange(0, BN)
+    mask = (c < K)[:, None] & (r < M)[None, :]
+    tl.store(out + c[:, None] * M + r[None, :], transposed(tile, BM, BN, SPAN), mask=mask)
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """The (M, K) view, copied only where the elements of a row are not neighbours."""
+    x = as_matrix(x)
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def for_inf(dtype: torch.dtype, pow2: bool) -> float:
+    """The scale where the quotient overflows: the maximum of `dtype`, or the power of two below it."""
+    maximum = torch.finfo(dtype).max
+    return 2.0 ** (math.frexp(maximum)[1] - 1) if pow2 else maximum
+
+
+def natural_span(BM: int, BN: int, num_warps: int) -> int:
+    """Rows of a tile that one thread holds when it holds 16 columns: the SPAN for which transposing is cheapest."""
+    return max(1, BM * BN // (512 * num_warps))
+
+
+def ahead(kernel: Any, pointers: str, **constexprs: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32), or `eps` (fp32).
+
+    `pointers`: element types of the leading arguments in order; "-" is None.
+    """
+    signature: dict[str, str] = {}
+    types = pointers.split()
+    for index, name in enumerate(kernel.arg_names):
+        if name in constexprs:
+            continue
+        if index < len(types):
+            if types[index] == "-":
+                constexprs[name] = None
+            else:
+                signature[name] = "*" + types[index]
+        else:
+            signature[name] = "fp32" if name == "eps" else "i32"
+    return kernel, signature, constexprs

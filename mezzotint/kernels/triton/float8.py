@@ -1,0 +1,374 @@
+"""FP8 with one scale per tensor on CUDA.
+
+Current scaling, two launches. `_amax_kernel` reads x and leaves one partial maximum per program: nothing to zero, no
+atomics. Every program of the cast then reduces these few partials itself (they sit in the L2 cache) instead of waiting
+for a third launch. The cast walks x backwards: what the first pass read last is still in the cache.
+
+Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
+
+The cast reads each element once. Without a transposed copy it is flat, 1-D. With one, a program holds a tile and writes
+it in both directions; see `spread` for the order of its rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.kernels.triton._dequantize import dequantize_tiles
+from mezzotint.kernels.triton._jit import (
+    ahead,
+    as_rows,
+    cast_fp8,
+    decode_fp8,
+    drop_nan,
+    for_inf,
+    inverse,
+    natural_span,
+    scale_from_amax,
+    spread,
+    store_transposed,
+    tile_of,
+)
+
+PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
+
+
+def amax_config() -> dict[str, int]:
+    """Elements that a program reads at a time."""
+    return {"BLOCK": 8192, "num_warps": 8}
+
+
+def flat_config() -> dict[str, int]:
+    """Elements per program of the 1-D kernels."""
+    return {"BLOCK": 4096, "num_warps": 4}
+
+
+def tile_config() -> dict[str, int]:
+    """Tile of the two-way cast."""
+    return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+
+
+@triton.jit
+def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
+    """Program p reads every P-th block of x and writes partials[p]."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    end = tl.cast(numel, tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    top = tl.zeros([BLOCK], tl.float32)
+    for start in range(pid.to(tl.int64) * BLOCK, end, step):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
+    tl.store(partials + pid, tl.max(top))
+
+
+@triton.jit
+def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
+    p = tl.arange(0, BP)
+    tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
+
+
+@triton.jit
+def _clear_kernel(out, noop):
+    if tl.load(noop) != 1.0:
+        tl.store(out, 0.0)
+
+
+@triton.jit
+def _scale(
+    source,
+    count,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    SCALED: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """The scale: `source` holds it (SCALED), or the amax (BP = 0), or `count` partial maxima."""
+    if SCALED:
+        return tl.load(source)
+    else:
+        if BP == 0:
+            amax = tl.load(source)
+        else:
+            p = tl.arange(0, BP)
+            amax = tl.max(tl.load(source + p, mask=p < count, other=0.0))
+        return scale_from_amax(amax, eps, DTYPE, POW2, FOR_INF)
+
+
+@triton.jit
+def _raise_amax(amax, value):
+    """amax[0] = max(amax[0], |value|). FP32 that are not negative are ordered as their bits are."""
+    top = drop_nan(tl.max(tl.abs(value)))
+    bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(bits, top.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _cast_kernel(
+    x,
+    data,
+    scale_inv,
+    source,
+    amax,
+    noop,
+    numel,
+    count,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    SCALED: tl.constexpr,
+    BP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    block = (pid if SCALED else tl.num_programs(0) - 1 - pid).to(tl.int64)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < numel, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    if pid == 0:
+        tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
+    if data is not None:
+        tl.store(data + i, cast_fp8(value * scale, DTYPE), mask=i < numel)
+    if SCALED:
+        _raise_amax(amax, value)
+
+
+@triton.jit
+def _cast_tile_kernel(
+    x,
+    data,
+    transpose,
+    scale_inv,
+    source,
+    amax,
+    noop,
+    M,
+    K,
+    stride,
+    count,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    SCALED: tl.constexpr,
+    BP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, K, BM, BN, GROUP)
+    r = row * BM + spread(BM, SPAN)
+    c = col * BN + tl.arange(0, BN)
+    mask = (r < M)[:, None] & (c < K)[None, :]
+    at = x + r[:, None] * stride + c[None, :]
+    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    if pid == 0:
+        tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
+    code = cast_fp8(value * scale, DTYPE)
+    if data is not None:
+        tl.store(data + r[:, None] * K + c[None, :], code, mask=mask)
+    if transpose is not None:
+        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN)
+    if SCALED:
+        _raise_amax(amax, value)
+
+
+@triton.jit
+def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(data + i, mask=i < numel, other=0, eviction_policy="evict_first")
+    value = decode_fp8(code, DTYPE) * tl.load(scale_inv)
+    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < numel)
+
+
+def _partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
+    """Partial maxima of a contiguous tensor, at most PARTIALS."""
+    options = amax_config()
+    count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
+    partials = x.new_empty(count, dtype=torch.float32)
+    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
+    return partials
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [1]: max |x|, NaN dropped."""
+    partials = _partials(x.contiguous(), None)
+    if partials.numel() == 1:
+        return partials
+    out = partials.new_empty(1)
+    _amax_finish_kernel[(1,)](partials, out, partials.numel(), BP=PARTIALS, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+def _cast(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    source: torch.Tensor,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None,
+    eps: float = 0.0,
+    **constants: Any,
+) -> None:
+    """One launch: x, a matrix, into data, transpose, scale_inv and, with a given scale, amax."""
+    data = out[0] if rowwise else None
+    transpose = out[rowwise] if columnwise else None
+    scale_inv = out[rowwise + columnwise]
+    amax = out[-1] if constants["SCALED"] else None
+    M, K = x.shape
+    numel, count = M * K, source.numel()
+    # An empty tensor has a scale too: one program, all masked.
+    if numel == 0 or (transpose is None and x.is_contiguous()):
+        options = config or flat_config()
+        grid = (max(1, cdiv(numel, options["BLOCK"])),)
+        _cast_kernel[grid](
+            x,
+            data,
+            scale_inv,
+            source,
+            amax,
+            noop,
+            numel,
+            count,
+            eps,
+            **constants,
+            **options,
+            enable_fp_fusion=False,
+        )
+        return
+    options = config or tile_config()
+    options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+    grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+    _cast_tile_kernel[grid](
+        x,
+        data,
+        transpose,
+        scale_inv,
+        source,
+        amax,
+        noop,
+        M,
+        K,
+        x.stride(0),
+        count,
+        eps,
+        **constants,
+        **options,
+        enable_fp_fusion=False,
+    )
+
+
+def quantize(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Current scaling."""
+    x = as_rows(x)
+    given = amax is not None
+    if amax is None:
+        x = x.contiguous()
+        amax = _partials(x, noop)
+    _cast(
+        x,
+        out,
+        noop,
+        amax,
+        rowwise,
+        columnwise,
+        config,
+        eps,
+        DTYPE=dtype,
+        POW2=pow2,
+        FOR_INF=for_inf(torch.float32, pow2),
+        SCALED=False,
+        BP=0 if given else PARTIALS,
+    )
+
+
+def quantize_scaled(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    scale: torch.Tensor,
+    dtype: int,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Delayed scaling: the last buffer is amax."""
+    if noop is None:
+        out[-1].zero_()
+    else:
+        _clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
+    constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
+    _cast(as_rows(x), out, noop, scale, rowwise, columnwise, config, **constants)
+
+
+def dequantize(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape."""
+    data = data.contiguous()
+    if transposed:
+        return dequantize_tiles(data, scale_inv, dtype, out_dtype, transposed=True, along=0, across=0)
+    out = torch.empty_like(data, dtype=out_dtype)
+    options = flat_config()
+    if out.numel():
+        grid = (cdiv(out.numel(), options["BLOCK"]),)
+        _dequantize_kernel[grid](
+            data, scale_inv, out, out.numel(), DTYPE=dtype, **options, enable_fp_fusion=False
+        )
+    return out
+
+
+_CURRENT = {
+    "DTYPE": E4M3,
+    "POW2": False,
+    "FOR_INF": for_inf(torch.float32, False),
+    "SCALED": False,
+    "BP": PARTIALS,
+}
+_GIVEN = {"DTYPE": E5M2, "POW2": True, "FOR_INF": for_inf(torch.float32, True), "SCALED": False, "BP": 0}
+_DELAYED = {"DTYPE": E4M3, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
+_TILE = tile_config()
+_TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
+
+AHEAD = [
+    *(ahead(_amax_kernel, f"{t} fp32 -", **amax_config()) for t in ("bf16", "fp16", "fp32")),
+    ahead(_amax_kernel, "bf16 fp32 fp32", **amax_config()),
+    ahead(_amax_finish_kernel, "fp32 fp32", BP=PARTIALS),
+    ahead(_clear_kernel, "fp32 fp32"),
+    ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
+    ahead(_cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
+    ahead(_cast_kernel, "fp16 u8 fp32 fp32 fp32 -", **_DELAYED, **flat_config()),
+    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE),
+    ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE),
+    ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE),
+    ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE),
+    ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),
+    ahead(_dequantize_kernel, "u8 fp32 fp32", DTYPE=E5M2, **flat_config()),
+]

@@ -1,0 +1,204 @@
+"""FP8 with one FP32 scale per 1x128 run or 128x128 tile on CUDA.
+
+One launch, one read of x. A program holds one tile in registers, takes the maxima of its rows, of its columns or of all
+of it, and writes codes and scales of the directions asked for. Both directions, and 128x128, need tiles of 128x128; one
+direction of 1x128 needs 128 only along its blocks, so the tile is smaller and more programs are under way. See `spread`
+for the order of the rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import E4M3, E5M2, FP8_BLOCK, cdiv
+from mezzotint.kernels.triton._dequantize import dequantize_tiles
+from mezzotint.kernels.triton._jit import (
+    ahead,
+    as_rows,
+    cast_fp8,
+    drop_nan,
+    for_inf,
+    inverse,
+    natural_span,
+    scale_from_amax,
+    spread,
+    store_transposed,
+    tile_of,
+)
+
+
+def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, int]:
+    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are."""
+    if not two_d and not columnwise:
+        return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2}
+    if not two_d and not rowwise:
+        return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+    return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8}
+
+
+@triton.jit
+def _block_kernel(
+    x,
+    data,
+    scales,
+    transpose,
+    col_scales,
+    noop,
+    M,
+    K,
+    stride,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
+    r = row * BM + spread(BM, SPAN)
+    c = col * BN + tl.arange(0, BN)
+    mask = (r < M)[:, None] & (c < K)[None, :]
+    at = x + r[:, None] * stride + c[None, :]
+    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if data is not None:
+        scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
+        tl.store(data + r[:, None] * K + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+        padded = (M + 3) // 4 * 4
+        scale_inv = tl.where(r < M, inverse(scale, POW2), 0.0)
+        tl.store(scales + col * padded + r, scale_inv, mask=r < padded)
+    if transpose is not None:
+        scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
+        store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN)
+        padded = (K + 3) // 4 * 4
+        scale_inv = tl.where(c < K, inverse(scale, POW2), 0.0)
+        tl.store(col_scales + row * padded + c, scale_inv, mask=c < padded)
+
+
+@triton.jit
+def _store_scale(scales, scale_inv, i, j, count):
+    """scales[i, j] = scale_inv of a matrix with `count` columns; its last column pads to a multiple of 4 by 0."""
+    padded = (count + 3) // 4 * 4
+    k = tl.arange(0, 4)
+    mask = (k == 0) | ((j == count - 1) & (j + k < padded))
+    tl.store(scales + i * padded + j + k, tl.where(k == 0, scale_inv, 0.0), mask=mask)
+
+
+@triton.jit
+def _square_kernel(
+    x,
+    data,
+    scales,
+    transpose,
+    col_scales,
+    noop,
+    M,
+    K,
+    stride,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M block]."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
+    r = row * BM + spread(BM, SPAN)
+    c = col * BN + tl.arange(0, BN)
+    mask = (r < M)[:, None] & (c < K)[None, :]
+    at = x + r[:, None] * stride + c[None, :]
+    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    scale = scale_from_amax(drop_nan(tl.max(tl.abs(value))), eps, DTYPE, POW2, FOR_INF)
+    scale_inv = inverse(scale, POW2)
+    code = cast_fp8(value * scale, DTYPE)
+    if data is not None:
+        tl.store(data + r[:, None] * K + c[None, :], code, mask=mask)
+        _store_scale(scales, scale_inv, row, col, tl.cdiv(K, BN))
+    if transpose is not None:
+        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN)
+        _store_scale(col_scales, scale_inv, col, row, tl.cdiv(M, BM))
+
+
+def quantize(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    two_d: bool,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    x = as_rows(x)
+    M, K = x.shape
+    if M * K == 0 or not out:
+        return
+    data, scales = out[:2] if rowwise else (None, None)
+    transpose, col_scales = out[-2:] if columnwise else (None, None)
+    options = config or tile_config(two_d, rowwise, columnwise)
+    options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+    kernel = _square_kernel if two_d else _block_kernel
+    kernel[(cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)](
+        x,
+        data,
+        scales,
+        transpose,
+        col_scales,
+        noop,
+        M,
+        K,
+        x.stride(0),
+        eps,
+        DTYPE=dtype,
+        POW2=pow2,
+        FOR_INF=for_inf(x.dtype, pow2),
+        **options,
+        enable_fp_fusion=False,
+    )
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: int,
+    two_d: bool,
+    transposed: bool,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape. Either direction is quantized along its own rows."""
+    data, scale_inv = data.contiguous(), scale_inv.contiguous()
+    width = scale_inv.shape[1]
+    strides = {"along": width, "across": 1, "high": FP8_BLOCK} if two_d else {"along": 1, "across": width}
+    return dequantize_tiles(data, scale_inv, dtype, out_dtype, transposed=transposed, **strides)
+
+
+def _case(kernel: Any, pointers: str, pow2: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    x, data, _, transpose, *_ = pointers.split()
+    options = tile_config(kernel is _square_kernel, data != "-", transpose != "-")
+    options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+    maximum = for_inf(torch.float16 if x == "fp16" else torch.float32, pow2)
+    return ahead(kernel, pointers, DTYPE=E4M3 if pow2 else E5M2, POW2=pow2, FOR_INF=maximum, **options)
+
+
+AHEAD = [
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True),
+    _case(_block_kernel, "fp16 u8 fp32 u8 fp32 fp32", False),
+    _case(_block_kernel, "bf16 u8 fp32 - - -", True),
+    _case(_block_kernel, "fp32 - - u8 fp32 -", False),
+    _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True),
+    _case(_square_kernel, "fp32 u8 fp32 - - fp32", False),
+    _case(_square_kernel, "fp16 - - u8 fp32 -", True),
+]

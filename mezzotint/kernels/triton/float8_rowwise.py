@@ -1,0 +1,341 @@
+"""FP8 with one scale per row, and per column for the transposed copy, on CUDA.
+
+Row-wise alone: a program holds whole rows in registers, so x is read once (rows of more than 16384 elements: twice,
+the second time mostly from the L2 cache).
+
+Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
+1. `_partial_kernel`, strips of rows by 256 columns: column maxima stay in registers along the strip, a warp spans the
+   width so that row maxima need no shared memory. It leaves partial maxima (strips, K) and (K/256, M): no atomics.
+2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
+3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
+   still in the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.kernels.triton._dequantize import dequantize_tiles
+from mezzotint.kernels.triton._jit import (
+    ahead,
+    as_rows,
+    cast_fp8,
+    drop_nan,
+    for_inf,
+    inverse,
+    natural_span,
+    scale_from_amax,
+    spread,
+    store_transposed,
+    tile_of,
+)
+
+WHOLE_ROW = 16384  # the longest row that is held in registers
+
+
+def rows_config(K: int) -> dict[str, int]:
+    """Rows per program, their padded length, and threads for 32 to 64 elements each."""
+    BK = min(max(triton.next_power_of_2(K), 128), WHOLE_ROW)
+    BM = max(1, 2048 // BK)
+    return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
+
+
+def partial_config() -> dict[str, int]:
+    """Rows at a time, columns (32 lanes of 8), and rows per strip."""
+    return {"BM": 32, "BN": 256, "STRIP": 256, "num_warps": 4}
+
+
+def finish_config() -> dict[str, int]:
+    """Partials at a time, scales per program."""
+    return {"BP": 64, "BS": 32, "num_warps": 4}
+
+
+def tile_config() -> dict[str, int]:
+    """Tile of the two-way cast."""
+    return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+
+
+@triton.jit
+def _rows_kernel(
+    x,
+    data,
+    scale_inv,
+    noop,
+    M,
+    K,
+    stride,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """BM rows, in one piece (WHOLE) or BK columns at a time, twice."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BK)
+    at = x + r[:, None] * stride
+    to = data + r[:, None] * K
+    high = (r < M)[:, None]
+    if WHOLE:
+        mask = high & (c < K)[None, :]
+        value = tl.load(at + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        top = tl.max(tl.abs(value), 1)
+    else:
+        tops = tl.zeros([BM, BK], tl.float32)
+        for start in range(0, tl.cast(K, tl.int64), BK):
+            mask = high & (start + c < K)[None, :]
+            value = tl.load(at + start + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            tops = tl.maximum(tops, tl.abs(value))
+        top = tl.max(tops, 1)
+    scale = scale_from_amax(drop_nan(top), eps, DTYPE, POW2, FOR_INF)
+    tl.store(scale_inv + r, inverse(scale, POW2), mask=r < M)
+    if WHOLE:
+        tl.store(to + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+    else:
+        for start in range(0, tl.cast(K, tl.int64), BK):
+            mask = high & (start + c < K)[None, :]
+            value = tl.load(at + start + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            tl.store(to + start + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+
+
+@triton.jit
+def _partial_kernel(
+    x,
+    rows,
+    cols,
+    noop,
+    M,
+    K,
+    stride,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
+    c = tile * BN + tl.arange(0, BN)
+    tops = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, STRIP, BM):
+        r = strip * STRIP + start + tl.arange(0, BM)
+        mask = (r < M)[:, None] & (c < K)[None, :]
+        value = tl.abs(tl.load(x + r[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32))
+        if cols is not None:
+            tops = tl.maximum(tops, value)
+        if rows is not None:
+            tl.store(rows + tile * M + r, drop_nan(tl.max(value, 1)), mask=r < M)
+    if cols is not None:
+        tl.store(cols + strip * K + c, tl.max(tops, 0), mask=c < K)
+
+
+@triton.jit
+def _finish(
+    partials,
+    count,
+    scales,
+    inverses,
+    size,
+    block,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """(count, size) partial maxima → `size` scales and inverses, the given block of BS of them."""
+    s = block.to(tl.int64) * BS + tl.arange(0, BS)
+    tops = tl.zeros([BP, BS], tl.float32)
+    for start in range(0, count, BP):
+        p = start + tl.arange(0, BP).to(tl.int64)
+        mask = (p < count)[:, None] & (s < size)[None, :]
+        tops = tl.maximum(tops, tl.load(partials + p[:, None] * size + s[None, :], mask=mask, other=0.0))
+    scale = scale_from_amax(tl.max(tops, 0), eps, DTYPE, POW2, FOR_INF)
+    tl.store(scales + s, scale, mask=s < size)
+    tl.store(inverses + s, inverse(scale, POW2), mask=s < size)
+
+
+@triton.jit
+def _finish_kernel(
+    rows,
+    cols,
+    row_scale,
+    col_scale,
+    row_inv,
+    col_inv,
+    noop,
+    M,
+    K,
+    tiles,
+    strips,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    BP: tl.constexpr,
+    BS: tl.constexpr,
+):
+    """The first programs finish rows, where these are asked for, the others columns."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    if row_inv is None:
+        _finish(cols, strips, col_scale, col_inv, K, pid, eps, DTYPE, POW2, FOR_INF, BP, BS)
+    else:
+        first = tl.cdiv(M, BS)
+        if pid < first:
+            _finish(rows, tiles, row_scale, row_inv, M, pid, eps, DTYPE, POW2, FOR_INF, BP, BS)
+        else:
+            _finish(cols, strips, col_scale, col_inv, K, pid - first, eps, DTYPE, POW2, FOR_INF, BP, BS)
+
+
+@triton.jit
+def _cast_kernel(
+    x,
+    data,
+    transpose,
+    row_scale,
+    col_scale,
+    noop,
+    M,
+    K,
+    stride,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    row, col = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, K, BM, BN, GROUP)
+    r = row * BM + spread(BM, SPAN)
+    c = col * BN + tl.arange(0, BN)
+    mask = (r < M)[:, None] & (c < K)[None, :]
+    at = x + r[:, None] * stride + c[None, :]
+    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    if data is not None:
+        scale = tl.load(row_scale + r, mask=r < M, other=0.0)
+        tl.store(data + r[:, None] * K + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+    scale = tl.load(col_scale + c, mask=c < K, other=0.0)
+    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN)
+
+
+def quantize(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """`config` overrides the cast's, or with row-wise alone the only kernel's."""
+    x = as_rows(x)
+    M, K = x.shape
+    data, row_inv = out[:2] if rowwise else (None, None)
+    scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
+    if not columnwise:
+        if rowwise and M:
+            options = config or rows_config(K)
+            grid = (cdiv(M, options["BM"]),)
+            _rows_kernel[grid](
+                x,
+                data,
+                row_inv,
+                noop,
+                M,
+                K,
+                x.stride(0),
+                eps,
+                **scaling,
+                WHOLE=options["BK"] >= K,
+                **options,
+                enable_fp_fusion=False,
+            )
+        return
+    transpose, col_inv = out[-2:]
+    options = partial_config()
+    strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
+    sizes = [strips * K, K, tiles * M, M] if rowwise else [strips * K, K]
+    cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+    rows, row_scale = more or (None, None)
+    if strips * tiles:
+        _partial_kernel[(strips * tiles,)](
+            x, rows, cols, noop, M, K, x.stride(0), **options, enable_fp_fusion=False
+        )
+    finish = finish_config()
+    blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
+    if blocks:
+        _finish_kernel[(blocks,)](
+            rows,
+            cols,
+            row_scale,
+            col_scale,
+            row_inv,
+            col_inv,
+            noop,
+            M,
+            K,
+            tiles,
+            strips,
+            eps,
+            **scaling,
+            **finish,
+            enable_fp_fusion=False,
+        )
+    if M * K:
+        options = config or tile_config()
+        options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+        grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+        _cast_kernel[grid](
+            x,
+            data,
+            transpose,
+            row_scale,
+            col_scale,
+            noop,
+            M,
+            K,
+            x.stride(0),
+            DTYPE=dtype,
+            **options,
+            enable_fp_fusion=False,
+        )
+
+
+def dequantize(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """dtype(fl32(code · scale_inv)) in the logical shape."""
+    return dequantize_tiles(
+        data.contiguous(), scale_inv, dtype, out_dtype, transposed=transposed, along=1, across=0
+    )
+
+
+_POW2 = {"DTYPE": E4M3, "POW2": True, "FOR_INF": for_inf(torch.float32, True)}
+_EXACT = {"DTYPE": E5M2, "POW2": False, "FOR_INF": for_inf(torch.float32, False)}
+_TILE = tile_config()
+_TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
+
+AHEAD = [
+    ahead(_rows_kernel, "bf16 u8 fp32 -", **_POW2, WHOLE=True, **rows_config(4096)),
+    ahead(_rows_kernel, "fp32 u8 fp32 fp32", **_EXACT, WHOLE=True, **rows_config(100)),
+    ahead(_rows_kernel, "fp16 u8 fp32 -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
+    ahead(_partial_kernel, "bf16 fp32 fp32 -", **partial_config()),
+    ahead(_partial_kernel, "fp32 fp32 fp32 fp32", **partial_config()),
+    ahead(_partial_kernel, "fp16 - fp32 -", **partial_config()),
+    ahead(_finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
+    ahead(_finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
+    ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE),
+    ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE),
+    ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE),
+]

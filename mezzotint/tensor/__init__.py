@@ -1,0 +1,1 @@
+"""Quantizers (values), storages (holders of buffers), quantized tensors (`torch.Tensor` subclasses), prototypes."""

@@ -1,0 +1,32 @@
+"""Arguments of quantizers: each check names the argument, what it was, and what to do."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.constants import DType
+
+
+def check_fp8_dtype(fp8_dtype: Any) -> DType:
+    """E4M3 or E5M2, as DType, its int, or the torch dtype."""
+    by_torch = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
+    dtype = by_torch.get(fp8_dtype, fp8_dtype) if isinstance(fp8_dtype, torch.dtype) else fp8_dtype
+    if dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        return DType(dtype)
+    raise ValueError(f"fp8_dtype is {fp8_dtype!r}: give DType.kFloat8E4M3 or DType.kFloat8E5M2")
+
+
+def check_scale(name: str, tensor: Any) -> torch.Tensor:
+    """One FP32 element."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}: give an FP32 tensor of one element")
+    if tensor.dtype != torch.float32 or tensor.numel() != 1:
+        raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}: give an FP32 tensor of one element")
+    return tensor
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """One of a few."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: give one of {', '.join(map(repr, choices))}")
+    return value

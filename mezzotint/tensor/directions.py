@@ -1,0 +1,68 @@
+"""What formats share that hold each direction on its own: data and scales, row-wise and column-wise."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.constants import DType
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class TwoDirectionStorage(QuantizedTensorStorage):
+    """`_rowwise_data`, `_rowwise_scale_inv`, `_columnwise_data`, `_columnwise_scale_inv`."""
+
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("_rowwise_data", "rowwise_data"),
+        ("_rowwise_scale_inv", "rowwise_scale_inv"),
+        ("_columnwise_data", "columnwise_data"),
+        ("_columnwise_scale_inv", "columnwise_scale_inv"),
+    )
+    _ROWWISE: ClassVar[tuple[str, ...]] = ("_rowwise_data", "_rowwise_scale_inv")
+    _COLUMNWISE: ClassVar[tuple[str, ...]] = ("_columnwise_data", "_columnwise_scale_inv")
+    _TRANSPOSED: ClassVar[bool] = True  # whether the column-wise data has the last dimension first
+
+    _rowwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+    _fp8_dtype: DType
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        if self._rowwise_data is not None:
+            return tuple(self._rowwise_data.shape)
+        assert self._columnwise_data is not None, "a storage without data has no shape"
+        shape = self._columnwise_data.shape
+        return (*shape[1:], shape[0]) if self._TRANSPOSED else tuple(shape)
+
+    def _side(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of one direction, which must be held."""
+        self._require(columnwise)
+        names = self._COLUMNWISE if columnwise else self._ROWWISE
+        return getattr(self, names[0]), getattr(self, names[1])
+
+    def _any_side(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Codes, scales and whether they are column-wise, of the row-wise copy if there is one."""
+        columnwise = not self._holds(self._ROWWISE)
+        return (*self._side(columnwise), columnwise)
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        if not shape or shape[-1] != self.shape[-1]:
+            return None
+        columns = (shape[-1], *shape[:-1]) if self._TRANSPOSED else shape
+        return {
+            "rowwise_data": None if self._rowwise_data is None else self._rowwise_data.view(shape),
+            "columnwise_data": None if self._columnwise_data is None else self._columnwise_data.view(columns),
+        }
+
+
+def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
+    """Rows start..stop of the first dimension, as rows of the 2-D view."""
+    per = 1
+    for size in shape[1:-1]:
+        per *= size
+    return start * per, stop * per
+
+
+def cuts_blocks(start: int, stop: int, rows: int, block: int) -> bool:
+    """Whether rows start..stop of `rows` begin or end inside a block."""
+    return start % block != 0 or (stop % block != 0 and stop != rows)

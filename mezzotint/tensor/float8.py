@@ -1,0 +1,281 @@
+"""FP8 with one scale per tensor: current scaling (a value) and delayed scaling (holds scale and amax)."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.constants import DType
+from mezzotint.kernels._lib import Buffers, as_matrix
+from mezzotint.kernels.float8 import (
+    float8_amax,
+    float8_buffers,
+    float8_dequantize,
+    float8_quantize,
+    float8_quantize_,
+    float8_quantize_scaled,
+    float8_quantize_scaled_,
+)
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_fp8_dtype, check_scale
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer, assemble
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """`_data` in the logical shape, `_transpose` with the last dimension first, `_scale_inv` FP32 [1]."""
+
+    _FLATTEN_TENSOR_BUFFERS = (
+        ("_data", "data"),
+        ("_transpose", "data_transpose"),
+        ("_scale_inv", "fp8_scale_inv"),
+    )
+    _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
+    _ROWWISE = ("_data", "_scale_inv")
+    _COLUMNWISE = ("_transpose", "_scale_inv")
+
+    _data: torch.Tensor | None
+    _transpose: torch.Tensor | None
+    _scale_inv: torch.Tensor
+    _fp8_dtype: DType
+
+    @property
+    def _transpose_invalid(self) -> bool:
+        return self._transpose is None
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        if self._data is not None:
+            return tuple(self._data.shape)
+        assert self._transpose is not None, "a storage without data has no shape"
+        return (*self._transpose.shape[1:], self._transpose.shape[0])
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        data = self._transpose if self._data is None else self._data
+        return float8_dequantize(data, self._scale_inv, int(self._fp8_dtype), self._data is None, dtype)
+
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """Either direction is a byte transpose of the other."""
+        if rowwise:
+            assert self._transpose is not None, "nothing to derive from"
+            columns = self._transpose.reshape(self._transpose.shape[0], -1)
+            self._data = columns.t().contiguous().reshape(self._logical_shape())
+        else:
+            assert self._data is not None, "nothing to derive from"
+            shape = (self._data.shape[-1], *self._data.shape[:-1])
+            self._transpose = as_matrix(self._data).t().contiguous().reshape(shape)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        self._require(columnwise)
+        data = self._transpose if columnwise else self._data
+        assert data is not None
+        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        return Operand(codes, self._scale_inv, kind="tensor", dtype=int(self._fp8_dtype))
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        if self._transpose is not None and (not shape or shape[-1] != self.shape[-1]):
+            return None
+        return {
+            "data": None if self._data is None else self._data.view(shape),
+            "data_transpose": None if self._transpose is None else self._transpose.view(shape[-1], *shape[:-1]),
+        }
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        return {
+            "data": None if self._data is None else self._data[start:stop],
+            "data_transpose": None if self._transpose is None else self._transpose[:, start:stop].contiguous(),
+        }
+
+
+class Float8Tensor(Float8TensorStorage, QuantizedTensor):
+    """An FP8 tensor with one scale."""
+
+    def remove_caches(self) -> None:
+        """Drop the transposed copy."""
+        self._transpose = None
+
+
+class Float8CurrentScalingQuantizer(Quantizer):
+    """The scale follows from the amax of the tensor at hand. `device` and given tensors are accepted and not used."""
+
+    dtype: DType
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    def __init__(
+        self,
+        fp8_dtype: DType,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+        self.with_amax_reduction = bool(with_amax_reduction)
+        self.amax_reduction_group = amax_reduction_group  # refused by _value_key unless None
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.amax_epsilon = float(amax_epsilon)
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "dtype": self.dtype,
+            "with_amax_reduction": self.with_amax_reduction,
+            "amax_reduction_group": self.amax_reduction_group,
+            "force_pow_2_scales": self.force_pow_2_scales,
+            "amax_epsilon": self.amax_epsilon,
+        }
+
+    def _plan(self) -> tuple[Any, ...]:
+        self._refuse_group(self.amax_reduction_group)
+        options = (
+            int(self.dtype),
+            self.force_pow_2_scales,
+            self.amax_epsilon,
+            self.rowwise_usage,
+            self.columnwise_usage,
+        )
+        return float8_quantize, ("amax",), options
+
+    def _in_place_op(self) -> Any:
+        return float8_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return float8_buffers(shape, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return Float8TensorStorage, Float8Tensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype}
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """A tensor around codes that exist already; its scale is 1 until it is quantized into."""
+        scale_inv = torch.ones(1, dtype=torch.float32, device=data.device)
+        return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+
+class Float8Quantizer(Quantizer):
+    """Delayed scaling: quantizes by `scale`, FP32 [1], and keeps the running maximum of what it saw in `amax` [1]."""
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+    dtype: DType
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        fp8_dtype: DType,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.scale = check_scale("scale", scale)
+        self.amax = check_scale("amax", amax)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+
+    def _is_value(self) -> bool:
+        return False
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return (
+            f"Float8Quantizer(dtype={self.dtype!r}, rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage})"
+        )
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {**super()._value_fields(), "scale": self.scale, "amax": self.amax, "dtype": self.dtype}
+
+    def copy(self) -> "Float8Quantizer":
+        """Another quantizer over the same scale and amax."""
+        return self.with_usage()
+
+    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Float8Quantizer":
+        made = Float8Quantizer(
+            self.scale,
+            self.amax,
+            self.dtype,
+            rowwise=self.rowwise_usage if rowwise is None else rowwise,
+            columnwise=self.columnwise_usage if columnwise is None else columnwise,
+        )
+        made.internal, made.optimize_for_gemm = self.internal, self.optimize_for_gemm
+        return made
+
+    def _quantize(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Codes by the given scale; the amax of `x` enters the running maximum."""
+        options = int(self.dtype), self.rowwise_usage, self.columnwise_usage
+        *buffers, amax = float8_quantize_scaled(x, self.scale, *options)
+        self._saw(amax)
+        return buffers
+
+    def _update(self, src: torch.Tensor, buffers: list[torch.Tensor], noop_flag: torch.Tensor | None) -> None:
+        amax = torch.zeros_like(self.amax).view(1)
+        options = self.scale, int(self.dtype), self.rowwise_usage, self.columnwise_usage
+        float8_quantize_scaled_(src, [*buffers, amax], noop_flag, *options)
+        self._saw(amax)
+
+    def _saw(self, amax: torch.Tensor) -> None:
+        self.amax.copy_(torch.maximum(self.amax, amax.view(self.amax.shape)))
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return float8_buffers(shape, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return Float8TensorStorage, Float8Tensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype}
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Take the amax of `tensor` without quantizing it."""
+        self.amax.copy_(float8_amax(tensor).view(self.amax.shape))
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """A tensor around codes that were made with this scale."""
+        scale_inv = torch.ones_like(self.scale).div_(self.scale).view(1)
+        return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+
+def _around(
+    quantizer: Quantizer,
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fake_dtype: torch.dtype,
+    requires_grad: bool,
+    internal: bool,
+) -> Any:
+    if data.dtype != torch.uint8:
+        data = data.view(torch.uint8)
+    made = assemble([data, scale_inv], quantizer.with_usage(columnwise=False), internal, data.shape, fake_dtype)
+    return made.requires_grad_(True) if requires_grad and not internal else made

@@ -1,0 +1,153 @@
+"""FP8 with one FP32 scale per 1x128 run or 128x128 tile."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mezzotint.constants import FP8_BLOCK, DType, cdiv, rup
+from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
+from mezzotint.kernels.float8_block import (
+    float8_block_buffers,
+    float8_block_dequantize,
+    float8_block_quantize,
+    float8_block_quantize_,
+)
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_choice, check_fp8_dtype
+from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
+    """Codes (shape) and transposed (K, *leading), each with scales in the layout that the GEMM reads."""
+
+    _VALUES = (
+        ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
+        ("_quantizer", "quantizer", None),
+        ("_is_2D_scaled", "is_2D_scaled", True),
+    )
+
+    _is_2D_scaled: bool
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        data, scale_inv, columnwise = self._any_side()
+        return float8_block_dequantize(data, scale_inv, int(self._fp8_dtype), self._is_2D_scaled, columnwise, dtype)
+
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """128x128: either direction is a transpose of the other. 1x128: the blocks differ."""
+        if not self._is_2D_scaled:
+            super()._derive(rowwise, columnwise)
+        data, scale_inv, _ = self._any_side()
+        shape = self._logical_shape()
+        rows, cols = matrix_shape(shape)
+        tiles = cdiv(rows, FP8_BLOCK), cdiv(cols, FP8_BLOCK)
+        if columnwise:
+            self._columnwise_data = as_matrix(data).t().contiguous().reshape(shape[-1], *shape[:-1])
+            self._columnwise_scale_inv = _transposed(scale_inv[: tiles[0], : tiles[1]])
+        else:
+            self._rowwise_data = data.reshape(cols, rows).t().contiguous().reshape(shape)
+            self._rowwise_scale_inv = _transposed(scale_inv[: tiles[1], : tiles[0]])
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        data, scale_inv = self._side(columnwise)
+        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        kind = "block2d" if self._is_2D_scaled else "block1d"
+        return Operand(codes, scale_inv, kind=kind, dtype=int(self._fp8_dtype))
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        shape = self._logical_shape()
+        rows, _ = matrix_shape(shape)
+        first, last = matrix_rows(shape, start, stop)
+        if (self._is_2D_scaled or self._columnwise_data is not None) and cuts_blocks(first, last, rows, FP8_BLOCK):
+            return None
+        blocks = first // FP8_BLOCK, cdiv(last, FP8_BLOCK)
+        fields: dict[str, Any] = {}
+        if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
+            fields["rowwise_data"] = self._rowwise_data[start:stop]
+            scales = self._rowwise_scale_inv
+            fields["rowwise_scale_inv"] = (
+                scales[slice(*blocks)] if self._is_2D_scaled else _padded(scales[:, first:last])
+            )
+        if self._columnwise_data is not None and self._columnwise_scale_inv is not None:
+            fields["columnwise_data"] = self._columnwise_data[:, start:stop].contiguous()
+            scales = self._columnwise_scale_inv
+            fields["columnwise_scale_inv"] = (
+                _padded(scales[:, slice(*blocks)]) if self._is_2D_scaled else scales[slice(*blocks)]
+            )
+        return fields
+
+
+def _padded(scales: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(scales, (0, rup(scales.shape[1], 4) - scales.shape[1])).contiguous()
+
+
+def _transposed(scales: torch.Tensor) -> torch.Tensor:
+    return _padded(scales.t())
+
+
+class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
+    """An FP8 tensor with one scale per block."""
+
+
+class Float8BlockQuantizer(Quantizer):
+    """1x128 blocks (`block_scaling_dim=1`, activations and gradients) or 128x128 tiles (2, weights)."""
+
+    dtype: DType
+    amax_epsilon: float
+    force_pow_2_scales: bool
+    block_scaling_dim: int
+    block_len: int
+
+    def __init__(
+        self,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+        self.amax_epsilon = float(amax_epsilon)
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.block_scaling_dim = check_choice("block_scaling_dim", block_scaling_dim, (1, 2))
+        self.block_len = FP8_BLOCK
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "dtype": self.dtype,
+            "amax_epsilon": self.amax_epsilon,
+            "force_pow_2_scales": self.force_pow_2_scales,
+            "block_scaling_dim": self.block_scaling_dim,
+            "block_len": self.block_len,
+        }
+
+    def _plan(self) -> tuple[Any, ...]:
+        scaling = int(self.dtype), self.force_pow_2_scales, self.amax_epsilon, self.block_scaling_dim == 2
+        return float8_block_quantize, (), (*scaling, self.rowwise_usage, self.columnwise_usage)
+
+    def _in_place_op(self) -> Any:
+        return float8_block_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return float8_block_buffers(shape, self.block_scaling_dim == 2, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype, "is_2D_scaled": self.block_scaling_dim == 2}
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        rows, cols = matrix_shape(tuple(inp.shape))
+        return rows % FP8_BLOCK == 0 and cols % FP8_BLOCK == 0
+
+    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        size = tuple(shape)
+        return (size[-1], *size[:-1])

@@ -1,0 +1,102 @@
+"""FP8 with one scale per row, and per column for the column-wise copy."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.constants import DType
+from mezzotint.kernels._lib import Buffers, as_matrix
+from mezzotint.kernels.float8_rowwise import (
+    float8_rowwise_buffers,
+    float8_rowwise_dequantize,
+    float8_rowwise_quantize,
+    float8_rowwise_quantize_,
+)
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_fp8_dtype
+from mezzotint.tensor.directions import TwoDirectionStorage, matrix_rows
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class Float8RowwiseTensorStorage(TwoDirectionStorage):
+    """Codes (shape) with scales [M], and codes transposed (K, *leading) with scales [K]."""
+
+    _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        data, scale_inv, columnwise = self._any_side()
+        return float8_rowwise_dequantize(data, scale_inv, int(self._fp8_dtype), columnwise, dtype)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        data, scale_inv = self._side(columnwise)
+        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        return Operand(codes, scale_inv, kind="row", dtype=int(self._fp8_dtype))
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        """Rows of the row-wise copy; a column's scale covers all rows and stays right for some of them."""
+        first, last = matrix_rows(self._logical_shape(), start, stop)
+        fields: dict[str, Any] = {}
+        if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
+            fields["rowwise_data"] = self._rowwise_data[start:stop]
+            fields["rowwise_scale_inv"] = self._rowwise_scale_inv[first:last]
+        if self._columnwise_data is not None:
+            fields["columnwise_data"] = self._columnwise_data[:, start:stop].contiguous()
+        return fields
+
+
+class Float8RowwiseTensor(Float8RowwiseTensorStorage, QuantizedTensor):
+    """An FP8 tensor with one scale per row."""
+
+
+class Float8RowwiseQuantizer(Quantizer):
+    """One FP32 scale per row (and column), from its amax; powers of two by default."""
+
+    dtype: DType
+    force_pow_2_scales: bool
+    amax_epsilon: float
+
+    def __init__(
+        self,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        force_pow_2_scales: bool = True,
+        amax_epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+        self.force_pow_2_scales = bool(force_pow_2_scales)
+        self.amax_epsilon = float(amax_epsilon)
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "dtype": self.dtype,
+            "force_pow_2_scales": self.force_pow_2_scales,
+            "amax_epsilon": self.amax_epsilon,
+        }
+
+    def _plan(self) -> tuple[Any, ...]:
+        options = (
+            int(self.dtype),
+            self.force_pow_2_scales,
+            self.amax_epsilon,
+            self.rowwise_usage,
+            self.columnwise_usage,
+        )
+        return float8_rowwise_quantize, (), options
+
+    def _in_place_op(self) -> Any:
+        return float8_rowwise_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return float8_rowwise_buffers(shape, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return Float8RowwiseTensorStorage, Float8RowwiseTensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype}

@@ -1,0 +1,153 @@
+"""Hybrid: another format for each direction, for example MXFP8 forward and NVFP4 for the weight gradient."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.kernels._lib import Buffers
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_choice
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer, assemble
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+_SLOTS = 6  # the most buffers that one storage declares
+_ROW = tuple(f"_rowwise_{i}" for i in range(_SLOTS))
+_COLUMN = tuple(f"_columnwise_{i}" for i in range(_SLOTS))
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """The buffers of two storages, by position; the quantizer says which storages they are."""
+
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = tuple((n, n[1:]) for n in (*_ROW, *_COLUMN))
+    _VALUES = (("_quantizer", "quantizer", None),)
+    _ROWWISE = _ROW
+    _COLUMNWISE = _COLUMN
+
+    _quantizer: Any
+
+    def _holds(self, attributes: tuple[str, ...]) -> bool:
+        return getattr(self, attributes[0]) is not None
+
+    def _part(self, columnwise: bool) -> QuantizedTensorStorage:
+        """One direction as a storage of its own format."""
+        self._require(columnwise)
+        quantizer = self._quantizer._part(columnwise)
+        slots = (getattr(self, slot) for slot in (_COLUMN if columnwise else _ROW))
+        return assemble([buffer for buffer in slots if buffer is not None], quantizer, True, None, self._dtype)
+
+    @property
+    def rowwise_storage(self) -> QuantizedTensorStorage | None:
+        return self._part(False) if self._holds(_ROW) else None
+
+    @property
+    def columnwise_storage(self) -> QuantizedTensorStorage | None:
+        return self._part(True) if self._holds(_COLUMN) else None
+
+    def _require(self, columnwise: bool) -> None:
+        if not self._holds(_COLUMN if columnwise else _ROW):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise ValueError(f"{type(self).__name__} holds no {wanted} data: quantize with {wanted}=True")
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        return self._part(not self._holds(_ROW))._logical_shape()
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._part(not self._holds(_ROW))._dequantize(dtype)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        return self._part(columnwise).gemm_operand(columnwise)
+
+
+class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
+    """A tensor in two formats."""
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape)
+
+
+class HybridQuantizer(Quantizer):
+    """Two quantizers. `columnwise_source`: quantize the column-wise copy from the source, or from what the row-wise
+    copy dequantizes to."""
+
+    rowwise_quantizer: Quantizer
+    columnwise_quantizer: Quantizer
+    columnwise_source: str
+
+    def __init__(
+        self,
+        *,
+        rowwise_quantizer: Quantizer,
+        columnwise_quantizer: Quantizer,
+        columnwise_source: str = "original",
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        for name, part in (
+            ("rowwise_quantizer", rowwise_quantizer),
+            ("columnwise_quantizer", columnwise_quantizer),
+        ):
+            if not isinstance(part, Quantizer):
+                raise TypeError(f"{name} is {type(part).__name__}: give a Quantizer (IdentityQuantizer for none)")
+        self.rowwise_quantizer = rowwise_quantizer
+        self.columnwise_quantizer = columnwise_quantizer
+        self.columnwise_source = check_choice(
+            "columnwise_source", columnwise_source, ("original", "rowwise_dequantized")
+        )
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "columnwise_source": self.columnwise_source,
+            "rowwise_quantizer": self.rowwise_quantizer,
+            "columnwise_quantizer": self.columnwise_quantizer,
+        }
+
+    def _is_value(self) -> bool:
+        return self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) if self._is_value() else self is other
+
+    def __hash__(self) -> int:
+        return super().__hash__() if self._is_value() else id(self)
+
+    def _part(self, columnwise: bool) -> Quantizer:
+        """The quantizer of one direction, making that one only."""
+        if columnwise:
+            return self.columnwise_quantizer.with_usage(rowwise=False, columnwise=True)
+        return self.rowwise_quantizer.with_usage(rowwise=True, columnwise=False)
+
+    def _parts(self) -> tuple[Quantizer | None, Quantizer | None, Any]:
+        """Row-wise part, column-wise part, and the quantizer that the second's source goes through first, if any."""
+        chained = self._part(False) if self.columnwise_source == "rowwise_dequantized" else None
+        rowwise = self._part(False) if self.rowwise_usage else None
+        return rowwise, self._part(True) if self.columnwise_usage else None, chained
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        described: Buffers = {}
+        for wanted, columnwise, prefix in (
+            (self.rowwise_usage, False, "rowwise"),
+            (self.columnwise_usage, True, "columnwise"),
+        ):
+            if wanted:
+                parts = self._part(columnwise)._describe_buffers(shape).values()
+                described.update({f"{prefix}_{i}": part for i, part in enumerate(parts)})
+        return described
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return HybridQuantizedTensorStorage, HybridQuantizedTensor
+
+    def for_dtype(self, dtype: torch.dtype) -> "HybridQuantizer":
+        fields = self._value_fields()
+        fields["rowwise_quantizer"] = self.rowwise_quantizer.for_dtype(dtype)
+        fields["columnwise_quantizer"] = self.columnwise_quantizer.for_dtype(dtype)
+        return HybridQuantizer._from_value(**fields)  # type: ignore[return-value]
+
+    @property
+    def with_amax_reduction(self) -> bool:
+        return any(
+            getattr(q, "with_amax_reduction", False) for q in (self.rowwise_quantizer, self.columnwise_quantizer)
+        )
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return False

@@ -1,0 +1,82 @@
+"""Identity: a quantizer that keeps high precision, so that a recipe can leave a role alone."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import Buffers, as_matrix
+from mezzotint.kernels.identity import identity_buffers, identity_quantize, identity_quantize_
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """One high-precision buffer that serves both directions."""
+
+    _FLATTEN_TENSOR_BUFFERS = (("_hp_data", "hp_data"),)
+    _VALUES = (("_quantizer", "quantizer", None),)
+    _ROWWISE = ("_hp_data",)
+    _COLUMNWISE = ("_hp_data",)
+
+    _hp_data: torch.Tensor
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        return tuple(self._hp_data.shape)
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._hp_data.to(dtype, copy=True)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        matrix = as_matrix(self._hp_data)
+        return Operand(matrix.t() if columnwise else matrix, None, kind="high")
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        return {"hp_data": self._hp_data.view(shape)}
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        return {"hp_data": self._hp_data[start:stop]}
+
+
+class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
+    """A tensor that is called quantized and is not."""
+
+
+class IdentityQuantizer(Quantizer):
+    """Passes tensors through as a copy, cast to `dtype` where one is given."""
+
+    dtype: torch.dtype | None
+    dtype_name: str | None
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype_name = None if dtype is None else str(dtype).removeprefix("torch.")
+        self._rebuild_derived_state()
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {**super()._value_fields(), "dtype_name": self.dtype_name}
+
+    def _rebuild_derived_state(self) -> None:
+        self.dtype = None if self.dtype_name is None else getattr(torch, self.dtype_name)
+
+    def _plan(self) -> tuple[Any, ...]:
+        return identity_quantize, (), (self.dtype,)
+
+    def _in_place_op(self) -> Any:
+        return identity_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return identity_buffers(shape, self.dtype)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return IdentityTensorStorage, IdentityTensor
+
+    def for_dtype(self, dtype: torch.dtype) -> "IdentityQuantizer":
+        if self.dtype is not None:
+            return self
+        fields = {**self._value_fields(), "dtype_name": str(dtype).removeprefix("torch.")}
+        return IdentityQuantizer._from_value(**fields)  # type: ignore[return-value]
+
+    def is_requantization_safe(self) -> bool:
+        return True

@@ -1,0 +1,157 @@
+"""MXFP8: 32 elements share one power-of-two scale."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.constants import MX_BLOCK, DType, cdiv
+from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
+from mezzotint.kernels.mxfp8 import (
+    mxfp8_buffers,
+    mxfp8_dequantize,
+    mxfp8_quantize,
+    mxfp8_quantize_,
+    mxfp8_scale_shape,
+)
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_choice, check_fp8_dtype
+from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class MXFP8TensorStorage(TwoDirectionStorage):
+    """Codes twice in the logical shape, E8M0 scale bytes of each direction."""
+
+    _VALUES = (
+        ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
+        ("_quantizer", "quantizer", None),
+        ("_with_gemm_swizzled_scales", "with_gemm_swizzled_scales", False),
+    )
+    _TRANSPOSED = False
+
+    _with_gemm_swizzled_scales: bool
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        data, scale_inv, columnwise = self._any_side()
+        swizzled = self._with_gemm_swizzled_scales
+        return mxfp8_dequantize(data, scale_inv, int(self._fp8_dtype), swizzled, columnwise, dtype)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        """The column-wise copy is not transposed: the operand says so."""
+        data, scale_inv = self._side(columnwise)
+        return Operand(
+            as_matrix(data),
+            scale_inv,
+            kind="mx",
+            dtype=int(self._fp8_dtype),
+            swizzled=self._with_gemm_swizzled_scales,
+            transposed=columnwise,
+        )
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        shape = self._logical_shape()
+        rows, cols = matrix_shape(shape)
+        first, last = matrix_rows(shape, start, stop)
+        if self._with_gemm_swizzled_scales:
+            return None
+        if self._columnwise_data is not None and cuts_blocks(first, last, rows, MX_BLOCK):
+            return None
+        fields: dict[str, Any] = {}
+        if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
+            fields["rowwise_data"] = self._rowwise_data[start:stop]
+            scales = self._rowwise_scale_inv[first:last]
+            fields["rowwise_scale_inv"] = _padded(scales, mxfp8_scale_shape(last - first, cols, False))
+        if self._columnwise_data is not None and self._columnwise_scale_inv is not None:
+            fields["columnwise_data"] = self._columnwise_data[start:stop]
+            scales = self._columnwise_scale_inv[first // MX_BLOCK : cdiv(last, MX_BLOCK)]
+            fields["columnwise_scale_inv"] = _padded(scales, mxfp8_scale_shape(last - first, cols, True))
+        return fields
+
+
+def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    return torch.nn.functional.pad(scales, (0, shape[1] - scales.shape[1], 0, shape[0] - scales.shape[0]))
+
+
+class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
+    """An MXFP8 tensor."""
+
+
+class MXFP8Quantizer(Quantizer):
+    """Blocks of 32, or 32x32 tiles (`with_2d_quantization`, weights).
+
+    `scale_rule`: "roundup", where nothing saturates, or "floor", the rule of the OCP specification.
+    `optimize_for_gemm` gives scales in the GEMM's byte order.
+    """
+
+    dtype: DType
+    with_2d_quantization: bool
+    scale_rule: str
+
+    def __init__(
+        self,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_2d_quantization: bool = False,
+        scale_rule: str = "roundup",
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+        self.with_2d_quantization = bool(with_2d_quantization)
+        self.scale_rule = check_choice("scale_rule", scale_rule, ("roundup", "floor"))
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "dtype": self.dtype,
+            "with_2d_quantization": self.with_2d_quantization,
+            "scale_rule": self.scale_rule,
+        }
+
+    def _plan(self) -> tuple[Any, ...]:
+        scaling = (
+            int(self.dtype),
+            self.scale_rule == "floor",
+            self.with_2d_quantization,
+            self.optimize_for_gemm,
+        )
+        return mxfp8_quantize, (), (*scaling, self.rowwise_usage, self.columnwise_usage)
+
+    def _in_place_op(self) -> Any:
+        return mxfp8_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return mxfp8_buffers(shape, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return MXFP8TensorStorage, MXFP8Tensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype, "with_gemm_swizzled_scales": self.optimize_for_gemm}
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fake_dtype: torch.dtype,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+    ) -> MXFP8Tensor:
+        """A row-wise tensor around codes and scale bytes that exist already."""
+        quantizer = self.with_usage(rowwise=True, columnwise=False)
+        fields = {
+            "rowwise_data": data,
+            "rowwise_scale_inv": scale_inv,
+            "fp8_dtype": fp8_dtype,
+            "quantizer": quantizer,
+        }
+        return MXFP8Tensor(data.shape, fake_dtype, **fields)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        rows, cols = matrix_shape(tuple(inp.shape))
+        return rows % MX_BLOCK == 0 and cols % MX_BLOCK == 0
+
+    def is_requantization_safe(self) -> bool:
+        return self.with_2d_quantization

@@ -1,0 +1,294 @@
+"""NVFP4: 16 E2M1 elements share one E4M3 scale under a per-tensor amax."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.constants import NVFP4_BLOCK, DType, cdiv
+from mezzotint.kernels._lib import Buffers, matrix_shape
+from mezzotint.kernels.elements import pack_fp4, unpack_fp4
+from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
+from mezzotint.kernels.nvfp4 import (
+    MAE,
+    MSE,
+    nvfp4_buffers,
+    nvfp4_dequantize,
+    nvfp4_quantize,
+    nvfp4_quantize_,
+    nvfp4_scale_shape,
+)
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_choice
+from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class NVFP4TensorStorage(TwoDirectionStorage):
+    """Packed codes (…, K/2) and transposed (K, M/2), E4M3 scale bytes, FP32 amax, of each direction."""
+
+    _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = (
+        *TwoDirectionStorage._FLATTEN_TENSOR_BUFFERS,
+        ("_amax_rowwise", "amax_rowwise"),
+        ("_amax_columnwise", "amax_columnwise"),
+    )
+    _VALUES = (
+        ("_fp4_dtype", "fp4_dtype", DType.kFloat4E2M1),
+        ("_quantizer", "quantizer", None),
+        ("_with_gemm_swizzled_scales", "with_gemm_swizzled_scales", False),
+        ("_row_scaled_nvfp4", "row_scaled_nvfp4", False),
+        ("_nvfp4_use_4over6", "nvfp4_use_4over6", False),
+        ("_nvfp4_e4m3_max", "nvfp4_e4m3_max", 448),
+    )
+    _ROWWISE = ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise")
+    _COLUMNWISE = ("_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise")
+
+    _amax_rowwise: torch.Tensor | None
+    _amax_columnwise: torch.Tensor | None
+    _fp4_dtype: DType
+    _with_gemm_swizzled_scales: bool
+    _row_scaled_nvfp4: bool
+    _nvfp4_use_4over6: bool
+    _nvfp4_e4m3_max: int
+
+    # Two codes a byte do not tell an odd size: a storage keeps the shape that it was made for.
+    _made_for: Any = None
+
+    @classmethod
+    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        made = super()._build(shape, dtype, kwargs)
+        made._made_for = None if shape is None else tuple(shape)
+        return made
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        if self._made_for is not None:
+            return self._made_for
+        if self._rowwise_data is not None:
+            return (*self._rowwise_data.shape[:-1], self._rowwise_data.shape[-1] * 2)
+        assert self._columnwise_data is not None, "a storage without data has no shape"
+        return (self._columnwise_data.shape[1] * 2, self._columnwise_data.shape[0])
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """From the row-wise copy, else from the column-wise one, whose Hadamard transform is not undone."""
+        data, scale_inv, columnwise = self._any_side()
+        shape = self._logical_shape()
+        rows, cols = matrix_shape(shape)
+        amax = self._amax_columnwise if columnwise else self._amax_rowwise
+        options = (
+            self._nvfp4_e4m3_max,
+            self._with_gemm_swizzled_scales,
+            columnwise,
+            rows if columnwise else cols,
+        )
+        return nvfp4_dequantize(data, scale_inv, amax, *options, dtype).reshape(shape)
+
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """16x16 tiles: the column-wise copy is a transpose of codes and scales. Else the blocks differ."""
+        quantizer: Any = self._quantizer
+        if rowwise or quantizer is None or not quantizer.with_2d_quantization or self._with_gemm_swizzled_scales:
+            super()._derive(rowwise, columnwise)
+        data, scale_inv = self._side(False)
+        rows, cols = matrix_shape(self._logical_shape())
+        codes = unpack_fp4(data.reshape(rows, -1), cols)
+        tiles = scale_inv[: cdiv(rows, NVFP4_BLOCK) * NVFP4_BLOCK : NVFP4_BLOCK, : cdiv(cols, NVFP4_BLOCK)]
+        self._columnwise_data = pack_fp4(codes.t().contiguous())
+        scales = tiles.t().repeat_interleave(NVFP4_BLOCK, 0)
+        self._columnwise_scale_inv = _padded(scales, nvfp4_scale_shape(cols, rows))
+        self._amax_columnwise = None if self._amax_rowwise is None else self._amax_rowwise.clone()
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        data, scale_inv = self._side(columnwise)
+        return Operand(
+            data.reshape(-1, data.shape[-1]),
+            scale_inv,
+            self._amax_columnwise if columnwise else self._amax_rowwise,
+            kind="nv",
+            dtype=int(self._fp4_dtype),
+            swizzled=self._with_gemm_swizzled_scales,
+            e4m3_max=self._nvfp4_e4m3_max,
+        )
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        if not shape or shape[-1] != self.shape[-1]:
+            return None
+        data = self._rowwise_data
+        return {"rowwise_data": None if data is None else data.view(*shape[:-1], data.shape[-1])}
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        shape = self._logical_shape()
+        rows, cols = matrix_shape(shape)
+        first, last = matrix_rows(shape, start, stop)
+        quantizer: Any = self._quantizer
+        tiled = quantizer is None or quantizer.with_2d_quantization or self._columnwise_data is not None
+        if self._with_gemm_swizzled_scales or (tiled and cuts_blocks(first, last, rows, NVFP4_BLOCK)):
+            return None
+        fields: dict[str, Any] = {}
+        if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
+            fields["rowwise_data"] = self._rowwise_data[start:stop]
+            past = cdiv(last, NVFP4_BLOCK) * NVFP4_BLOCK if tiled else last
+            fields["rowwise_scale_inv"] = _padded(
+                self._rowwise_scale_inv[first:past], nvfp4_scale_shape(last - first, cols)
+            )
+            if self._row_scaled_nvfp4 and self._amax_rowwise is not None:
+                fields["amax_rowwise"] = self._amax_rowwise[first:last]
+        if self._columnwise_data is not None and self._columnwise_scale_inv is not None:
+            ends = self._columnwise_data.shape[1] if last == rows else last // 2
+            fields["columnwise_data"] = self._columnwise_data[:, first // 2 : ends].contiguous()
+            scales = self._columnwise_scale_inv[:, first // NVFP4_BLOCK : cdiv(last, NVFP4_BLOCK)]
+            fields["columnwise_scale_inv"] = _padded(scales, nvfp4_scale_shape(cols, last - first))
+        return fields
+
+
+def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """To the geometry's size: zeros where there is too little, cut where a tile's rows run past it."""
+    scales = scales[: shape[0], : shape[1]]
+    return torch.nn.functional.pad(scales, (0, shape[1] - scales.shape[1], 0, shape[0] - scales.shape[0])).contiguous()
+
+
+class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
+    """An NVFP4 tensor."""
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        return tuple(self.shape)
+
+
+class NVFP4Quantizer(Quantizer):
+    """Blocks of 16, or 16x16 tiles. See `kernels/nvfp4.py` for what each option does to the numbers.
+
+    `with_rht` says whether the column-wise copy is Hadamard-transformed, `with_random_sign_mask` whether the transform
+    has its random signs: two flags. `stochastic_rounding` draws from torch's generator.
+    """
+
+    dtype: DType
+    with_rht: bool
+    with_post_rht_amax: bool
+    with_amax_reduction: bool
+    amax_reduction_group: Any
+    with_2d_quantization: bool
+    stochastic_rounding: bool
+    row_scaled_nvfp4: bool
+    nvfp4_use_4over6: bool
+    nvfp4_e4m3_max: int
+    nvfp4_4over6_err_mode: str
+    with_random_sign_mask: bool
+    rht_matrix_random_sign_mask_t: int
+
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType(check_choice("fp4_dtype", fp4_dtype, (DType.kFloat4E2M1,)))
+        self.with_rht = bool(with_rht)
+        self.with_post_rht_amax = bool(with_post_rht_amax)
+        self.with_amax_reduction = bool(with_amax_reduction)
+        self.amax_reduction_group = amax_reduction_group  # refused by _value_key unless None
+        self.with_2d_quantization = bool(with_2d_quantization)
+        self.stochastic_rounding = bool(stochastic_rounding)
+        self.row_scaled_nvfp4 = bool(row_scaled_nvfp4)
+        self.nvfp4_use_4over6 = bool(nvfp4_use_4over6)
+        self.nvfp4_e4m3_max = check_choice("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
+        self.nvfp4_4over6_err_mode = check_choice("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
+        self.with_random_sign_mask = bool(with_random_sign_mask)
+        self._check_options()
+        self._rebuild_derived_state()
+
+    def _check_options(self) -> None:
+        """Combinations that have no meaning."""
+        if self.with_rht and not self.with_post_rht_amax:
+            raise ValueError(
+                "with_rht=True needs with_post_rht_amax=True: the column-wise amax is taken after the transform"
+            )
+        pairs = (
+            ("with_rht", "with_2d_quantization"),
+            ("row_scaled_nvfp4", "with_rht"),
+            ("row_scaled_nvfp4", "with_2d_quantization"),
+            ("row_scaled_nvfp4", "stochastic_rounding"),
+            ("row_scaled_nvfp4", "with_amax_reduction"),
+            ("nvfp4_use_4over6", "with_rht"),
+            ("nvfp4_use_4over6", "stochastic_rounding"),
+        )
+        for first, second in pairs:
+            if getattr(self, first) and getattr(self, second):
+                raise ValueError(f"{first}=True and {second}=True do not go together: turn one of them off")
+
+    def _rebuild_derived_state(self) -> None:
+        """The sign mask follows from with_random_sign_mask, and from nothing else."""
+        self.rht_matrix_random_sign_mask_t = RANDOM_SIGN_MASK if self.with_random_sign_mask else 0
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {
+            **super()._value_fields(),
+            "dtype": self.dtype,
+            "with_rht": self.with_rht,
+            "with_post_rht_amax": self.with_post_rht_amax,
+            "with_amax_reduction": self.with_amax_reduction,
+            "amax_reduction_group": self.amax_reduction_group,
+            "with_2d_quantization": self.with_2d_quantization,
+            "stochastic_rounding": self.stochastic_rounding,
+            "row_scaled_nvfp4": self.row_scaled_nvfp4,
+            "nvfp4_use_4over6": self.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
+            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
+            "with_random_sign_mask": self.with_random_sign_mask,
+        }
+
+    def _plan(self) -> tuple[Any, ...]:
+        self._refuse_group(self.amax_reduction_group)
+        four_over_six = (MAE if self.nvfp4_4over6_err_mode == "MAE" else MSE) if self.nvfp4_use_4over6 else 0
+        options = (
+            self.nvfp4_e4m3_max,
+            four_over_six,
+            self.rht_matrix_random_sign_mask_t,
+            self.with_2d_quantization,
+            self.optimize_for_gemm,
+            self.with_rht,
+            self.row_scaled_nvfp4,
+            self.rowwise_usage,
+            self.columnwise_usage,
+        )
+        rng = "rng!" if self.stochastic_rounding else "rng"
+        return nvfp4_quantize, ("amax_rowwise", "amax_columnwise", rng), options
+
+    def _in_place_op(self) -> Any:
+        return nvfp4_quantize_
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return nvfp4_buffers(shape, self.with_rht, self.row_scaled_nvfp4, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return NVFP4TensorStorage, NVFP4Tensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {
+            "fp4_dtype": self.dtype,
+            "with_gemm_swizzled_scales": self.optimize_for_gemm,
+            "row_scaled_nvfp4": self.row_scaled_nvfp4,
+            "nvfp4_use_4over6": self.nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
+        }
+
+    @staticmethod
+    def convert_shape_for_fp4(shape: Iterable[int]) -> tuple[int, ...]:
+        """The shape of the packed bytes of a tensor of this shape."""
+        size = tuple(shape)
+        return (*size[:-1], cdiv(size[-1], 2))
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        rows, cols = matrix_shape(tuple(inp.shape))
+        return rows % NVFP4_BLOCK == 0 and cols % NVFP4_BLOCK == 0

@@ -1,0 +1,109 @@
+"""TensorProto: a tensor without data. Shape, dtype, quantizer, and from them every buffer it would have.
+
+The buffers come from the quantizer's geometry, which also feeds the fake kernels and the real allocation: a prototype
+cannot drift from the tensor that it stands for. `create_tensor` is Python alone, so it traces whole.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+@dataclass
+class TensorProto:
+    """A plain (no quantizer) or quantized tensor. It owns a copy of its quantizer."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    requires_grad: bool = False
+    device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.shape)
+        if self.quantizer is not None:
+            self.quantizer = self.quantizer.for_dtype(self.dtype).copy()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantizer is not None
+
+    def update_usage(self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Which directions the tensor would hold."""
+        if self.quantizer is None:
+            raise ValueError("this TensorProto has no quantizer, so it has no usages: give quantizer=")
+        self.quantizer = self.quantizer.with_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
+
+    def inner_names(self) -> list[str]:
+        """Buffer attributes in the storage's order; a plain tensor has itself, "data"."""
+        return ["data"] if self.quantizer is None else list(self.quantizer.inner_tensor_specs(self.shape))
+
+    def create_metadata(self) -> dict[str, Any]:
+        """What `__tensor_unflatten__` takes as context."""
+        if self.quantizer is None:
+            return {"dtype": self.dtype}
+        return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+
+    def create_inner_tensors(self) -> list[torch.Tensor]:
+        """Uninitialised buffers, in the order of `inner_names`."""
+        if self.quantizer is None:
+            return [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
+        return list(self.quantizer.alloc_tensors(self.shape, device=self.device).values())
+
+    def assemble(self, inner_tensors: Any) -> Any:
+        """Buffers, in the order of `inner_names`, → the tensor."""
+        if self.quantizer is None:
+            (tensor,) = inner_tensors
+            return tensor
+        names = self.inner_names()
+        if len(names) != len(inner_tensors):
+            raise ValueError(f"inner_tensors has {len(inner_tensors)} tensors, this proto has {len(names)}: {names}")
+        inner = dict(zip(names, inner_tensors, strict=True))
+        storage, _ = self.quantizer._classes()
+        return storage.__tensor_unflatten__(inner, self.create_metadata(), self.shape, None)
+
+    def create_tensor(self) -> Any:
+        """The uninitialised tensor: plain, quantized, or storage when the quantizer is internal."""
+        made = self.assemble(self.create_inner_tensors())
+        internal = self.quantizer is not None and self.quantizer.internal
+        return made.requires_grad_(True) if self.requires_grad and not internal else made
+
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        if self.quantizer is None:
+            buffers = [(self.shape, self.dtype)]
+        else:
+            buffers = list(self.quantizer.inner_tensor_specs(self.shape).values())
+        return sum(_numel(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def to_tensor_proto(tensor: Any) -> TensorProto:
+    """The prototype of a plain tensor, a storage or a quantized tensor."""
+    if not isinstance(tensor, QuantizedTensorStorage):
+        return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
+    if tensor._quantizer is None:
+        raise ValueError(f"tensor is {type(tensor).__name__} without a quantizer: update_quantizer(q) first")
+    usages = tensor.get_usages()
+    quantizer = tensor._quantizer.with_usage(rowwise=usages["rowwise"], columnwise=usages["columnwise"])
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if quantizer.internal == is_tensor:
+        quantizer = quantizer.copy()
+        quantizer.internal = not is_tensor
+    return TensorProto(
+        tuple(tensor.shape),
+        tensor.dtype,
+        quantizer,
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad,
+        tensor.device,
+    )

@@ -1,0 +1,173 @@
+"""What is done with a quantizer: quantize into new buffers, into given ones, put buffers into their holder.
+
+Free functions, because traced code needs them: a value-opaque object is a constant to the compiler, and it does not
+trace methods of a constant that was made inside the graph (`q.with_usage(...)`). Here it meets functions of ours that
+only ask the constant for other constants.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.kernels.philox import draw_rng
+from mezzotint.tensor.flatten import class_by_name
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from mezzotint.tensor.quantizer import Quantizer
+
+
+def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | None = None) -> Any:
+    """`x` → quantized tensor, or storage when the quantizer is internal. See `Quantizer.quantize`."""
+    if quantizer.internal:
+        storage = quantize_storage(x.detach(), quantizer)
+        if dtype is not None:
+            storage._dtype = dtype
+        return storage
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Quantize.apply(x, quantizer, dtype)
+    return _quantize_tensor(x, quantizer, dtype)
+
+
+def quantize_storage(x: torch.Tensor, quantizer: "Quantizer", **given: torch.Tensor | None) -> QuantizedTensorStorage:
+    """`x` → storage with the quantizer's directions. `given`: amax reduced over a group, rng state, by name."""
+    return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype)
+
+
+def _quantize_tensor(x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:
+    return assemble(quantize_buffers(x, quantizer, {}), quantizer, False, x.shape, x.dtype if dtype is None else dtype)
+
+
+def quantize_buffers(
+    x: torch.Tensor, quantizer: "Quantizer", given: dict[str, torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """`x` → buffers in the quantizer's order."""
+    if isinstance(x, QuantizedTensorStorage):
+        x = x.dequantize()
+    check_input(x, quantizer)
+    parts = quantizer._parts()
+    if parts is not None:
+        return _two_parts(x, parts)
+    plan = quantizer.for_dtype(x.dtype)._plan()
+    if plan is None:
+        return quantizer._quantize(x)  # type: ignore[attr-defined]
+    op, tensors, options = plan
+    return op(x, *_tensor_arguments(x, tensors, given), *options)
+
+
+def _two_parts(x: torch.Tensor, parts: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The buffers of a row-wise and a column-wise quantizer, one after the other."""
+    rowwise, columnwise, chained = parts
+    buffers = [] if rowwise is None else quantize_buffers(x, rowwise, {})
+    if columnwise is not None:
+        source = x if chained is None else quantize_storage(x, chained).dequantize(dtype=x.dtype)
+        buffers = buffers + quantize_buffers(source, columnwise, {})
+    return buffers
+
+
+def _tensor_arguments(
+    x: torch.Tensor, names: tuple[str, ...], given: dict[str, torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The op's tensor arguments by name; "rng!" must be there, so it is drawn where it is not given."""
+    arguments = []
+    for name in names:
+        if name == "rng!":
+            rng = given.get("rng")
+            arguments.append(draw_rng(x) if rng is None else rng)
+        else:
+            arguments.append(given.get(name))
+    return arguments
+
+
+def assemble(
+    buffers: Sequence[torch.Tensor], quantizer: "Quantizer", internal: bool, shape: Any, dtype: torch.dtype
+) -> Any:
+    """The op's buffers → storage, or tensor of that logical shape."""
+    name, kwargs, values = quantizer._holder(internal)
+    fields = dict(zip(kwargs, buffers, strict=True))
+    # By name, through the registry: a class that comes out of a constant has no source that the compiler could guard.
+    cls = class_by_name(name)
+    if quantizer._is_value():
+        return cls._build(shape, dtype, {**fields, **values, "quantizer": quantizer.copy()})
+    # One that holds tensors is no constant: it is put on the finished tensor, outside of what a graph carries.
+    made = cls._build(shape, dtype, {**fields, **values})
+    made._quantizer = quantizer.copy()
+    return made
+
+
+def update_quantized(
+    src: torch.Tensor, dst: Any, quantizer: "Quantizer", *, noop_flag: torch.Tensor | None = None
+) -> Any:
+    """Quantize `src` into the buffers that `dst` holds, in place; nothing changes where `noop_flag` is 1."""
+    rowwise_names, columnwise_names, class_name = quantizer._targets()
+    storage_class: Any = class_by_name(class_name)
+    if not isinstance(dst, storage_class):
+        raise TypeError(f"dst is {type(dst).__name__}; {type(quantizer).__name__} writes into {class_name}")
+    if tuple(dst.shape) != tuple(src.shape):
+        raise ValueError(f"dst has shape {tuple(dst.shape)}, src {tuple(src.shape)}: they must be equal")
+    if isinstance(src, QuantizedTensorStorage):
+        src = src.dequantize()
+    # Attributes, not methods: the compiler reads attributes of a tensor subclass and cannot call its methods.
+    quantizer = quantizer.with_usage(
+        rowwise=getattr(dst, rowwise_names[0]) is not None,
+        columnwise=getattr(dst, columnwise_names[0]) is not None,
+    )
+    check_input(src, quantizer)
+    with torch.no_grad():
+        _update_buffers(src, [getattr(dst, f"_{n}") for n in quantizer._buffer_names()], quantizer, noop_flag)
+    return dst
+
+
+def _update_buffers(
+    src: torch.Tensor, buffers: list[torch.Tensor], quantizer: "Quantizer", noop_flag: torch.Tensor | None
+) -> None:
+    parts = quantizer._parts()
+    if parts is not None:
+        rowwise, columnwise, chained = parts
+        count = 0 if rowwise is None else len(rowwise._buffer_names())
+        if rowwise is not None:
+            _update_buffers(src, buffers[:count], rowwise, noop_flag)
+        if columnwise is not None:
+            source = src if chained is None else quantize_storage(src, chained).dequantize(dtype=src.dtype)
+            _update_buffers(source, buffers[count:], columnwise, noop_flag)
+        return
+    plan = quantizer.for_dtype(src.dtype)._plan()
+    if plan is None:
+        quantizer._update(src, buffers, noop_flag)  # type: ignore[attr-defined]
+        return
+    _, tensors, options = plan
+    quantizer._in_place_op()(src, buffers, noop_flag, *_tensor_arguments(src, tensors, {}), *options)
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantization with the identity as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:
+        return _quantize_tensor(x.detach(), quantizer, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None, None
+
+
+def check_input(x: torch.Tensor, quantizer: "Quantizer") -> None:
+    """What every format refuses: no tensor, a dtype that is no high precision, no dimension, no direction."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
+    if x.dtype not in HIGH_PRECISION:
+        raise TypeError(f"tensor has dtype {x.dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")
+    check_shape(x.shape, quantizer)
+
+
+def check_shape(shape: Sequence[int], quantizer: "Quantizer") -> None:
+    """A tensor that can be quantized has a last dimension, and at least one direction is asked for."""
+    if len(shape) == 0:
+        raise ValueError("tensor has no dimensions: blocks and rows need a last one; reshape it to (1,)")
+    if not (quantizer.rowwise_usage or quantizer.columnwise_usage):
+        raise ValueError(
+            f"{type(quantizer).__name__} has rowwise_usage=False and columnwise_usage=False: nothing to make; "
+            "ask for one with set_usage or with_usage"
+        )

@@ -1,0 +1,352 @@
+"""QuantizedTensor: a `torch.Tensor` subclass over a storage's buffers, with a nominal dtype and the logical shape.
+
+Few operations keep the quantized form: detach, clone, views of the leading dimensions, whole rows, copies, moves
+between devices, empty allocations. Everything else dequantizes its arguments, runs, and gives plain tensors; an
+argument that the operation writes is quantized again.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mezzotint.tensor.flatten import class_by_name, qualified_name
+from mezzotint.tensor.storage import QuantizedTensorStorage, resolve_shape
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
+    """Base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a whole format."""
+
+    @staticmethod
+    def __new__(
+        cls: Any,
+        shape: Any,
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool = False,
+        device: Any = None,
+        fake_dtype: torch.dtype | None = None,
+        **fields: Any,
+    ) -> "QuantizedTensor":
+        """A tensor of this logical shape over the declared buffers and values, given by keyword."""
+        for _, kwarg in cls._FLATTEN_TENSOR_BUFFERS:
+            if device is None and fields.get(kwarg) is not None:
+                device = fields[kwarg].device
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self._assign(dtype, fields)
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass  # __new__ has set everything
+
+    @classmethod
+    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        return cls(shape, dtype, **kwargs)
+
+    # torch.Tensor's own attributes win over the storage's
+
+    shape = torch.Tensor.shape
+    device = torch.Tensor.device
+    dtype = torch.Tensor.dtype
+    size = torch.Tensor.size  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return QuantizedTensorStorage.__repr__(self).replace("(dtype", f"(shape={tuple(self.shape)}, dtype", 1)
+
+    def _rebuild(self, shape: Any = None, dtype: torch.dtype | None = None, **fields: Any) -> Any:
+        """The same class and values with some fields replaced."""
+        metadata = {**self.get_metadata(), **fields}
+        return type(self)(self.shape if shape is None else shape, self.dtype if dtype is None else dtype, **metadata)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: "QuantizedTensor",
+        *,
+        shape: Any = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """A tensor over the same buffers, with another shape, nominal dtype or fields."""
+        return tensor._rebuild(shape, dtype, **fields).requires_grad_(requires_grad)
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """The same buffers under another nominal dtype."""
+        return self._rebuild(dtype=dtype)
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor; differentiable with the identity as its gradient."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return self._dequantize(self.dtype if dtype is None else dtype).view(self.shape)
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
+        """Quantize `tensor` into these buffers, in place."""
+        with torch.no_grad():
+            QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+        return self
+
+    def float(self) -> torch.Tensor:
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        return self.dequantize(dtype=torch.float16)
+
+    def view(self, *shape: Any) -> Any:
+        return aten.view.default(self, resolve_shape(shape, self.shape))
+
+    def reshape(self, *shape: Any) -> Any:
+        return aten.view.default(self, resolve_shape(shape, self.shape))
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        if memory_format not in (torch.contiguous_format, torch.preserve_format):
+            raise ValueError(
+                f"memory_format={memory_format}: quantized tensors are contiguous only; dequantize() first"
+            )
+        return self
+
+    @property
+    def data(self) -> Any:
+        """The tensor without its history. Assigning a quantized tensor of the same class takes its buffers."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(value) is type(self) and value.shape == self.shape:
+            for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+                setattr(self, attribute, getattr(value, attribute))
+            for attribute, _, _ in self._VALUES:
+                setattr(self, attribute, getattr(value, attribute))
+        elif value.shape == self.shape:
+            self.quantize_(value)
+        else:
+            raise ValueError(f"data has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}: they must be equal")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        for name, value in _foreign(self).items():
+            setattr(made, name, copy.deepcopy(value, memo))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        buffers = {name: getattr(self, name) for name, _ in self._FLATTEN_TENSOR_BUFFERS}
+        values = {
+            kwarg: int(v) if isinstance(v, int) and not isinstance(v, bool) else v
+            for kwarg, v in self._plain_values().items()
+        }
+        arguments = (
+            qualified_name(type(self)),
+            tuple(self.shape),
+            self.dtype,
+            self.requires_grad,
+            buffers,
+            values,
+        )
+        return rebuild_quantized_tensor, arguments
+
+    def _stable_hash_for_caching(self) -> str:
+        """What the compiler's cache goes by: metadata, never values."""
+        names, context = self.__tensor_flatten__()
+        return f"{names}{tuple(self.shape)}{sorted((k, repr(v)) for k, v in context.items())}"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _dequantized(func, args, kwargs)
+
+
+def rebuild_quantized_tensor(
+    name: str,
+    shape: Any,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    buffers: dict[str, Any],
+    values: dict[str, Any],
+) -> Any:
+    """Unpickle: class by qualified name, tensors and plain values only. Safe under weights_only."""
+    cls: Any = class_by_name(name)
+    fields = {kwarg: buffers.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
+    return cls(shape, dtype, requires_grad=requires_grad, **fields, **cls._restore_values(values))
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        return tensor._dequantize(tensor.dtype if dtype is None else dtype).view(tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+# Dispatch table. A handler gives NotImplemented where the format cannot, and the default runs.
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+
+def _handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def enter(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for op in ops:
+            _HANDLERS[op] = handler
+        return handler
+
+    return enter
+
+
+def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run `func` on plain tensors; quantize again what its schema says it writes."""
+    written: list[tuple[QuantizedTensor, torch.Tensor]] = []
+    mutable = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+    def plain(value: Any, name: str) -> Any:
+        if not isinstance(value, QuantizedTensor):
+            return value
+        dense = value._dequantize(value.dtype).view(value.shape)
+        if name in mutable:
+            written.append((value, dense))
+        return dense
+
+    names = [a.name for a in func._schema.arguments]
+    args = [pytree.tree_map(lambda v, n=n: plain(v, n), a) for n, a in zip(names, args, strict=False)]
+    kwargs = {n: pytree.tree_map(lambda v, n=n: plain(v, n), v) for n, v in kwargs.items()}
+    result = func(*args, **kwargs)
+    for target, dense in written:
+        target.quantize_(dense)
+        if result is dense:
+            result = target
+    return result
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _detach(func: Any, tensor: QuantizedTensor) -> Any:
+    return tensor._rebuild()
+
+
+@_handles(aten.clone.default)
+def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    cloned: dict[str, Any] = {k: _cloned(getattr(tensor, name)) for name, k in tensor._FLATTEN_TENSOR_BUFFERS}
+    return tensor._rebuild(**cloned)
+
+
+def _cloned(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.clone()
+
+
+@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+def _view(func: Any, tensor: QuantizedTensor, shape: Any, *strides: Any) -> Any:
+    shape = resolve_shape((tuple(shape),), tensor.shape)
+    if tuple(shape) == tuple(tensor.shape):
+        return tensor._rebuild()
+    fields = tensor._view(shape)
+    return NotImplemented if fields is None else tensor._rebuild(shape, **fields)
+
+
+@_handles(aten.slice.Tensor)
+def _slice(
+    func: Any,
+    tensor: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    size = tensor.shape[0]
+    start, stop, _ = slice(start, end).indices(size)
+    if dim % tensor.dim() != 0 or step != 1 or tensor.dim() < 2:
+        return NotImplemented
+    return _rows(tensor, start, max(start, stop))
+
+
+def _rows(tensor: QuantizedTensor, start: int, stop: int) -> Any:
+    if (start, stop) == (0, tensor.shape[0]):
+        return tensor._rebuild()
+    fields = tensor._rows(start, stop)
+    return NotImplemented if fields is None else tensor._rebuild((stop - start, *tensor.shape[1:]), **fields)
+
+
+@_handles(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+    if dim % tensor.dim() != 0 or tensor.dim() < 2:
+        return NotImplemented
+    total = tensor.shape[0]
+    if isinstance(sizes, int):
+        bounds = [(i, min(i + sizes, total)) for i in range(0, max(total, 1), max(sizes, 1))]
+    else:
+        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        bounds = list(zip([0, *ends], ends, strict=False))
+    parts = [_rows(tensor, start, stop) for start, stop in bounds]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
+
+
+@_handles(aten.copy_.default)
+def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(dst, QuantizedTensor):
+        return func(dst, src._dequantize(dst.dtype).view(src.shape), non_blocking)
+    if type(dst) is type(src) and dst.shape == src.shape and _same_form(dst, src):
+        dst.copy_from_storage(src)
+    else:
+        dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+    return dst
+
+
+def _same_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether two tensors hold the same buffers and mean the same by them."""
+    held = {name: buffer.shape for name, buffer in a._buffers()} == {n: t.shape for n, t in b._buffers()}
+    values = [v for v in a._VALUES if v[0] != "_quantizer"]
+    return held and all(getattr(a, name) == getattr(b, name) for name, _, _ in values)
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if dtype is not None and dtype != tensor.dtype:
+        return NotImplemented
+    options.pop("memory_format", None)
+    device = tensor.device if device is None else device
+    moved = {
+        kwarg: None if (buffer := getattr(tensor, name)) is None else buffer.to(device=device, copy=True)
+        for name, kwarg in tensor._FLATTEN_TENSOR_BUFFERS
+    }
+    made = tensor._rebuild(**moved)
+    # nn.Module._apply swaps a parameter with what .to() gives and would lose attributes put on it, like main_grad.
+    for name, value in _foreign(tensor).items():
+        setattr(made, name, value)
+    return made
+
+
+def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
+    """Attributes that others have put on a tensor."""
+    own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES} | {"_dtype"}
+    return {name: value for name, value in tensor.__dict__.items() if name not in own}
+
+
+@_handles(aten.new_empty.default, aten.empty_like.default)
+def _empty(func: Any, tensor: QuantizedTensor, size: Any = None, **options: Any) -> Any:
+    dtype = options.get("dtype") or tensor.dtype
+    if tensor._quantizer is None or dtype != tensor.dtype:
+        return NotImplemented
+    usages = tensor.get_usages()
+    quantizer = tensor._quantizer.with_usage(rowwise=usages["rowwise"], columnwise=usages["columnwise"])
+    device = options.get("device") or tensor.device
+    return quantizer.make_empty(tensor.shape if size is None else size, dtype=dtype, device=device)

@@ -1,0 +1,200 @@
+"""QuantizedTensorStorage: a plain holder of one tensor's quantized buffers. What a GEMM takes and a backward saves."""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.flatten import Flattenable
+
+if TYPE_CHECKING:
+    from mezzotint.tensor.quantizer import Quantizer
+
+
+class QuantizedTensorStorage(Flattenable):
+    """Buffers of one or two directions. Subclasses declare them; all else here follows from the declaration."""
+
+    # Attributes that make up a direction; a storage has a usage when it holds all of them.
+    _ROWWISE: ClassVar[tuple[str, ...]] = ()
+    _COLUMNWISE: ClassVar[tuple[str, ...]] = ()
+
+    _quantizer: "Quantizer | None"
+
+    def __init__(self, *args: Any, fake_dtype: torch.dtype | None = None, **fields: Any) -> None:
+        """Declared buffers and values, by keyword or in declared order; `fake_dtype` is the nominal dtype."""
+        order = [k for _, k in self._FLATTEN_TENSOR_BUFFERS] + [k for _, k, _ in self._VALUES]
+        fields.update(zip(order, args, strict=False))
+        self._assign(torch.float32 if fake_dtype is None else fake_dtype, fields)
+
+    @classmethod
+    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        return cls(fake_dtype=dtype, **kwargs)
+
+    # Format: each of these is written once per format
+
+    def _logical_shape(self) -> tuple[int, ...]:
+        """The logical shape, from whichever direction is held."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its shape is")
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        """One direction as a GEMM takes it: rows that stay, and the contraction."""
+        raise NotImplementedError(f"{type(self).__name__} is no operand of a GEMM")
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is dequantized")
+
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """Make a wanted direction out of the other, where the format can; otherwise say that it cannot."""
+        wanted = "row-wise" if rowwise else "column-wise"
+        raise ValueError(
+            f"{type(self).__name__} holds no {wanted} data and {wanted} data of this format cannot be made from the "
+            "other direction: ask the quantizer for it before quantizing (columnwise=True / rowwise=True)"
+        )
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        """Constructor kwargs of the same data in another logical shape, or None where the format cannot."""
+        return None
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        """Constructor kwargs of rows start..stop of the first dimension, or None where blocks would be cut."""
+        return None
+
+    # What the declaration gives
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape."""
+        return torch.Size(self._logical_shape())
+
+    @property
+    def device(self) -> torch.device:
+        for _, buffer in self._buffers():
+            return buffer.device
+        raise RuntimeError(f"{type(self).__name__} has no device: it holds no data")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The nominal dtype: what `dequantize()` gives."""
+        return self._dtype
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values in `dtype` (the nominal one by default) and the logical shape."""
+        return self._dequantize(self._dtype if dtype is None else dtype)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which directions are held."""
+        return {"rowwise": self._holds(self._ROWWISE), "columnwise": self._holds(self._COLUMNWISE)}
+
+    def _require(self, columnwise: bool) -> None:
+        """A direction that a GEMM is about to read must be there."""
+        if not self._holds(self._COLUMNWISE if columnwise else self._ROWWISE):
+            wanted = "columnwise" if columnwise else "rowwise"
+            raise ValueError(
+                f"{type(self).__name__} of shape {tuple(self.shape)} holds no {wanted} data, which this product needs: "
+                f"quantize with {wanted}=True, or call update_usage({wanted}_usage=True) where the format can derive it"
+            )
+
+    def _holds(self, attributes: tuple[str, ...]) -> bool:
+        return all(getattr(self, name) is not None for name in attributes)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop directions that are not wanted; make a wanted one that is missing where the format can."""
+        usages = self.get_usages()
+        rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
+        if rowwise and not usages["rowwise"]:
+            self._derive(True, False)
+        if columnwise and not usages["columnwise"]:
+            self._derive(False, True)
+        shared = set(self._ROWWISE) & set(self._COLUMNWISE)
+        for wanted, attributes in ((rowwise, self._ROWWISE), (columnwise, self._COLUMNWISE)):
+            if not wanted:
+                for name in attributes:
+                    if name not in shared:
+                        setattr(self, name, None)
+        if self._quantizer is not None:
+            self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+
+    def keep(self, *, rowwise: bool, columnwise: bool) -> "QuantizedTensorStorage":
+        """A new storage of the same buffers with these directions only; a missing one is an error."""
+        other = type(self)._build(self.shape, self._dtype, self.get_metadata())
+        other.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
+        return other
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "QuantizedTensorStorage"]:
+        """Strip the buffers for `save_for_backward`: all of them in declared order, and the empty holder."""
+        tensors = [getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]
+        self.clear()
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take the buffers back from the front of `tensors`; give the rest."""
+        count = len(self._FLATTEN_TENSOR_BUFFERS)
+        for (attribute, _), tensor in zip(self._FLATTEN_TENSOR_BUFFERS, tensors[:count], strict=True):
+            setattr(self, attribute, tensor)
+        return tensors[count:]
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The code buffers, one or both directions."""
+        row, column = getattr(self, self._ROWWISE[0]), getattr(self, self._COLUMNWISE[0])
+        if rowwise_data and columnwise_data:
+            return row, column
+        return row if rowwise_data else column
+
+    def clear(self) -> None:
+        """Let go of every buffer."""
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, None)
+
+    def update_quantizer(self, quantizer: "Quantizer") -> None:
+        """Quantize with (a copy of) this quantizer from now on."""
+        self._quantizer = quantizer.copy()
+
+    def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
+        """Copy every buffer of `src`, which must hold the same ones."""
+        mine, theirs = dict(self._buffers()), dict(src._buffers())
+        if type(src)._FLATTEN_TENSOR_BUFFERS != self._FLATTEN_TENSOR_BUFFERS or mine.keys() != theirs.keys():
+            raise ValueError(
+                f"copy_from_storage needs the same buffers: {type(self).__name__} holds {sorted(mine)}, src "
+                f"({type(src).__name__}) holds {sorted(theirs)}; dequantize src and quantize_ instead"
+            )
+        for name, buffer in mine.items():
+            buffer.copy_(theirs[name])
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensorStorage":
+        """Quantize `tensor` into these buffers, in place; nothing changes where `noop_flag` is 1."""
+        if self._quantizer is None:
+            raise ValueError(f"{type(self).__name__} has no quantizer: update_quantizer(q) first")
+        self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def view(self, *shape: Any) -> Any:
+        """The same buffers under another logical shape with the same last dimension."""
+        wanted = resolve_shape(shape, self.shape)
+        fields = self._view(wanted)
+        if fields is None:
+            raise ValueError(
+                f"{type(self).__name__} of shape {tuple(self.shape)} cannot be viewed as {wanted}: blocks run along "
+                "the last dimension, which must stay; dequantize() first"
+            )
+        return type(self)._build(wanted, self._dtype, fields)
+
+    def __repr__(self) -> str:
+        # Shapes only: a repr must not read values, which may be fake.
+        held = ", ".join(f"{name}={tuple(buffer.shape)}" for name, buffer in self._buffers())
+        return f"{type(self).__name__}(dtype={self._dtype}, {held})"
+
+
+def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:
+    """view's arguments, with one -1 at most, → a shape."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
+    if -1 not in sizes:
+        return sizes
+    known = 1
+    for size in sizes:
+        if size != -1:
+            known *= size
+    return tuple(current.numel() // max(known, 1) if size == -1 else size for size in sizes)

@@ -1,0 +1,71 @@
+"""Every Triton kernel compiles for every GPU that has FP8, on a machine without one.
+
+Each file of `kernels/triton` lists its cases as `AHEAD`: (kernel, types of the runtime arguments, constants). Constants
+that are no argument of the kernel (num_warps) are options of the compiler.
+"""
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import mezzotint.kernels.triton as package
+
+CAPABILITIES = (89, 90, 100, 120)
+MODULES = [
+    importlib.import_module(f"{package.__name__}.{found.name}")
+    for found in pkgutil.iter_modules(package.__path__)
+]
+CASES = [(module, index) for module in MODULES for index in range(len(getattr(module, "AHEAD", ())))]
+
+
+def kernels_of(module: ModuleType) -> Iterator[str]:
+    """Names of the kernels, as against helpers, that the module defines."""
+    for name, value in vars(module).items():
+        if (
+            isinstance(value, JITFunction)
+            and re.fullmatch(r"_\w+_kernel", name)
+            and value.__module__ == module.__name__
+        ):
+            yield name
+
+
+def compile_ahead(kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int) -> Any:
+    """Pointers and counts are multiples of 16, as they are for the shapes that matter."""
+    names = list(kernel.arg_names)
+    options = {"enable_fp_fusion": False} | {k: v for k, v in constants.items() if k not in names}
+    constants = {k: v for k, v in constants.items() if k in names}
+    assert set(signature) | set(constants) == set(names), f"{kernel.__name__}: {names}"
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = [i for i, name in enumerate(names) if types[name][0] in "*i"]
+    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("module", "index"),
+    CASES,
+    ids=lambda v: v.__name__.split(".")[-1] if isinstance(v, ModuleType) else str(v),
+)
+def test_kernel_compiles(module: ModuleType, index: int, capability: int) -> None:
+    ptx = compile_ahead(*module.AHEAD[index], capability).asm["ptx"]
+    assert ".ftz" not in ptx, "subnormals are kept"
+    for cast in re.findall(r"cvt[\w.]*\.e[45]m[23]x2\.\w+", ptx):
+        assert re.fullmatch(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", cast), (
+            "rounds once, from FP32, and saturates"
+        )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
+def test_every_kernel_is_listed(module: ModuleType) -> None:
+    listed = {kernel.__name__ for kernel, _, _ in getattr(module, "AHEAD", ())}
+    assert set(kernels_of(module)) == listed
