@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mezzotint.dynamo.trace import trace_quantizer_methods
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
@@ -52,3 +53,5 @@ for _cls in (
     HybridQuantizer,
 ):
     register_value_opaque_quantizer(_cls)
+
+trace_quantizer_methods(_TRACED)

@@ -23,6 +23,11 @@ class QuantizedTensorStorage(Flattenable):
     def __init__(self, *args: Any, fake_dtype: torch.dtype | None = None, **fields: Any) -> None:
         """Declared buffers and values, by keyword or in declared order; `fake_dtype` is the nominal dtype."""
         order = [k for _, k in self._FLATTEN_TENSOR_BUFFERS] + [k for _, k, _ in self._VALUES]
+        if len(args) > len(order) or any(name in fields for name in order[: len(args)]):
+            raise TypeError(
+                f"{type(self).__name__} got {len(args)} positional arguments and {sorted(fields)} by name; it takes each "
+                f"of {order} once"
+            )
         fields.update(zip(order, args, strict=False))
         self._assign(torch.float32 if fake_dtype is None else fake_dtype, fields)
 
@@ -180,7 +185,7 @@ class QuantizedTensorStorage(Flattenable):
                 f"{type(self).__name__} of shape {tuple(self.shape)} cannot be viewed as {wanted}: blocks run along "
                 "the last dimension, which must stay; dequantize() first"
             )
-        return type(self)._build(wanted, self._dtype, fields)
+        return type(self)._build(wanted, self._dtype, {**self.get_metadata(), **fields})
 
     def __repr__(self) -> str:
         # Shapes only: a repr must not read values, which may be fake.
@@ -191,10 +196,16 @@ class QuantizedTensorStorage(Flattenable):
 def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:
     """view's arguments, with one -1 at most, → a shape."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
-    if -1 not in sizes:
-        return sizes
-    known = 1
+    known, elements = 1, 1
     for size in sizes:
         if size != -1:
             known *= size
-    return tuple(current.numel() // max(known, 1) if size == -1 else size for size in sizes)
+    for size in current:
+        elements *= size
+    resolved = tuple(elements // max(known, 1) if size == -1 else size for size in sizes)
+    count = 1
+    for size in resolved:
+        count *= size
+    if count != elements:
+        raise ValueError(f"shape {sizes} has another number of elements than {tuple(current)}: they must be equal")
+    return resolved

@@ -1,0 +1,78 @@
+"""Two gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11 and 2.13).
+
+`q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class; and a
+method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails for a
+method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline it.
+
+Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the two functions are
+put in place when its module is loaded.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from mezzotint.tensor.quantizer import Quantizer
+
+_MODULE = "torch._dynamo.variables.script_object"
+
+
+def trace_quantizer_methods(inlined: frozenset[str]) -> None:
+    """Have Dynamo trace these methods of quantizers wherever the quantizer comes from."""
+
+    def close(module: ModuleType) -> None:
+        variable: Any = getattr(module, "TorchScriptObjectVariable", None)
+        if variable is not None:
+            _close_gaps(variable, inlined)
+
+    if _MODULE in sys.modules:
+        close(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _AfterImport(_MODULE, close))
+
+
+def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
+    call_function, var_getattr = variable.call_function, variable.var_getattr
+
+    def method(self: Any, name: str) -> Any:
+        from torch._dynamo.variables.functions import UserMethodVariable
+
+        return UserMethodVariable(getattr(type(self.as_python_constant()), name), self)
+
+    def traced_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(self.as_python_constant(), Quantizer):
+            return method(self, "__call__").call_function(tx, args, kwargs)
+        return call_function(self, tx, args, kwargs)
+
+    def traced_getattr(self: Any, tx: Any, name: str) -> Any:
+        if self.source is None and name in inlined and isinstance(self.as_python_constant(), Quantizer):
+            return method(self, name)
+        return var_getattr(self, tx, name)
+
+    variable.call_function, variable.var_getattr = traced_call, traced_getattr
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls `action(module)` once, right after the module of that name was imported."""
+
+    def __init__(self, name: str, action: Any) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute, action = spec.loader.exec_module, self.action
+
+        def execute_then_act(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+        return spec
