@@ -46,9 +46,7 @@ def quantize(
     if kind == "mx":
         data, scale = mxfp8_quantize(x, dtype, False, False, swizzled, *way)
         return Operand(data, scale, kind=kind, dtype=dtype, swizzled=swizzled, transposed=columnwise)
-    data, scale, amax = nvfp4_quantize(
-        x, None, None, None, e4m3_max, 0, 0, False, swizzled, False, row_scaled, *way
-    )
+    data, scale, amax = nvfp4_quantize(x, None, None, None, e4m3_max, 0, 0, False, swizzled, False, row_scaled, *way)
     return Operand(data, scale, amax, kind=kind, dtype=E2M1, swizzled=swizzled, e4m3_max=e4m3_max)
 
 
@@ -102,11 +100,11 @@ def to(op: Operand, device: str) -> Operand:
 
 
 def product_and_bound(
-    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype
+    a: Operand, b: Operand, bias: torch.Tensor | None, out_dtype: torch.dtype, share: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP64 A·Bᵀ + bias, and how far one FP32 accumulation in any order, and one cast, may be from it.
 
-    An unquantized side rounds the other one to its dtype.
+    An unquantized side rounds the other one to its dtype. `share`: of |A|·|B|ᵀ, what a weaker accumulator may lose.
     """
     x, y = decode(a), decode(b)
     size = min(x.shape[1], y.shape[1])
@@ -115,10 +113,11 @@ def product_and_bound(
     magnitude = x.abs() @ y.abs().t()
     if bias is not None:
         exact, magnitude = exact + bias.cpu().double(), magnitude + bias.cpu().double().abs()
-    bound = (size + 16) * 2.0**-24 * magnitude + torch.finfo(out_dtype).eps * exact.abs() + 1e-30
+    bound = max(share, (size + 16) * 2.0**-24) * magnitude
+    bound = bound + 0.51 * torch.finfo(out_dtype).eps * exact.abs() + 1e-30
     high = [op.data.dtype for op in (a, b) if op.kind == "high"]
     if high and a.kind != b.kind:
-        bound = bound + torch.finfo(high[0]).eps * magnitude
+        bound = bound + 0.51 * torch.finfo(high[0]).eps * magnitude
     return exact, bound
 
 

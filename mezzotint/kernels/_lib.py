@@ -113,7 +113,12 @@ def quantize_ops(
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """The 2-D view (M, K) of a tensor of any rank; a vector is one row."""
-    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(_leading(x.shape), 0)
+    return x.reshape(_leading(x.shape), x.shape[-1])
+
+
+def as_columns(data: torch.Tensor) -> torch.Tensor:
+    """The 2-D view (K, M) of a column-wise copy (K, d0, …, dn-1)."""
+    return data.reshape(data.shape[0], _leading((*data.shape[1:], 1)))
 
 
 def _leading(shape: Sequence[int]) -> int:

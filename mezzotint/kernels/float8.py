@@ -13,7 +13,7 @@ before, for the amax.
 import torch
 
 from mezzotint.constants import FP8_MAX
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, quantize_ops
 from mezzotint.kernels.elements import amax as reduce_amax
 from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax
 
@@ -69,7 +69,7 @@ def float8_dequantize_reference(
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: `data` is the column-wise copy."""
     if transposed:
-        data = data.reshape(data.shape[0], -1).t().reshape(*data.shape[1:], data.shape[0])
+        data = as_columns(data).t().reshape(*data.shape[1:], data.shape[0])
     return decode_fp8(data.contiguous(), dtype).mul_(scale_inv).to(out_dtype)
 
 
@@ -112,11 +112,3 @@ float8_dequantize = leaf(
     cpu=float8_dequantize_reference,
     cuda="float8:dequantize",
 )
-
-
-def float8_matrix_shape(data: torch.Tensor, transposed: bool) -> tuple[int, int]:
-    """(M, K) of the logical matrix that `data` holds."""
-    if not transposed:
-        return matrix_shape(data.shape)
-    rows, cols = matrix_shape((*data.shape[1:], data.shape[0]))
-    return rows, cols

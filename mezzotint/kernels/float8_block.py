@@ -15,7 +15,7 @@ a multiple of 16 bytes long. A ragged last block counts the elements that exist;
 import torch
 
 from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
 
 
@@ -93,7 +93,7 @@ def float8_block_dequantize_reference(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
-    rows, cols = matrix_shape((data.shape[0], _rest(data)) if transposed else data.shape)
+    rows, cols = (as_columns(data) if transposed else as_matrix(data)).shape
     scales = scale_inv if two_d else scale_inv.t()
     scales = scales[: cdiv(rows, FP8_BLOCK) if two_d else rows, : cdiv(cols, FP8_BLOCK)]
     if two_d:
@@ -102,11 +102,6 @@ def float8_block_dequantize_reference(
     if transposed:
         return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype)
     return value.reshape(data.shape).to(out_dtype)
-
-
-def _rest(data: torch.Tensor) -> int:
-    rows, cols = matrix_shape((*data.shape[1:], 1))
-    return rows * cols
 
 
 def _dequantize_fake(

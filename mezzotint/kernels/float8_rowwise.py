@@ -10,7 +10,7 @@ Two reads of x where both directions are asked for: row and column amax first, t
 import torch
 
 from mezzotint.constants import FP8_MAX
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
 
 
@@ -50,8 +50,8 @@ def float8_rowwise_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
-    rows = data.reshape(scale_inv.numel(), -1) if data.numel() else data
-    value = decode_fp8(rows, dtype) * (scale_inv[:, None] if data.numel() else 1.0)
+    rows = as_columns(data) if transposed else as_matrix(data)
+    value = decode_fp8(rows.contiguous(), dtype) * scale_inv[:, None]
     if transposed:
         return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype)
     return value.reshape(data.shape).to(out_dtype)

@@ -92,6 +92,8 @@ def _mm_fp32(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """Both matrices in the unquantized one's dtype, or in what two unequal ones promote to."""
+    if a.kind == b.kind == "high" and a.data.dtype == b.data.dtype:
+        return a.data, b.data
     high = [op.data.dtype for op in (a, b) if op.kind == "high"]
     dtype = torch.promote_types(high[0], high[-1])
     size = contraction(a, b)
@@ -124,10 +126,14 @@ def multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: 
         choose(a, b)(out, a, b, bias, fast_accum)
 
 
+def capability_of(x: torch.Tensor) -> hw.CC | None:
+    """Of the tensor's device; None for the CPU."""
+    return hw.capability(x.device.index) if x.is_cuda else None
+
+
 def choose(a: Operand, b: Operand) -> Product:
     """The backend of these operands on their device."""
-    cc = hw.capability(a.data.device.index) if a.data.is_cuda else None
-    backend = hw.gemm_backend(a.kind, b.kind, cc)
+    backend = hw.gemm_backend(a.kind, b.kind, capability_of(a.data))
     if a.dtype == b.dtype == E5M2 and backend.how == "native":
         return _emulated  # no GPU multiplies E5M2 by E5M2
     return BACKENDS[backend.name]

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from mezzotint import hw
 from mezzotint.constants import E4M3
 from mezzotint.kernels._lib import leaf
-from mezzotint.kernels.gemm import Bias, check_output, multiply
+from mezzotint.kernels.gemm import Bias, capability_of, check_output, multiply
 from mezzotint.kernels.operand import Operand, as_stored, check_pair, codes, rows
 
 SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
@@ -34,7 +33,7 @@ SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
 
 def _joined_gemm(a: list[Operand], b: list[Operand], fast_accum: bool) -> torch.Tensor | None:
     """(Σ Ra_i, Rb) by one grouped kernel, or None where none fits. No group is empty."""
-    cc = hw.capability(a[0].data.device.index)
+    cc = capability_of(a[0].data)
     if cc is None or not (9, 0) <= cc < (11, 0):
         return None
     is_small = sum(rows(op) for op in a) <= SMALL_GROUP * len(a)
@@ -138,7 +137,7 @@ def _packed(*arguments: Any) -> torch.Tensor:
     a, b, biases = _split(arguments)
     out_dtype, fast_accum = arguments[-2:]
     kept = [i for i, op in enumerate(a) if rows(op) and codes(op)]
-    if len(kept) > 1 and rows(b[0]) and biases[0] is None and out_dtype == torch.bfloat16 and a[0].data.is_cuda:
+    if len(kept) > 1 and rows(b[0]) and biases[0] is None and out_dtype == torch.bfloat16:
         with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             product = _joined_gemm([a[i] for i in kept], [b[i] for i in kept], fast_accum)
         if product is not None:

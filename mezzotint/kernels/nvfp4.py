@@ -138,7 +138,7 @@ def _map_to_four_or_six(
 
 def _tile_sum(error: torch.Tensor) -> torch.Tensor:
     """(R, B) row errors → the sum over each 16 rows, as a tree, given back to all of them."""
-    rows = error.view(-1, NVFP4_BLOCK, error.shape[1])
+    rows = error.view(error.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, error.shape[1])
     for half in (8, 4, 2, 1):
         rows = rows[:, :half] + rows[:, half : 2 * half]
     return rows.expand(-1, NVFP4_BLOCK, -1).reshape(error.shape)
@@ -160,7 +160,7 @@ def _quantize_rows(
     blocks = padded.view(full, cdiv(cols, NVFP4_BLOCK), NVFP4_BLOCK)
     top = amax(blocks, 2)
     if two_d:
-        top = top.view(full // NVFP4_BLOCK, NVFP4_BLOCK, -1).amax(1).repeat_interleave(NVFP4_BLOCK, 0)
+        top = top.view(full // NVFP4_BLOCK, NVFP4_BLOCK, top.shape[1]).amax(1).repeat_interleave(NVFP4_BLOCK, 0)
     blocks, tensor_amax = blocks.float(), tensor_amax.view(-1, 1)
     s_enc = _encode_scale(tensor_amax, e4m3_max)
     if four_over_six:
@@ -168,7 +168,7 @@ def _quantize_rows(
     else:
         noise = None if rng is None else philox_bytes(rng, blocks.shape[0] * blocks.shape[1], direction)
         codes, sf = _map_to_six(blocks, top, s_enc, None if noise is None else noise.view(blocks.shape))
-    return pack_fp4(codes.reshape(full, -1)[:rows, :cols]), sf
+    return pack_fp4(codes.reshape(full, rup(cols, NVFP4_BLOCK))[:rows, :cols]), sf
 
 
 def nvfp4_quantize_reference(
@@ -199,7 +199,7 @@ def nvfp4_quantize_reference(
         shape = nvfp4_scale_shape(*(matrix.shape[::-1] if columns else matrix.shape))
         sf = torch.nn.functional.pad(sf, (0, shape[1] - sf.shape[1], 0, shape[0] - sf.shape[0]))
         data += [
-            packed if columns else packed.reshape(*x.shape[:-1], -1),
+            packed if columns else packed.reshape(*x.shape[:-1], packed.shape[1]),
             swizzle(sf) if swizzled else sf.contiguous(),
         ]
         top.append(given.clone())
@@ -220,7 +220,7 @@ def nvfp4_dequantize_reference(
 
     `cols` is the logical size along the packed dimension. A Hadamard transform is not undone.
     """
-    codes = unpack_fp4(data.reshape(-1, data.shape[-1]), cols)
+    codes = unpack_fp4(as_matrix(data), cols)
     rows = codes.shape[0]
     sf = decode_fp8(unswizzle(scale_inv) if swizzled else scale_inv, E4M3)[:rows, : cdiv(cols, NVFP4_BLOCK)]
     unit = torch.tensor(1.0 / (FP4_MAX * e4m3_max), dtype=torch.float32, device=data.device)

@@ -1,7 +1,8 @@
 """Random bytes for stochastic rounding: Philox4x32-10, keyed by (seed, offset), counted by block.
 
 One call gives 16 bytes, one for each element of a 16-block, so the bytes depend on nothing but the seed, the offset,
-the direction and the position in the tensor: recomputing a tensor, on another device or in another tiling, repeats them.
+the direction and the position in the tensor: computing them again, on another device or in another tiling, repeats
+them.
 
     key = seed (64 bits);  counter = (block index low, block index high, direction, offset)
     element i of the block uses byte i % 4 of word i // 4

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import DType
-from mezzotint.kernels._lib import Buffers, as_matrix
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix
 from mezzotint.kernels.float8 import (
     float8_amax,
     float8_buffers,
@@ -57,7 +57,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """Either direction is a byte transpose of the other."""
         if rowwise:
             assert self._transpose is not None, "nothing to derive from"
-            columns = self._transpose.reshape(self._transpose.shape[0], -1)
+            columns = as_columns(self._transpose)
             self._data = columns.t().contiguous().reshape(self._logical_shape())
         else:
             assert self._data is not None, "nothing to derive from"
@@ -68,7 +68,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._require(columnwise)
         data = self._transpose if columnwise else self._data
         assert data is not None
-        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        codes = as_columns(data) if columnwise else as_matrix(data)
         return Operand(codes, self._scale_inv, kind="tensor", dtype=int(self._fp8_dtype))
 
     def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
@@ -168,6 +168,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         """A tensor around codes that exist already; its scale is 1 until it is quantized into."""
         scale_inv = torch.ones(1, dtype=torch.float32, device=data.device)
         return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
+
+    def is_requantization_safe(self) -> bool:
+        return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return True
@@ -275,7 +278,9 @@ def _around(
     requires_grad: bool,
     internal: bool,
 ) -> Any:
-    if data.dtype != torch.uint8:
-        data = data.view(torch.uint8)
-    made = assemble([data, scale_inv], quantizer.with_usage(columnwise=False), internal, data.shape, fake_dtype)
+    if data.dtype.itemsize != 1:
+        raise ValueError(f"data has dtype {data.dtype}: give FP8 codes, torch.uint8 or a float8 dtype")
+    data = data.view(torch.uint8)
+    quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
+    made = assemble([data, scale_inv], quantizer, internal, data.shape, fake_dtype)
     return made.requires_grad_(True) if requires_grad and not internal else made

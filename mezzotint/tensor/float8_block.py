@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import FP8_BLOCK, DType, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, matrix_shape
 from mezzotint.kernels.float8_block import (
     float8_block_buffers,
     float8_block_dequantize,
@@ -53,7 +53,7 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
 
     def gemm_operand(self, columnwise: bool) -> Operand:
         data, scale_inv = self._side(columnwise)
-        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        codes = as_columns(data) if columnwise else as_matrix(data)
         kind = "block2d" if self._is_2D_scaled else "block1d"
         return Operand(codes, scale_inv, kind=kind, dtype=int(self._fp8_dtype))
 
@@ -147,6 +147,9 @@ class Float8BlockQuantizer(Quantizer):
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         rows, cols = matrix_shape(tuple(inp.shape))
         return rows % FP8_BLOCK == 0 and cols % FP8_BLOCK == 0
+
+    def is_requantization_safe(self) -> bool:
+        return True
 
     def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         size = tuple(shape)

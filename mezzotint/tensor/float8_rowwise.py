@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import DType
-from mezzotint.kernels._lib import Buffers, as_matrix
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix
 from mezzotint.kernels.float8_rowwise import (
     float8_rowwise_buffers,
     float8_rowwise_dequantize,
@@ -31,7 +31,7 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
 
     def gemm_operand(self, columnwise: bool) -> Operand:
         data, scale_inv = self._side(columnwise)
-        codes = data.reshape(data.shape[0], -1) if columnwise else as_matrix(data)
+        codes = as_columns(data) if columnwise else as_matrix(data)
         return Operand(codes, scale_inv, kind="row", dtype=int(self._fp8_dtype))
 
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
@@ -100,3 +100,6 @@ class Float8RowwiseQuantizer(Quantizer):
 
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype}
+
+    def is_requantization_safe(self) -> bool:
+        return True

@@ -1,5 +1,6 @@
 """Hybrid: another format for each direction, for example MXFP8 forward and NVFP4 for the weight gradient."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,18 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     _quantizer: Any
 
+    # Slots do not tell an odd size, nor leading dimensions: a storage keeps the shape that it was made for.
+    _made_for: Any = None
+
+    @classmethod
+    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        made = super()._build(shape, dtype, kwargs)
+        made._made_for = None if shape is None else tuple(shape)
+        return made
+
+    def _known_shape(self) -> tuple[int, ...] | None:
+        return self._made_for
+
     def _holds(self, attributes: tuple[str, ...]) -> bool:
         return getattr(self, attributes[0]) is not None
 
@@ -34,7 +47,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         self._require(columnwise)
         quantizer = self._quantizer._part(columnwise)
         slots = (getattr(self, slot) for slot in (_COLUMN if columnwise else _ROW))
-        return assemble([buffer for buffer in slots if buffer is not None], quantizer, True, None, self._dtype)
+        held = [buffer for buffer in slots if buffer is not None]
+        return assemble(held, quantizer, True, self._known_shape(), self._dtype)
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
@@ -50,7 +64,27 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             raise ValueError(f"{type(self).__name__} holds no {wanted} data: quantize with {wanted}=True")
 
     def _logical_shape(self) -> tuple[int, ...]:
-        return self._part(not self._holds(_ROW))._logical_shape()
+        known = self._known_shape()
+        return self._part(not self._holds(_ROW))._logical_shape() if known is None else known
+
+    def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
+        return self._of_parts(lambda part: part._view(shape))
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        return self._of_parts(lambda part: part._rows(start, stop))
+
+    def _of_parts(self, change: Callable[[QuantizedTensorStorage], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """Slots with each direction's fields changed; None where one direction cannot."""
+        slots: dict[str, Any] = {}
+        for columnwise, names in ((False, _ROW), (True, _COLUMN)):
+            if not self._holds(names):
+                continue
+            fields = change(self._part(columnwise))
+            if fields is None:
+                return None
+            _, kwargs, _ = self._quantizer._part(columnwise)._holder(True)
+            slots.update({slot[1:]: fields[k] for slot, k in zip(names, kwargs, strict=False) if k in fields})
+        return slots
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self._part(not self._holds(_ROW))._dequantize(dtype)
@@ -62,7 +96,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
     """A tensor in two formats."""
 
-    def _logical_shape(self) -> tuple[int, ...]:
+    def _known_shape(self) -> tuple[int, ...] | None:
         return tuple(self.shape)
 
 
@@ -93,6 +127,12 @@ class HybridQuantizer(Quantizer):
         self.columnwise_source = check_choice(
             "columnwise_source", columnwise_source, ("original", "rowwise_dequantized")
         )
+        self._rebuild_derived_state()
+
+    def _rebuild_derived_state(self) -> None:
+        """Parts of its own: a copy shares nothing, and what is done to the given ones does not show here."""
+        self.rowwise_quantizer = self.rowwise_quantizer.copy()
+        self.columnwise_quantizer = self.columnwise_quantizer.copy()
 
     def _value_fields(self) -> dict[str, Any]:
         return {
@@ -141,13 +181,29 @@ class HybridQuantizer(Quantizer):
         fields = self._value_fields()
         fields["rowwise_quantizer"] = self.rowwise_quantizer.for_dtype(dtype)
         fields["columnwise_quantizer"] = self.columnwise_quantizer.for_dtype(dtype)
-        return HybridQuantizer._from_value(**fields)  # type: ignore[return-value]
+        return type(self)._from_value(**fields)  # type: ignore[return-value]
 
     @property
     def with_amax_reduction(self) -> bool:
         return any(
             getattr(q, "with_amax_reduction", False) for q in (self.rowwise_quantizer, self.columnwise_quantizer)
         )
+
+    def _layout(self) -> tuple[Any, ...]:
+        parts = (self.rowwise_quantizer, self.columnwise_quantizer)
+        return tuple((type(q), q.storage_metadata(), q._layout()) for q in parts)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
+
+    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        return self.columnwise_quantizer.get_columnwise_shape(shape)
+
+    def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, ...]:
+        return (self.columnwise_quantizer if columnwise else self.rowwise_quantizer).get_scale_shape(shape, columnwise)
+
+    def is_requantization_safe(self) -> bool:
+        return self.rowwise_quantizer.is_requantization_safe() and self.columnwise_quantizer.is_requantization_safe()
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return False

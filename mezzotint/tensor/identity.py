@@ -1,12 +1,15 @@
 """Identity: a quantizer that keeps high precision, so that a recipe can leave a role alone."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from mezzotint.constants import HIGH_PRECISION
 from mezzotint.kernels._lib import Buffers, as_matrix
 from mezzotint.kernels.identity import identity_buffers, identity_quantize, identity_quantize_
 from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.checks import check_choice
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -24,6 +27,15 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self._hp_data.shape)
+
+    def get_usages(self) -> dict[str, bool]:
+        """The one buffer can serve both directions; those that were asked for count."""
+        held = super().get_usages()
+        asked = held if self._quantizer is None else self._quantizer.get_usages()
+        return {usage: held[usage] and asked[usage] for usage in held}
+
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """There already."""
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self._hp_data.to(dtype, copy=True)
@@ -51,6 +63,7 @@ class IdentityQuantizer(Quantizer):
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        dtype = check_choice("dtype", dtype, (None, *HIGH_PRECISION))
         self.dtype_name = None if dtype is None else str(dtype).removeprefix("torch.")
         self._rebuild_derived_state()
 
@@ -76,7 +89,10 @@ class IdentityQuantizer(Quantizer):
         if self.dtype is not None:
             return self
         fields = {**self._value_fields(), "dtype_name": str(dtype).removeprefix("torch.")}
-        return IdentityQuantizer._from_value(**fields)  # type: ignore[return-value]
+        return type(self)._from_value(**fields)  # type: ignore[return-value]
+
+    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        return tuple(shape)
 
     def is_requantization_safe(self) -> bool:
         return True

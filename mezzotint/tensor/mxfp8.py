@@ -154,4 +154,4 @@ class MXFP8Quantizer(Quantizer):
         return rows % MX_BLOCK == 0 and cols % MX_BLOCK == 0
 
     def is_requantization_safe(self) -> bool:
-        return self.with_2d_quantization
+        return True

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from mezzotint.constants import NVFP4_BLOCK, DType, cdiv
-from mezzotint.kernels._lib import Buffers, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
 from mezzotint.kernels.elements import pack_fp4, unpack_fp4
 from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
 from mezzotint.kernels.nvfp4 import (
@@ -101,7 +101,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
     def gemm_operand(self, columnwise: bool) -> Operand:
         data, scale_inv = self._side(columnwise)
         return Operand(
-            data.reshape(-1, data.shape[-1]),
+            as_matrix(data),
             scale_inv,
             self._amax_columnwise if columnwise else self._amax_rowwise,
             kind="nv",
@@ -283,6 +283,10 @@ class NVFP4Quantizer(Quantizer):
             "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
         }
 
+    def _layout(self) -> tuple[Any, ...]:
+        signs = self.rht_matrix_random_sign_mask_t if self.with_rht else 0
+        return self.with_rht, signs, self.with_2d_quantization
+
     @staticmethod
     def convert_shape_for_fp4(shape: Iterable[int]) -> tuple[int, ...]:
         """The shape of the packed bytes of a tensor of this shape."""
@@ -292,3 +296,6 @@ class NVFP4Quantizer(Quantizer):
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         rows, cols = matrix_shape(tuple(inp.shape))
         return rows % NVFP4_BLOCK == 0 and cols % NVFP4_BLOCK == 0
+
+    def is_requantization_safe(self) -> bool:
+        return not self.stochastic_rounding

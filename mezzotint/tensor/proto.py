@@ -26,7 +26,7 @@ class TensorProto:
     def __post_init__(self) -> None:
         self.shape = tuple(self.shape)
         if self.quantizer is not None:
-            self.quantizer = self.quantizer.for_dtype(self.dtype).copy()
+            self.quantizer = self.quantizer.copy()
 
     @property
     def is_quantized(self) -> bool:
@@ -52,7 +52,7 @@ class TensorProto:
         """Uninitialised buffers, in the order of `inner_names`."""
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
-        return list(self.quantizer.alloc_tensors(self.shape, device=self.device).values())
+        return list(self.quantizer.for_dtype(self.dtype).alloc_tensors(self.shape, device=self.device).values())
 
     def assemble(self, inner_tensors: Any) -> Any:
         """Buffers, in the order of `inner_names`, → the tensor."""
@@ -77,7 +77,7 @@ class TensorProto:
         if self.quantizer is None:
             buffers = [(self.shape, self.dtype)]
         else:
-            buffers = list(self.quantizer.inner_tensor_specs(self.shape).values())
+            buffers = list(self.quantizer.for_dtype(self.dtype).inner_tensor_specs(self.shape).values())
         return sum(_numel(shape) * dtype.itemsize for shape, dtype in buffers)
 
 
@@ -90,6 +90,8 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def to_tensor_proto(tensor: Any) -> TensorProto:
     """The prototype of a plain tensor, a storage or a quantized tensor."""
+    if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
+        raise TypeError(f"tensor is {type(tensor).__name__}: give a torch.Tensor or a QuantizedTensorStorage")
     if not isinstance(tensor, QuantizedTensorStorage):
         return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
     if tensor._quantizer is None:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | None = None) -> Any:
     """`x` → quantized tensor, or storage when the quantizer is internal. See `Quantizer.quantize`."""
+    if not isinstance(x, torch.Tensor):
+        x = _plain(x)
+    if dtype is not None:
+        check_nominal(dtype)
     if quantizer.internal:
         storage = quantize_storage(x.detach(), quantizer)
         if dtype is not None:
@@ -47,6 +51,7 @@ def quantize_buffers(
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_input(x, quantizer)
+    guard_usages(quantizer)
     parts = quantizer._parts()
     if parts is not None:
         return _two_parts(x, parts)
@@ -55,6 +60,23 @@ def quantize_buffers(
         return quantizer._quantize(x)  # type: ignore[attr-defined]
     op, tensors, options = plan
     return op(x, *_tensor_arguments(x, tensors, given), *options)
+
+
+def _plain(x: Any) -> torch.Tensor:
+    """A storage dequantized; anything else that is no tensor is refused."""
+    if not isinstance(x, QuantizedTensorStorage):
+        raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
+    return x.dequantize()
+
+
+def guard_usages(quantizer: "Quantizer") -> int:
+    """Ask for what may be assigned in place, so that the compiler guards on it.
+
+    Its guard on the quantizer itself compares identity before equality, and does not see `q.set_usage(...)`. It guards
+    on an attribute when a decision depends on it, not when it is only read.
+    """
+    usages = (1 if quantizer.rowwise_usage else 0) + (2 if quantizer.columnwise_usage else 0)
+    return usages + (4 if quantizer.internal else 0) + (8 if quantizer.optimize_for_gemm else 0)
 
 
 def _two_parts(x: torch.Tensor, parts: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -104,20 +126,45 @@ def update_quantized(
     rowwise_names, columnwise_names, class_name = quantizer._targets()
     storage_class: Any = class_by_name(class_name)
     if not isinstance(dst, storage_class):
-        raise TypeError(f"dst is {type(dst).__name__}; {type(quantizer).__name__} writes into {class_name}")
+        raise TypeError(
+            f"dst is {type(dst).__name__}: {type(quantizer).__name__} writes into {class_name}; make one with make_empty"
+        )
+    if noop_flag is not None:
+        check_noop(noop_flag)
+    if not isinstance(src, torch.Tensor):
+        src = _plain(src)
     if tuple(dst.shape) != tuple(src.shape):
         raise ValueError(f"dst has shape {tuple(dst.shape)}, src {tuple(src.shape)}: they must be equal")
     if isinstance(src, QuantizedTensorStorage):
         src = src.dequantize()
-    # Attributes, not methods: the compiler reads attributes of a tensor subclass and cannot call its methods.
+    guard_usages(quantizer)
+    # Attributes, not methods: the compiler reads attributes of a tensor subclass and cannot call its methods. And of
+    # an alias that the graph made: those of an argument become inputs of their own, and what is written to them does
+    # not show in the argument until the graph has ended.
+    held = dst.detach() if isinstance(dst, torch.Tensor) else dst
+    _check_form(held, quantizer, storage_class)
     quantizer = quantizer.with_usage(
-        rowwise=getattr(dst, rowwise_names[0]) is not None,
-        columnwise=getattr(dst, columnwise_names[0]) is not None,
+        rowwise=getattr(held, rowwise_names[0]) is not None,
+        columnwise=getattr(held, columnwise_names[0]) is not None,
     )
     check_input(src, quantizer)
+    buffers = [getattr(held, f"_{n}") for n in quantizer._buffer_names()]
+    if buffers[0].device != src.device:
+        raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
     with torch.no_grad():
-        _update_buffers(src, [getattr(dst, f"_{n}") for n in quantizer._buffer_names()], quantizer, noop_flag)
+        _update_buffers(src, buffers, quantizer, noop_flag)
     return dst
+
+
+def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
+    """What `dst` says of its bytes must be true of the bytes that the quantizer makes."""
+    values = quantizer.storage_metadata()
+    for attribute, kwarg, _ in storage_class._VALUES:
+        if kwarg in values and getattr(dst, attribute) != values[kwarg]:
+            raise ValueError(
+                f"dst has {kwarg}={getattr(dst, attribute)!r}, {type(quantizer).__name__} makes {values[kwarg]!r}: "
+                "quantize with the quantizer that dst was made with, or into a new tensor"
+            )
 
 
 def _update_buffers(
@@ -160,6 +207,20 @@ def check_input(x: torch.Tensor, quantizer: "Quantizer") -> None:
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"tensor has dtype {x.dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")
     check_shape(x.shape, quantizer)
+
+
+def check_nominal(dtype: torch.dtype) -> None:
+    """The dtype that a quantized tensor stands for."""
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"dtype is {dtype}: a quantized tensor stands for float32, float16 or bfloat16")
+
+
+def check_noop(noop_flag: torch.Tensor) -> None:
+    """One element: 1 for nothing to do."""
+    if not isinstance(noop_flag, torch.Tensor):
+        raise TypeError(f"noop_flag is {type(noop_flag).__name__}: give a tensor of one element, 1 for nothing to do")
+    if noop_flag.numel() != 1:
+        raise ValueError(f"noop_flag has shape {tuple(noop_flag.shape)}: give one element, 1 for nothing to do")
 
 
 def check_shape(shape: Sequence[int], quantizer: "Quantizer") -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from mezzotint.tensor.flatten import class_by_name, qualified_name
-from mezzotint.tensor.storage import QuantizedTensorStorage, resolve_shape
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
+
+__all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
 
 aten = torch.ops.aten
 
@@ -125,6 +127,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
                 setattr(self, attribute, getattr(value, attribute))
             for attribute, _, _ in self._VALUES:
                 setattr(self, attribute, getattr(value, attribute))
+            if (value.device, value.dtype) != (self.device, self.dtype):
+                torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
+                self._dtype = value.dtype
         elif value.shape == self.shape:
             self.quantize_(value)
         else:
@@ -134,9 +139,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made = self.detach().clone()
+            made: Any = self.detach().clone()
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
+        made._quantizer = copy.deepcopy(self._quantizer, memo)
         for name, value in _foreign(self).items():
             setattr(made, name, copy.deepcopy(value, memo))
         if self.grad is not None:
@@ -144,20 +150,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        buffers = {name: getattr(self, name) for name, _ in self._FLATTEN_TENSOR_BUFFERS}
-        values = {
-            kwarg: int(v) if isinstance(v, int) and not isinstance(v, bool) else v
-            for kwarg, v in self._plain_values().items()
-        }
-        arguments = (
-            qualified_name(type(self)),
-            tuple(self.shape),
-            self.dtype,
-            self.requires_grad,
-            buffers,
-            values,
-        )
-        return rebuild_quantized_tensor, arguments
+        rebuild, arguments = super().__reduce_ex__(protocol)
+        return rebuild, (*arguments, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def _stable_hash_for_caching(self) -> str:
         """What the compiler's cache goes by: metadata, never values."""
@@ -175,20 +169,6 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _dequantized(func, args, kwargs)
-
-
-def rebuild_quantized_tensor(
-    name: str,
-    shape: Any,
-    dtype: torch.dtype,
-    requires_grad: bool,
-    buffers: dict[str, Any],
-    values: dict[str, Any],
-) -> Any:
-    """Unpickle: class by qualified name, tensors and plain values only. Safe under weights_only."""
-    cls: Any = class_by_name(name)
-    fields = {kwarg: buffers.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
-    return cls(shape, dtype, requires_grad=requires_grad, **fields, **cls._restore_values(values))
 
 
 class _Dequantize(torch.autograd.Function):
@@ -241,7 +221,7 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_handles(aten.detach.default, aten.alias.default)
 def _detach(func: Any, tensor: QuantizedTensor) -> Any:
-    return tensor._rebuild()
+    return _with_attributes(tensor._rebuild(), tensor)
 
 
 @_handles(aten.clone.default)
@@ -304,18 +284,14 @@ def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
 def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return func(dst, src._dequantize(dst.dtype).view(src.shape), non_blocking)
-    if type(dst) is type(src) and dst.shape == src.shape and _same_form(dst, src):
+    if type(dst) is type(src) and dst.shape == src.shape and dst.has_form_of(src):
         dst.copy_from_storage(src)
-    else:
-        dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
+        return dst
+    if src.dtype not in HIGH_PRECISION:
+        src = src.to(dst.dtype)
+    src = src.to(dst.device)
+    dst.quantize_(src.expand(dst.shape) if src.shape != dst.shape else src)
     return dst
-
-
-def _same_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether two tensors hold the same buffers and mean the same by them."""
-    held = {name: buffer.shape for name, buffer in a._buffers()} == {n: t.shape for n, t in b._buffers()}
-    values = [v for v in a._VALUES if v[0] != "_quantizer"]
-    return held and all(getattr(a, name) == getattr(b, name) for name, _, _ in values)
 
 
 @_handles(aten._to_copy.default)
@@ -328,10 +304,17 @@ def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: A
         kwarg: None if (buffer := getattr(tensor, name)) is None else buffer.to(device=device, copy=True)
         for name, kwarg in tensor._FLATTEN_TENSOR_BUFFERS
     }
-    made = tensor._rebuild(**moved)
-    # nn.Module._apply swaps a parameter with what .to() gives and would lose attributes put on it, like main_grad.
+    return _with_attributes(tensor._rebuild(**moved), tensor)
+
+
+def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> QuantizedTensor:
+    """Give `made` what others have put on `tensor`, but for being a parameter.
+
+    `nn.Module._apply` swaps a parameter with `Parameter(param.to(...))`, which detaches, and would lose main_grad.
+    """
     for name, value in _foreign(tensor).items():
-        setattr(made, name, value)
+        if name != "_is_param":
+            setattr(made, name, value)
     return made
 
 

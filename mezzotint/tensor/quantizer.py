@@ -15,7 +15,15 @@ from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
 from mezzotint.tensor.flatten import qualified_name
 from mezzotint.tensor.opaque import OpaqueMeta
-from mezzotint.tensor.quantize import assemble, check_input, check_shape, quantize, quantize_storage, update_quantized
+from mezzotint.tensor.quantize import (
+    assemble,
+    check_input,
+    check_nominal,
+    check_shape,
+    quantize,
+    quantize_storage,
+    update_quantized,
+)
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = [
@@ -71,8 +79,22 @@ class Quantizer(metaclass=OpaqueMeta):
         """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
         storage, tensor = self._classes()
         kwarg = dict(storage._FLATTEN_TENSOR_BUFFERS)
-        kwargs = tuple(kwarg[f"_{name}"] for name in self._buffer_names())
+        names = self._buffer_names()
+        self._check_declared(names)
+        kwargs = tuple(kwarg[f"_{name}"] for name in names)
         return qualified_name(storage if internal else tensor), kwargs, self.storage_metadata()
+
+    def _check_declared(self, names: Iterable[str]) -> list[str]:
+        """The attributes that the storage declares; a buffer that is not among them is an error."""
+        storage, _ = self._classes()
+        declared = [attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS]
+        for name in names:
+            if f"_{name}" not in declared:
+                raise ValueError(
+                    f"{type(self).__name__} describes the buffer {name!r}, which {storage.__name__} does not declare; "
+                    f"it declares {declared}: add it to _FLATTEN_TENSOR_BUFFERS"
+                )
+        return declared
 
     def _buffer_names(self) -> tuple[str, ...]:
         """The buffers of this quantizer's directions, in order."""
@@ -86,6 +108,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
         """The plain values that a storage is constructed with, besides buffers and quantizer."""
         return {}
+
+    def _layout(self) -> tuple[Any, ...]:
+        """What bytes depend on and a storage does not say: they may be copied between tensors where it is equal."""
+        return ()
 
     # Values
 
@@ -124,7 +150,8 @@ class Quantizer(metaclass=OpaqueMeta):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return self is other or self._value_key() == other._value_key()
+        key = self._value_key()  # also of itself: a process group must not pass
+        return self is other or key == other._value_key()
 
     def __hash__(self) -> int:
         return hash(self._value_key())
@@ -234,14 +261,7 @@ class Quantizer(metaclass=OpaqueMeta):
     def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Storage attribute → (shape, dtype) of each buffer of a tensor of this logical shape."""
         described = self._describe_buffers(tuple(shape))
-        storage, _ = self._classes()
-        declared = [attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS]
-        for name in described:
-            if f"_{name}" not in declared:
-                raise ValueError(
-                    f"{type(self).__name__} describes the buffer {name!r}, which {storage.__name__} does not declare; "
-                    f"it declares {declared}: add it to _FLATTEN_TENSOR_BUFFERS"
-                )
+        declared = self._check_declared(described)
         return {attribute: described[attribute[1:]] for attribute in declared if attribute[1:] in described}
 
     def alloc_tensors(
@@ -280,6 +300,7 @@ class Quantizer(metaclass=OpaqueMeta):
         """An uninitialised quantized tensor (storage when `internal`) of this logical shape."""
         shape = tuple(shape)
         check_shape(shape, self)
+        check_nominal(dtype)
         storage, _ = self._classes()
         inner = self.for_dtype(dtype).alloc_tensors(shape, device=device, pin_memory=pin_memory)
         made = storage.__tensor_unflatten__(inner, self.create_metadata(shape, dtype=dtype), shape, None)
@@ -292,7 +313,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return True
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing a dequantized tensor gives the same bytes."""
+        """Whether quantizing the same tensor again, as for a saved input, gives the same bytes."""
         return False
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -307,7 +328,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, ...]:
         """The shape of the scales of one direction."""
         described = self.with_usage(rowwise=not columnwise, columnwise=columnwise)._describe_buffers(tuple(shape))
-        return next(size for name, (size, _) in described.items() if name.endswith("scale_inv"))
+        sizes = [size for name, (size, _) in described.items() if name.endswith("scale_inv")]
+        if not sizes:
+            raise ValueError(f"{type(self).__name__} has no scales: there is no shape to ask for")
+        return sizes[0]
 
     def onnx_quantize(self, tensor: torch.Tensor) -> Any:
         raise NotImplementedError("ONNX export of quantized tensors is not there: export the dequantized model")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.flatten import Flattenable
+from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
@@ -159,15 +159,26 @@ class QuantizedTensorStorage(Flattenable):
         self._quantizer = quantizer.copy()
 
     def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
-        """Copy every buffer of `src`, which must hold the same ones."""
-        mine, theirs = dict(self._buffers()), dict(src._buffers())
-        if type(src)._FLATTEN_TENSOR_BUFFERS != self._FLATTEN_TENSOR_BUFFERS or mine.keys() != theirs.keys():
+        """Copy every buffer of `src`, which must hold the same ones and mean the same by them."""
+        if not self.has_form_of(src):
             raise ValueError(
-                f"copy_from_storage needs the same buffers: {type(self).__name__} holds {sorted(mine)}, src "
-                f"({type(src).__name__}) holds {sorted(theirs)}; dequantize src and quantize_ instead"
+                f"copy_from_storage needs the same buffers and options: this is {self!r}, src is {src!r}; dequantize "
+                "src and quantize_ instead"
             )
-        for name, buffer in mine.items():
-            buffer.copy_(theirs[name])
+        for name, buffer in self._buffers():
+            buffer.copy_(getattr(src, name))
+
+    def has_form_of(self, other: "QuantizedTensorStorage") -> bool:
+        """Whether both hold the same buffers and mean the same by their bytes."""
+        if type(other)._FLATTEN_TENSOR_BUFFERS != self._FLATTEN_TENSOR_BUFFERS:
+            return False
+        held = {name: buffer.shape for name, buffer in self._buffers()}
+        if held != {name: buffer.shape for name, buffer in other._buffers()}:
+            return False
+        if any(getattr(self, name) != getattr(other, name) for name, _, _ in self._VALUES if name != "_quantizer"):
+            return False
+        mine, theirs = self._quantizer, other._quantizer
+        return mine is None or theirs is None or mine._layout() == theirs._layout()
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensorStorage":
         """Quantize `tensor` into these buffers, in place; nothing changes where `noop_flag` is 1."""
@@ -187,10 +198,37 @@ class QuantizedTensorStorage(Flattenable):
             )
         return type(self)._build(wanted, self._dtype, {**self.get_metadata(), **fields})
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Tensors and plain values, for `torch.load(weights_only=True)`."""
+        buffers = {name: getattr(self, name) for name, _ in self._FLATTEN_TENSOR_BUFFERS}
+        values = {
+            kwarg: int(v) if isinstance(v, int) and not isinstance(v, bool) else v
+            for kwarg, v in self._plain_values().items()
+        }
+        return rebuild_quantized_tensor, (qualified_name(type(self)), tuple(self.shape), self._dtype, buffers, values)
+
     def __repr__(self) -> str:
         # Shapes only: a repr must not read values, which may be fake.
         held = ", ".join(f"{name}={tuple(buffer.shape)}" for name, buffer in self._buffers())
         return f"{type(self).__name__}(dtype={self._dtype}, {held})"
+
+
+def rebuild_quantized_tensor(
+    name: str,
+    shape: Any,
+    dtype: torch.dtype,
+    buffers: dict[str, Any],
+    values: dict[str, Any],
+    requires_grad: bool = False,
+    is_parameter: bool = False,
+) -> Any:
+    """Unpickle a storage or tensor: class by qualified name, tensors and plain values. Safe under weights_only."""
+    cls: Any = class_by_name(name)
+    fields = {kwarg: buffers.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
+    made = cls._build(shape, dtype, {**fields, **cls._restore_values(values)})
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad)
+    return made.requires_grad_() if requires_grad else made
 
 
 def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:

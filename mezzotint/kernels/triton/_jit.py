@@ -14,9 +14,6 @@ import triton.language as tl
 from mezzotint.constants import E4M3, E5M2, FP8_EMAX, FP8_MAX
 from mezzotint.kernels._lib import as_matrix
 
-# Triton's interpreter knows no inline assembly.
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
 _E5M2 = tl.constexpr(E5M2)
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(FP8_MAX[E4M3]), tl.constexpr(FP8_MAX[E5M2])
 _E4M3_EMAX, _E5M2_EMAX = tl.constexpr(FP8_EMAX[E4M3]), tl.constexpr(FP8_EMAX[E5M2])
@@ -39,15 +36,8 @@ def drop_nan(amax):
 @triton.jit
 def cast_fp8(value, DTYPE: tl.constexpr):
     """FP32 → uint8 codes: nearest even, saturating, NaN → 0x7F."""
-    if _INTERPRETED:
-        top: tl.constexpr = _E5M2_MAX if DTYPE == _E5M2 else _E4M3_MAX
-        value = tl.clamp(value, -top, top, propagate_nan=tl.PropagateNan.ALL)
-        fp8: tl.constexpr = tl.float8e5 if DTYPE == _E5M2 else tl.float8e4nv
-        code = value.to(fp8).to(tl.uint8, bitcast=True)
-        return tl.where(value == value, code, 0x7F).to(tl.uint8)
-    else:
-        asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3
-        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
+    asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3
+    return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
@@ -60,8 +50,9 @@ def decode_fp8(code, DTYPE: tl.constexpr):
 @triton.jit
 def scale_from_amax(amax, eps, DTYPE: tl.constexpr, POW2: tl.constexpr, FOR_INF: tl.constexpr):
     """The FP32 factor that brings `amax` to the format's maximum: 1 for 0, infinity and NaN."""
-    eps = eps.to(tl.float32)
-    amax = tl.where(amax < eps, eps, amax)
+    if eps is not None:
+        eps = tl.cast(eps, tl.float32)
+        amax = tl.where(amax < eps, eps, amax)
     bits = amax.to(tl.int32, bitcast=True)
     if POW2:
         # Both maxima are 1.75·2^e: the quotient's exponent takes one more borrow when the mantissa of amax is above
@@ -73,7 +64,8 @@ def scale_from_amax(amax, eps, DTYPE: tl.constexpr, POW2: tl.constexpr, FOR_INF:
         top: tl.constexpr = _E5M2_MAX if DTYPE == _E5M2 else _E4M3_MAX
         scale = tl.div_rn(top, amax)
         scale = tl.where(scale == float("inf"), FOR_INF, scale)
-    return tl.where((bits == 0) | ((bits & 0x7FFFFFFF) >= 0x7F800000), 1.0, scale)
+    # 0, infinity and NaN in one comparison: amax has no sign, and 0 - 1 is the largest of unsigned numbers.
+    return tl.where((bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF, 1.0, scale)
 
 
 @triton.jit
@@ -167,12 +159,46 @@ def transposed(tile, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def store_transposed(out, tile, row, col, M, K, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
+def eights(index, zero):
+    """`index`, of which the compiler shall believe that runs of 8 are all that is aligned.
+
+    A thread holds as many neighbours as its widest access wants: 16 for stores of codes, which is two loads of 16-bit
+    elements, each of half a sector. With stores of 8 bytes it holds 8, and loads take whole sectors. `zero` is 0, and
+    an argument that is not specialized.
+    """
+    return tl.multiple_of(index + zero, 8)
+
+
+@triton.jit
+def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr):
+    """x[r, c] as FP32, 0 outside of (M, K). EVEN: no tile is cut. Loads without a mask all go out at once."""
+    at = x + r[:, None] * stride + c[None, :]
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first").to(tl.float32)
+    else:
+        mask = (r < M)[:, None] & (c < K)[None, :]
+        return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def store_tile(out, tile, r, c, M, K, zero, EVEN: tl.constexpr):
+    """out[r, c] of an (M, K) matrix. `zero`: see `eights`."""
+    to = c if zero is None else eights(c, zero)
+    at = out + r[:, None] * K + to[None, :]
+    if EVEN:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=(r < M)[:, None] & (c < K)[None, :])
+
+
+@triton.jit
+def store_transposed(
+    out, tile, row, col, M, K, zero, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr
+):
     """Write tile (row, col), rows as `spread` orders them, into the (K, M) matrix `out`."""
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
-    mask = (c < K)[:, None] & (r < M)[None, :]
-    tl.store(out + c[:, None] * M + r[None, :], transposed(tile, BM, BN, SPAN), mask=mask)
+    store_tile(out, transposed(tile, BM, BN, SPAN), c, r, K, M, zero, EVEN)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -187,9 +213,9 @@ def for_inf(dtype: torch.dtype, pow2: bool) -> float:
     return 2.0 ** (math.frexp(maximum)[1] - 1) if pow2 else maximum
 
 
-def natural_span(BM: int, BN: int, num_warps: int) -> int:
-    """Rows of a tile that one thread holds when it holds 16 columns: the SPAN for which transposing is cheapest."""
-    return max(1, BM * BN // (512 * num_warps))
+def natural_span(BM: int, BN: int, num_warps: int, width: int = 16) -> int:
+    """Rows of a tile that one thread holds when it holds `width` columns: the SPAN that transposes cheapest."""
+    return max(1, BM * BN // (32 * width * num_warps))
 
 
 def ahead(kernel: Any, pointers: str, **constexprs: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:

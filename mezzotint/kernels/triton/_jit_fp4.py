@@ -5,6 +5,12 @@ the sums of errors are then elementwise, in registers. Each function gives the b
 `philox.py` or `hadamard.py`; where the way there differs, a comment says why the result does not.
 """
 
+# mypy: disable-error-code="assignment, var-annotated"
+# In a kernel a tuple grows: its type does, too.
+
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -18,14 +24,14 @@ def _asm(*lines: str) -> tl.constexpr:
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
 
-# Eight FP32 → eight E2M1 codes in one word. FP16 with the value 1.0 at its smallest normal, 2^-14, is E2M1 with nine more
-# mantissa bits, subnormals included, so after a truncating conversion (two values an instruction) the code is
-# (bits + half) >> 9: that rounds up at and above the middle between two codes. To be nearest even, a middle below an odd
-# mantissa (1.25, 2.5, 5, and 0.25) must fall below itself, one below an even code must not:
-#   v + v·(2/3 + 2^-26)·2^-24 is the next float where the mantissa is 1.5 or more, else v   (rounded once: an FMA)
-#   times (1 - 2^-24) is the float before; 2^-14 comes along.
+# Eight FP32 → eight E2M1 codes in one word. FP16 with the value 1.0 at its smallest normal, 2^-14, is E2M1 with nine
+# more mantissa bits, subnormals included, so after a truncating conversion (two values an instruction) the code is
+# (bits + 256) >> 9: up at and above the middle between two codes. To be nearest even, the middles that go down to an
+# even code (0.25, 1.25, 2.5, 5) must first fall below themselves, those that go up to one (0.75, 1.75, 3.5) must not:
+#   v + v·c, c = fl32(2/3)·2^-24, rounded once, is the float after v where its mantissa is 1.5 or more, else v;
+#   that times (1 - 2^-24) is the float before; the factor 2^-14 comes along.
 # min drops NaN and saturates: 0x0EFF is the largest that rounds to 6. The sign is that of the converted value: NaN's is
-# positive. The word's even and odd nibbles are gathered from the upper halves of bytes.
+# positive. Codes are moved to the top of their bytes, and the even and the odd ones of the word gathered from there.
 _PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
 _GATHER = (
     "prmt.b32 n0, n0, n1, 0x7531;",
@@ -35,10 +41,7 @@ _GATHER = (
 )
 _NEAREST = _asm(
     ".reg .f32 h<8>; .reg .b32 a, r, t, n<4>;",
-    *(
-        f"fma.rn.f32 h{i}, ${i + 1}, 0f332AAAAB, ${i + 1}; mul.rn.f32 h{i}, h{i}, 0f387FFFFF;"
-        for i in range(8)
-    ),
+    *(f"fma.rn.f32 h{i}, ${i + 1}, 0f332AAAAB, ${i + 1}; mul.rn.f32 h{i}, h{i}, 0f387FFFFF;" for i in range(8)),
     *(
         f"cvt.rz.f16x2.f32 r, h{high}, h{low}; abs.f16x2 a, r; mov.b32 t, 0x0EFF0EFF; min.f16x2 a, a, t;"
         f" mad.lo.u32 t, a, 8, 0x08000800; lop3.b32 n{j}, t, r, 0x7FFF7FFF, 0xE4;"
@@ -69,28 +72,47 @@ _STOCHASTIC = _asm(
 )
 
 
-# `satfinite` saturates, infinity too. PTX, because Triton's own cast before 3.7 goes through FP16 on sm_89.
+# E4M3 there and back, then a reciprocal. `satfinite` saturates, infinity too; PTX, because Triton's own cast before 3.7
+# goes through FP16 on sm_89. The reciprocal is what rcp.rn does, one Newton step on the hardware's approximation, but
+# without its branch for subnormals, which would keep blocks from overlapping: `div.approx` scales those. 1/0 ends as
+# NaN, which min drops: FLT_MAX, as for infinity. No value · s_dec reaches 2^126, where the approximation would fail.
 _SCALE = _asm(
-    ".reg .f32 f, v; .reg .b16 p, l, h; .reg .b32 q;",
+    ".reg .f32 e, r, v, y; .reg .b16 p, l, h; .reg .b32 q;",
     "cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $3; cvt.rn.f16x2.e4m3x2 q, p;",
-    "mov.b32 {l, h}, q; cvt.f32.f16 v, l; mul.rn.f32 f, v, $4; rcp.rn.f32 f, f;",
-    "min.NaN.f32 $2, f, 0f7F7FFFFF; mov.b32 $1, v; cvt.u32.u16 $0, p;",
+    "mov.b32 {l, h}, q; cvt.f32.f16 v, l; mul.rn.f32 y, v, $4; div.approx.f32 r, 0f3F800000, y; neg.f32 y, y;",
+    "fma.rn.f32 e, y, r, 0f3F800000; fma.rn.f32 r, r, e, r;",
+    "min.f32 $2, r, 0f7F7FFFFF; mov.b32 $1, v; cvt.u32.u16 $0, p;",
 )
+
+_NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_ABSMAX_BF16 = tl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
+_ABSMAX_FP16 = tl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
 
 
 @triton.jit
 def cast_e2m1(value):
     """FP32 → int32 codes 0..15, nearest even, saturating; the sign of zero is kept, NaN → 7."""
     a = tl.abs(value)
-    code = (
-        (a > 0.25).to(tl.int32)
-        + (a >= 0.75).to(tl.int32)
-        + (a > 1.25).to(tl.int32)
-        + (a >= 1.75).to(tl.int32)
-    )
+    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
     code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
     code += (value.to(tl.int32, bitcast=True) >> 28) & 8
     return tl.where(value == value, code, 7)
+
+
+@triton.jit
+def decode_e2m1(code):
+    """int32 codes 0..15 → FP32, exact: the code's bits on top of a subnormal are the value times 2^-126."""
+    bits = ((code & 7) << 22) | ((code & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def decode_e4m3(code):
+    """int32 codes 0..255 → FP32, exact, likewise: E4M3 ends where 2^-120 would; 0x7F is NaN."""
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
@@ -102,9 +124,7 @@ def _step(a):
 def _cast_e2m1_stochastic(value, byte):
     a = tl.abs(value)
     t = a + byte.to(tl.float32) * (_step(a) * 0.00390625)
-    code = (
-        (t >= 0.5).to(tl.int32) + (t >= 1.0).to(tl.int32) + (t >= 1.5).to(tl.int32) + (t >= 2.0).to(tl.int32)
-    )
+    code = (t >= 0.5).to(tl.int32) + (t >= 1.0).to(tl.int32) + (t >= 1.5).to(tl.int32) + (t >= 2.0).to(tl.int32)
     code += (t >= 3.0).to(tl.int32) + (t >= 4.0).to(tl.int32) + (t >= 6.0).to(tl.int32)
     code += (value.to(tl.int32, bitcast=True) >> 28) & 8
     return tl.where(value == value, code, 7)
@@ -160,7 +180,7 @@ def round8_stochastic(v, low, high):
 
 @triton.jit
 def block_scale(d, s_dec):
-    """FP32 d ≥ 0 → its E4M3 byte (int32), the byte's value, and the factor min(fl32(1 / fl32(value · s_dec)), FLT_MAX)."""
+    """FP32 d ≥ 0 → its E4M3 byte (int32), the byte's value, the factor min(fl32(1 / fl32(value · s_dec)), FLT_MAX)."""
     if _INTERPRETED:
         # The interpreter's own cast to FP8 is not to be trusted. Below 2^-6 a step is 2^-9, the last bit of 2^14.
         d = tl.minimum(d, 448.0)
@@ -185,20 +205,69 @@ def encode_scale(amax, TOP: tl.constexpr):
 
 
 @triton.jit
+def widen(x):
+    """→ FP32. BF16 two at a time: Triton would first take a pair apart."""
+    if x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    elif _INTERPRETED:  # it loses subnormals
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+
+
+@triton.jit
+def narrow(x, like):
+    """FP32 → the type of `like`, nearest even, 16-bit types two at a time."""
+    if _INTERPRETED and like.dtype == tl.bfloat16:  # it truncates
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif _INTERPRETED or like.dtype == tl.float32:
+        return x.to(like.dtype)
+    else:
+        asm: tl.constexpr = _NARROW_BF16 if like.dtype == tl.bfloat16 else _NARROW_FP16
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [x], dtype=like.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
+def _absmax2(a, b):
+    """max(|a|, |b|) but for its sign; of NaN and a number, the number. 16-bit types two at a time."""
+    if _INTERPRETED or a.dtype == tl.float32:
+        return tl.maximum(tl.abs(widen(a)), tl.abs(widen(b)))
+    else:
+        asm: tl.constexpr = _ABSMAX_BF16 if a.dtype == tl.bfloat16 else _ABSMAX_FP16
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+
+
+@triton.jit
 def absmax(x):
-    """max |x| of the tensors of a tuple; NaN dropped, as `max` in PTX drops it."""
-    top = tl.maximum(tl.abs(x[0]), 0.0)
+    """FP32 max |x| over a tuple of tensors, NaN dropped."""
+    top = x[0]
     for i in tl.static_range(1, len(x)):
-        top = tl.maximum(top, tl.abs(x[i]))
-    return top
+        top = _absmax2(top, x[i])
+    return tl.maximum(tl.abs(widen(top)), 0.0)
+
+
+@triton.jit
+def absmax16(low, high):
+    """Two tensors (A, B, 8) → FP32 (A, B), max |x| over both and over the last dimension, NaN dropped."""
+    A: tl.constexpr = low.shape[0]
+    B: tl.constexpr = low.shape[1]
+    top = _absmax2(low, high)
+    for half in tl.static_range(2):
+        low, high = tl.split(tl.permute(tl.reshape(top, [A, B, 2, 4 >> half]), (0, 1, 3, 2)))
+        top = _absmax2(low, high)
+    low, high = tl.split(widen(top))
+    return tl.maximum(tl.maximum(tl.abs(low), tl.abs(high)), 0.0)
 
 
 @triton.jit
 def hadamard16(x, SIGN_MASK: tl.constexpr):
-    """Sixteen FP32 tensors → sixteen: the butterfly of `kernels/hadamard.py`, before it is rounded."""
+    """Sixteen tensors → sixteen of the same type: the butterfly of `kernels/hadamard.py`, in FP32, rounded once."""
     y = ()
     for i in tl.static_range(16):
-        y += (x[i] * (-0.0625 if SIGN_MASK >> i & 1 else 0.0625),)
+        y += (widen(x[i]) * (-0.0625 if SIGN_MASK >> i & 1 else 0.0625),)
     for stage in tl.static_range(4):
         z = ()
         for i in tl.static_range(16):
@@ -207,7 +276,7 @@ def hadamard16(x, SIGN_MASK: tl.constexpr):
         y = z
     z = ()
     for i in tl.static_range(16):
-        z += (y[i] * 4.0,)
+        z += (narrow(y[i] * 4.0, x[i]),)
     return z
 
 
@@ -217,16 +286,31 @@ def philox16(rng, block, DIRECTION: tl.constexpr):
     seed, offset = tl.load(rng), tl.load(rng + 1)
     c0 = (block & 0xFFFFFFFF).to(tl.uint32)
     c1 = (block >> 32).to(tl.uint32)
-    c2 = tl.full(block.shape, DIRECTION, tl.uint32)
-    c3 = tl.zeros(block.shape, tl.uint32) + (offset & 0xFFFFFFFF).to(tl.uint32)
+    c2 = tl.zeros_like(c0) + DIRECTION
+    c3 = tl.zeros_like(c0) + (offset & 0xFFFFFFFF).to(tl.uint32)
     k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
-    return tl.philox_impl(c0, c1, c2, c3, k0, k1)
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
-def split8(x, A: tl.constexpr, B: tl.constexpr):
+def after(block, sf):
+    """`block`, held by the threads that hold `sf`, a byte. Else Triton lays Philox out anew and moves four words."""
+    return block + (sf >> 8)
+
+
+@triton.jit
+def split8(x):
     """(A, B, 8) → eight tensors (A, B). The eight are one thread's: no data moves."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
     even, odd = tl.split(tl.reshape(x, [A, B, 4, 2]))
     x04, x26 = tl.split(tl.reshape(even, [A, B, 2, 2]))
     x15, x37 = tl.split(tl.reshape(odd, [A, B, 2, 2]))
@@ -244,3 +328,17 @@ def scale_index(i, j, tiles, SWIZZLED: tl.constexpr):
         return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
     else:
         return i * (tiles * 4) + j
+
+
+def ahead(kernel: Any, pointers: Sequence[str | None], **constants: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """A case of ahead-of-time compilation: element types of the leading arguments in order; the others are counts."""
+    signature = {}
+    for index, name in enumerate(kernel.arg_names):
+        if index >= len(pointers):
+            if name not in constants:
+                signature[name] = "i32"
+        elif pointers[index] is None:
+            constants[name] = None
+        else:
+            signature[name] = f"*{pointers[index]}"
+    return kernel, signature, constants

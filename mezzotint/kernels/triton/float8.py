@@ -26,9 +26,11 @@ from mezzotint.kernels.triton._jit import (
     drop_nan,
     for_inf,
     inverse,
+    load_tile,
     natural_span,
     scale_from_amax,
     spread,
+    store_tile,
     store_transposed,
     tile_of,
 )
@@ -46,9 +48,11 @@ def flat_config() -> dict[str, int]:
     return {"BLOCK": 4096, "num_warps": 4}
 
 
-def tile_config() -> dict[str, int]:
-    """Tile of the two-way cast."""
-    return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+def tile_config(rowwise: bool) -> dict[str, int]:
+    """Tile of the two-way cast, and of the transposed one alone."""
+    if rowwise:
+        return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
+    return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 4}
 
 
 @triton.jit
@@ -166,6 +170,7 @@ def _cast_tile_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     if noop is not None and tl.load(noop) == 1.0:
         return
@@ -173,17 +178,15 @@ def _cast_tile_kernel(
     row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    mask = (r < M)[:, None] & (c < K)[None, :]
-    at = x + r[:, None] * stride + c[None, :]
-    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = load_tile(x, r, c, M, K, stride, EVEN)
     scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     code = cast_fp8(value * scale, DTYPE)
     if data is not None:
-        tl.store(data + r[:, None] * K + c[None, :], code, mask=mask)
+        store_tile(data, code, r, c, M, K, None, EVEN)
     if transpose is not None:
-        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN)
+        store_transposed(transpose, code, row, col, M, K, None, BM, BN, SPAN, EVEN)
     if SCALED:
         _raise_amax(amax, value)
 
@@ -246,13 +249,13 @@ def _cast(
             noop,
             numel,
             count,
-            eps,
+            eps or None,
             **constants,
             **options,
             enable_fp_fusion=False,
         )
         return
-    options = config or tile_config()
+    options = config or tile_config(rowwise)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
     _cast_tile_kernel[grid](
@@ -267,9 +270,10 @@ def _cast(
         K,
         x.stride(0),
         count,
-        eps,
+        eps or None,
         **constants,
         **options,
+        EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
         enable_fp_fusion=False,
     )
 
@@ -339,9 +343,7 @@ def dequantize(
     options = flat_config()
     if out.numel():
         grid = (cdiv(out.numel(), options["BLOCK"]),)
-        _dequantize_kernel[grid](
-            data, scale_inv, out, out.numel(), DTYPE=dtype, **options, enable_fp_fusion=False
-        )
+        _dequantize_kernel[grid](data, scale_inv, out, out.numel(), DTYPE=dtype, **options, enable_fp_fusion=False)
     return out
 
 
@@ -354,7 +356,7 @@ _CURRENT = {
 }
 _GIVEN = {"DTYPE": E5M2, "POW2": True, "FOR_INF": for_inf(torch.float32, True), "SCALED": False, "BP": 0}
 _DELAYED = {"DTYPE": E4M3, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-_TILE = tile_config()
+_TILE = tile_config(True)
 _TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
 
 AHEAD = [
@@ -365,10 +367,10 @@ AHEAD = [
     ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
     ahead(_cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
     ahead(_cast_kernel, "fp16 u8 fp32 fp32 fp32 -", **_DELAYED, **flat_config()),
-    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE),
-    ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE),
-    ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE),
-    ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE),
+    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE, EVEN=True),
+    ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
+    ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
+    ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
     ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),
     ahead(_dequantize_kernel, "u8 fp32 fp32", DTYPE=E5M2, **flat_config()),
 ]

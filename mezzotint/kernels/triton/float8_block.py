@@ -21,9 +21,11 @@ from mezzotint.kernels.triton._jit import (
     drop_nan,
     for_inf,
     inverse,
+    load_tile,
     natural_span,
     scale_from_amax,
     spread,
+    store_tile,
     store_transposed,
     tile_of,
 )
@@ -35,10 +37,12 @@ def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, int]:
         return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2}
     if not two_d and not rowwise:
         return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
-    return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8}
+    if two_d:
+        return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8}
+    return {"BM": 128, "BN": 128, "GROUP": 4, "num_warps": 4}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["zero"])
 def _block_kernel(
     x,
     data,
@@ -49,6 +53,7 @@ def _block_kernel(
     M,
     K,
     stride,
+    zero,
     eps,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
@@ -57,6 +62,7 @@ def _block_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
     if noop is not None and tl.load(noop) == 1.0:
@@ -64,20 +70,22 @@ def _block_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    mask = (r < M)[:, None] & (c < K)[None, :]
-    at = x + r[:, None] * stride + c[None, :]
-    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = load_tile(x, r, c, M, K, stride, EVEN)
+    # Both maxima before the first store: what is left then waits for nothing.
     if data is not None:
-        scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
-        tl.store(data + r[:, None] * K + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+        row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
+    if transpose is not None:
+        col_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
+    if data is not None:
+        store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, zero, EVEN)
         padded = (M + 3) // 4 * 4
-        scale_inv = tl.where(r < M, inverse(scale, POW2), 0.0)
+        scale_inv = tl.where(r < M, inverse(row_scale, POW2), 0.0)
         tl.store(scales + col * padded + r, scale_inv, mask=r < padded)
     if transpose is not None:
-        scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
-        store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN)
+        code = cast_fp8(value * col_scale[None, :], DTYPE)
+        store_transposed(transpose, code, row, col, M, K, zero, BM, BN, SPAN, EVEN)
         padded = (K + 3) // 4 * 4
-        scale_inv = tl.where(c < K, inverse(scale, POW2), 0.0)
+        scale_inv = tl.where(c < K, inverse(col_scale, POW2), 0.0)
         tl.store(col_scales + row * padded + c, scale_inv, mask=c < padded)
 
 
@@ -85,9 +93,9 @@ def _block_kernel(
 def _store_scale(scales, scale_inv, i, j, count):
     """scales[i, j] = scale_inv of a matrix with `count` columns; its last column pads to a multiple of 4 by 0."""
     padded = (count + 3) // 4 * 4
+    end = tl.where(j + 1 == count, padded, j + 1)
     k = tl.arange(0, 4)
-    mask = (k == 0) | ((j == count - 1) & (j + k < padded))
-    tl.store(scales + i * padded + j + k, tl.where(k == 0, scale_inv, 0.0), mask=mask)
+    tl.store(scales + i * padded + j + k, tl.where(k == 0, scale_inv, 0.0), mask=j + k < end)
 
 
 @triton.jit
@@ -109,6 +117,7 @@ def _square_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M block]."""
     if noop is not None and tl.load(noop) == 1.0:
@@ -116,17 +125,15 @@ def _square_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    mask = (r < M)[:, None] & (c < K)[None, :]
-    at = x + r[:, None] * stride + c[None, :]
-    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = load_tile(x, r, c, M, K, stride, EVEN)
     scale = scale_from_amax(drop_nan(tl.max(tl.abs(value))), eps, DTYPE, POW2, FOR_INF)
     scale_inv = inverse(scale, POW2)
     code = cast_fp8(value * scale, DTYPE)
     if data is not None:
-        tl.store(data + r[:, None] * K + c[None, :], code, mask=mask)
+        store_tile(data, code, r, c, M, K, None, EVEN)
         _store_scale(scales, scale_inv, row, col, tl.cdiv(K, BN))
     if transpose is not None:
-        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN)
+        store_transposed(transpose, code, row, col, M, K, None, BM, BN, SPAN, EVEN)
         _store_scale(col_scales, scale_inv, col, row, tl.cdiv(M, BM))
 
 
@@ -148,9 +155,10 @@ def quantize(
         return
     data, scales = out[:2] if rowwise else (None, None)
     transpose, col_scales = out[-2:] if columnwise else (None, None)
-    options = config or tile_config(two_d, rowwise, columnwise)
+    options = dict(config or tile_config(two_d, rowwise, columnwise))
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     kernel = _square_kernel if two_d else _block_kernel
+    zero = () if two_d else (0 if options.pop("EIGHTS", False) else None,)
     kernel[(cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)](
         x,
         data,
@@ -161,11 +169,13 @@ def quantize(
         M,
         K,
         x.stride(0),
-        eps,
+        *zero,
+        eps or None,
         DTYPE=dtype,
         POW2=pow2,
         FOR_INF=for_inf(x.dtype, pow2),
         **options,
+        EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
         enable_fp_fusion=False,
     )
 
@@ -190,7 +200,13 @@ def _case(kernel: Any, pointers: str, pow2: bool) -> tuple[Any, dict[str, str], 
     options = tile_config(kernel is _square_kernel, data != "-", transpose != "-")
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     maximum = for_inf(torch.float16 if x == "fp16" else torch.float32, pow2)
-    return ahead(kernel, pointers, DTYPE=E4M3 if pow2 else E5M2, POW2=pow2, FOR_INF=maximum, **options)
+    constants: dict[str, Any] = {"DTYPE": E4M3 if pow2 else E5M2, "POW2": pow2, "FOR_INF": maximum, **options}
+    constants["EVEN"] = pow2
+    if kernel is _block_kernel:
+        constants["zero"] = None
+    if pow2:
+        constants["eps"] = None
+    return ahead(kernel, pointers, **constants)
 
 
 AHEAD = [

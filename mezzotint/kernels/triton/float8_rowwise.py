@@ -4,8 +4,8 @@ Row-wise alone: a program holds whole rows in registers, so x is read once (rows
 the second time mostly from the L2 cache).
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
-1. `_partial_kernel`, strips of rows by 256 columns: column maxima stay in registers along the strip, a warp spans the
-   width so that row maxima need no shared memory. It leaves partial maxima (strips, K) and (K/256, M): no atomics.
+1. `_partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
+   partial maxima (strips, K) and (K/128, M): no atomics.
 2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
 3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
    still in the cache.
@@ -24,9 +24,11 @@ from mezzotint.kernels.triton._jit import (
     drop_nan,
     for_inf,
     inverse,
+    load_tile,
     natural_span,
     scale_from_amax,
     spread,
+    store_tile,
     store_transposed,
     tile_of,
 )
@@ -42,8 +44,8 @@ def rows_config(K: int) -> dict[str, int]:
 
 
 def partial_config() -> dict[str, int]:
-    """Rows at a time, columns (32 lanes of 8), and rows per strip."""
-    return {"BM": 32, "BN": 256, "STRIP": 256, "num_warps": 4}
+    """Rows at a time, columns, rows per strip, and loads under way."""
+    return {"BM": 32, "BN": 128, "STRIP": 256, "STAGES": 3, "num_warps": 4}
 
 
 def finish_config() -> dict[str, int]:
@@ -51,9 +53,11 @@ def finish_config() -> dict[str, int]:
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
-def tile_config() -> dict[str, int]:
-    """Tile of the two-way cast."""
-    return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+def tile_config(rowwise: bool) -> dict[str, int]:
+    """Tile of the two-way cast, and of the transposed one alone."""
+    if rowwise:
+        return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
+    return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 8}
 
 
 @triton.jit
@@ -115,6 +119,7 @@ def _partial_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STRIP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns."""
     if noop is not None and tl.load(noop) == 1.0:
@@ -122,7 +127,7 @@ def _partial_kernel(
     strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
     c = tile * BN + tl.arange(0, BN)
     tops = tl.zeros([BM, BN], tl.float32)
-    for start in range(0, STRIP, BM):
+    for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the maxima
         r = strip * STRIP + start + tl.arange(0, BM)
         mask = (r < M)[:, None] & (c < K)[None, :]
         value = tl.abs(tl.load(x + r[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32))
@@ -211,20 +216,19 @@ def _cast_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     if noop is not None and tl.load(noop) == 1.0:
         return
     row, col = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    mask = (r < M)[:, None] & (c < K)[None, :]
-    at = x + r[:, None] * stride + c[None, :]
-    value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = load_tile(x, r, c, M, K, stride, EVEN)
     if data is not None:
         scale = tl.load(row_scale + r, mask=r < M, other=0.0)
-        tl.store(data + r[:, None] * K + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+        store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, None, EVEN)
     scale = tl.load(col_scale + c, mask=c < K, other=0.0)
-    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN)
+    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, None, BM, BN, SPAN, EVEN)
 
 
 def quantize(
@@ -255,7 +259,7 @@ def quantize(
                 M,
                 K,
                 x.stride(0),
-                eps,
+                eps or None,
                 **scaling,
                 WHOLE=options["BK"] >= K,
                 **options,
@@ -269,9 +273,7 @@ def quantize(
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     rows, row_scale = more or (None, None)
     if strips * tiles:
-        _partial_kernel[(strips * tiles,)](
-            x, rows, cols, noop, M, K, x.stride(0), **options, enable_fp_fusion=False
-        )
+        _partial_kernel[(strips * tiles,)](x, rows, cols, noop, M, K, x.stride(0), **options, enable_fp_fusion=False)
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
     if blocks:
@@ -287,13 +289,13 @@ def quantize(
             K,
             tiles,
             strips,
-            eps,
+            eps or None,
             **scaling,
             **finish,
             enable_fp_fusion=False,
         )
     if M * K:
-        options = config or tile_config()
+        options = config or tile_config(rowwise)
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
         grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
         _cast_kernel[grid](
@@ -308,6 +310,7 @@ def quantize(
             x.stride(0),
             DTYPE=dtype,
             **options,
+            EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
             enable_fp_fusion=False,
         )
 
@@ -316,14 +319,12 @@ def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape."""
-    return dequantize_tiles(
-        data.contiguous(), scale_inv, dtype, out_dtype, transposed=transposed, along=1, across=0
-    )
+    return dequantize_tiles(data.contiguous(), scale_inv, dtype, out_dtype, transposed=transposed, along=1, across=0)
 
 
 _POW2 = {"DTYPE": E4M3, "POW2": True, "FOR_INF": for_inf(torch.float32, True)}
 _EXACT = {"DTYPE": E5M2, "POW2": False, "FOR_INF": for_inf(torch.float32, False)}
-_TILE = tile_config()
+_TILE = tile_config(True)
 _TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
 
 AHEAD = [
@@ -335,7 +336,7 @@ AHEAD = [
     ahead(_partial_kernel, "fp16 - fp32 -", **partial_config()),
     ahead(_finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
     ahead(_finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
-    ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE),
-    ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE),
-    ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE),
+    ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
+    ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE, EVEN=False),
+    ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE, EVEN=False),
 ]

@@ -1,9 +1,12 @@
 """MXFP8 on CUDA: E8M0 scales over 32 elements along rows, along columns, or over 32x32 tiles.
 
-One launch, one read of x, no shared memory beyond a few scales. A program holds BM x BN elements; the rows are dealt to
-warps so that a warp holds whole 32-row groups (see `_grouped`), and a thread 16 neighbours of a row: both kinds of
-maxima stay within a warp, and the codes of both directions, neither of which is transposed, come from the same
-registers. Programs cover the padding of the scales, too, and write it.
+One launch, one read of x, no shared memory beyond a few scales.
+
+Blocks along rows alone (`_rows_kernel`): a few long rows per program, so that scale bytes are written as whole sectors.
+
+Blocks along columns, both directions, 32x32 tiles (`_groups_kernel`): a program holds 32 rows, each of its warps a
+group of BN columns of them (see `_grouped`). Both kinds of maxima then stay within a warp, and the codes of both directions,
+neither of which is transposed, come from the same registers. Programs cover the padding of the scales and write it.
 """
 
 from typing import Any
@@ -22,16 +25,21 @@ from mezzotint.kernels.triton._jit import (
     e8m0_decode,
     e8m0_from_amax,
     e8m0_inverse,
+    eights,
+    load_tile,
+    store_tile,
     swizzled,
     tile_of,
 )
 
 
 def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, int]:
-    """Tile: BM rows, a multiple of 32 that divides 128, by BN columns, likewise; best with BM = 32 · num_warps."""
-    if two_d or columnwise:
-        return {"BM": 64, "BN": 128, "GROUP": 1, "num_warps": 2}
-    return {"BM": 32, "BN": 128, "GROUP": 1, "num_warps": 2}
+    """Rows alone: BM rows by BN columns. Else: 32 rows by BN columns for each warp; EIGHTS: see `eights`."""
+    if not two_d and not columnwise:
+        return {"BM": 8, "BN": 1024, "num_warps": 4}
+    if not two_d and not rowwise:
+        return {"BN": 128, "num_warps": 4, "EIGHTS": True}
+    return {"BN": 64, "num_warps": 8, "EIGHTS": False}
 
 
 def dequantize_config() -> dict[str, int]:
@@ -40,31 +48,34 @@ def dequantize_config() -> dict[str, int]:
 
 
 @triton.jit
-def _grouped(BM: tl.constexpr, BN: tl.constexpr):
-    """The rows of a tile, ordered (row within a pass over the group, group, row of lanes).
+def _grouped(GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """The 32 rows of GROUPS groups of columns as rows of one tile: (row, group) of each.
 
-    A warp that holds 16 columns per thread covers 512 // BN rows at once, and the layout gives the next rows to the
-    next warp. Counted this way, these are rows of the next group of 32.
+    A warp covers LANES rows of the tile at once, and the layout gives the next rows to the next warp. Counted this way,
+    these are the same rows in the next group: a warp holds its group whole.
     """
-    LANES: tl.constexpr = 512 // BN
-    GROUPS: tl.constexpr = BM // 32
-    t = tl.arange(0, BM)
-    return t // LANES % GROUPS * 32 + t // (LANES * GROUPS) * LANES + t % LANES
+    t = tl.arange(0, 32 * GROUPS)
+    return t // (LANES * GROUPS) * LANES + t % LANES, t // LANES % GROUPS
 
 
 @triton.jit
-def _max_of_groups(tile, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
-    """(BM, WIDTH), rows as `_grouped` orders them, → (BM // 32, WIDTH)."""
-    LANES: tl.constexpr = 512 // BN
-    return tl.max(tl.max(tl.reshape(tile, [32 // LANES, BM // 32, LANES, WIDTH]), 2), 0)
+def _max_of_groups(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """(32 · GROUPS, WIDTH) → (GROUPS, WIDTH). What a thread holds first, then its lanes."""
+    return tl.max(tl.max(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), 0), 1)
 
 
 @triton.jit
-def _to_rows(groups, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
-    """(BM // 32, WIDTH) → (BM, WIDTH), rows as `_grouped` orders them."""
-    LANES: tl.constexpr = 512 // BN
-    tile = tl.broadcast_to(groups[None, :, None, :], [32 // LANES, BM // 32, LANES, WIDTH])
-    return tl.reshape(tile, [BM, WIDTH])
+def _to_rows(groups, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """(GROUPS, WIDTH) → (32 · GROUPS, WIDTH)."""
+    tile = tl.broadcast_to(groups[None, :, None, :], [32 // LANES, GROUPS, LANES, WIDTH])
+    return tl.reshape(tile, [32 * GROUPS, WIDTH])
+
+
+@triton.jit
+def _side_by_side(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
+    """(32 · GROUPS, WIDTH) → (32, GROUPS · WIDTH): the groups of a row as its neighbours in memory."""
+    rows = tl.permute(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), (0, 2, 1, 3))
+    return tl.reshape(rows, [32, GROUPS * WIDTH])
 
 
 @triton.jit
@@ -74,7 +85,41 @@ def _to_columns(blocks, HIGH: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _quantize_kernel(
+def _rows_kernel(
+    x,
+    data,
+    scales,
+    noop,
+    M,
+    K,
+    stride,
+    DTYPE: tl.constexpr,
+    FLOOR: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    # Padded sizes: rows to 128, columns to 128, hence blocks of 32 to 4.
+    high = (M + 127) // 128 * 128
+    wide = (K + 127) // 128 * 128
+    row, col = tile_of(tl.program_id(0), high, wide, BM, BN, 1)
+    r = row * BM + tl.arange(0, BM)
+    c = col * BN + tl.arange(0, BN)
+    blocks = tl.reshape(load_tile(x, r, c, M, K, stride, EVEN), [BM, BN // 32, 32])
+    byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
+    code = cast_fp8(blocks * e8m0_inverse(byte)[:, :, None], DTYPE)
+    store_tile(data, tl.reshape(code, [BM, BN]), r, c, M, K, None, EVEN)
+    j = col * (BN // 32) + tl.arange(0, BN // 32)
+    to = swizzled(r[:, None], j[None, :], wide // 128) if SWIZZLED else r[:, None] * (wide // 32) + j[None, :]
+    # A block of zeros has byte 0: padding comes out as it must.
+    tl.store(scales + to, byte.to(tl.uint8), mask=(r < high)[:, None] & (j < wide // 32)[None, :])
+
+
+@triton.jit(do_not_specialize=["zero"])
+def _groups_kernel(
     x,
     data,
     scales,
@@ -84,69 +129,79 @@ def _quantize_kernel(
     M,
     K,
     stride,
+    zero,
     DTYPE: tl.constexpr,
     FLOOR: tl.constexpr,
     TWO_D: tl.constexpr,
     SWIZZLED: tl.constexpr,
-    BM: tl.constexpr,
+    GROUPS: tl.constexpr,
     BN: tl.constexpr,
-    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     if noop is not None and tl.load(noop) == 1.0:
         return
-    # Padded sizes: rows and columns of x to 128, hence blocks of 32 along either to 4.
     high = (M + 127) // 128 * 128
     wide = (K + 127) // 128 * 128
-    row, col = tile_of(tl.program_id(0), high, wide, BM, BN, GROUP)
-    r = row * BM + _grouped(BM, BN)
-    c = col * BN + tl.arange(0, BN)
-    mask = (r < M)[:, None] & (c < K)[None, :]
-    value = tl.load(
-        x + r[:, None] * stride + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
-    ).to(tl.float32)
-    at = r[:, None] * K + c[None, :]
-    blocks = tl.reshape(value, [BM, BN // 32, 32])
+    LANES: tl.constexpr = 512 // BN if zero is None else 256 // BN
+    BLOCKS: tl.constexpr = BN // 32
+    row, window = tile_of(tl.program_id(0), high, wide, 32, BN * GROUPS, 1)
+    r, group = _grouped(GROUPS, LANES)
+    r += row * 32
+    first = window * (BN * GROUPS) + group * BN
+    n = tl.arange(0, BN)
+    mask = (r < M)[:, None] & (first[:, None] + n[None, :] < K)
+    at = x + (r * stride + first)[:, None] + n[None, :]
+    if EVEN:
+        value = tl.load(at, eviction_policy="evict_first").to(tl.float32)
+    else:
+        value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    blocks = tl.reshape(value, [32 * GROUPS, BLOCKS, 32])
+    to = (r * K + first)[:, None] + (n if zero is None else eights(n, zero))[None, :]
 
     if TWO_D:
-        top = _max_of_groups(tl.max(tl.abs(blocks), 2), BM, BN, BN // 32)
+        top = _max_of_groups(tl.max(tl.abs(blocks), 2), GROUPS, LANES, BLOCKS)
         byte = e8m0_from_amax(drop_nan(top), DTYPE, FLOOR)
-        row_byte = _to_rows(byte, BM, BN, BN // 32)
-        col_byte = _to_columns(byte, BM // 32, BN)
-        code = tl.reshape(cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE), [BM, BN])
+        row_byte = _to_rows(byte, GROUPS, LANES, BLOCKS)
+        col_byte = _to_columns(byte, GROUPS, BN)
+        code = tl.reshape(cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE), [32 * GROUPS, BN])
         if data is not None:
-            tl.store(data + at, code, mask=mask)
+            _store(data + to, code, mask, EVEN)
         if col_data is not None:
-            tl.store(col_data + at, code, mask=mask)
+            _store(col_data + to, code, mask, EVEN)
     else:
         if data is not None:
             row_byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
             code = cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE)
-            tl.store(data + at, tl.reshape(code, [BM, BN]), mask=mask)
+            _store(data + to, tl.reshape(code, [32 * GROUPS, BN]), mask, EVEN)
         if col_data is not None:
-            col_byte = e8m0_from_amax(drop_nan(_max_of_groups(tl.abs(value), BM, BN, BN)), DTYPE, FLOOR)
-            tl.store(
-                col_data + at,
-                cast_fp8(value * _to_rows(e8m0_inverse(col_byte), BM, BN, BN), DTYPE),
-                mask=mask,
-            )
+            col_byte = e8m0_from_amax(drop_nan(_max_of_groups(tl.abs(value), GROUPS, LANES, BN)), DTYPE, FLOOR)
+            code = cast_fp8(value * _to_rows(e8m0_inverse(col_byte), GROUPS, LANES, BN), DTYPE)
+            _store(col_data + to, code, mask, EVEN)
 
     # A block of zeros has byte 0, so padding comes out as it must, except where a 32x32 tile is cut.
     if data is not None:
-        j = col * (BN // 32) + tl.arange(0, BN // 32)
-        to = (
-            swizzled(r[:, None], j[None, :], wide // 128)
-            if SWIZZLED
-            else r[:, None] * (wide // 32) + j[None, :]
-        )
+        i = row * 32 + tl.arange(0, 32)
+        j = window * (GROUPS * BLOCKS) + tl.arange(0, GROUPS * BLOCKS)
+        byte = _side_by_side(row_byte, GROUPS, LANES, BLOCKS)
         if TWO_D:
-            row_byte = tl.where((r < M)[:, None], row_byte, 0)
-        tl.store(scales + to, row_byte.to(tl.uint8))
+            byte = tl.where((i < M)[:, None], byte, 0)
+        to = swizzled(i[:, None], j[None, :], wide // 128) if SWIZZLED else i[:, None] * (wide // 32) + j[None, :]
+        tl.store(scales + to, byte.to(tl.uint8), mask=(j < wide // 32)[None, :])
     if col_data is not None:
-        j = row * (BM // 32) + tl.arange(0, BM // 32)
-        to = swizzled(c[None, :], j[:, None], high // 128) if SWIZZLED else j[:, None] * wide + c[None, :]
+        c = window * (BN * GROUPS) + tl.arange(0, BN * GROUPS)
+        byte = tl.reshape(col_byte, [BN * GROUPS])
         if TWO_D:
-            col_byte = tl.where((c < K)[None, :], col_byte, 0)
-        tl.store(col_scales + to, col_byte.to(tl.uint8))
+            byte = tl.where(c < K, byte, 0)
+        to = swizzled(c, row, high // 128) if SWIZZLED else row * wide + c
+        tl.store(col_scales + to, byte.to(tl.uint8), mask=c < wide)
+
+
+@triton.jit
+def _store(at, tile, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=mask)
 
 
 @triton.jit
@@ -165,22 +220,18 @@ def _dequantize_kernel(
     high = (M + 127) // 128 * 128
     wide = (K + 127) // 128 * 128
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, 1)
-    r = row * BM + _grouped(BM, BN)
+    r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
     at = r[:, None] * K + c[None, :]
     mask = (r < M)[:, None] & (c < K)[None, :]
     value = decode_fp8(tl.load(data + at, mask=mask, other=0, eviction_policy="evict_first"), DTYPE)
     if COLUMNWISE:
-        j = row * (BM // 32) + tl.arange(0, BM // 32)
-        to = swizzled(c[None, :], j[:, None], high // 128) if SWIZZLED else j[:, None] * wide + c[None, :]
-        value *= _to_rows(e8m0_decode(tl.load(scales + to).to(tl.int32)), BM, BN, BN)
+        # A tile is one block high.
+        to = swizzled(c, row, high // 128) if SWIZZLED else row * wide + c
+        value *= e8m0_decode(tl.load(scales + to, mask=c < wide, other=0).to(tl.int32))[None, :]
     else:
         j = col * (BN // 32) + tl.arange(0, BN // 32)
-        to = (
-            swizzled(r[:, None], j[None, :], wide // 128)
-            if SWIZZLED
-            else r[:, None] * (wide // 32) + j[None, :]
-        )
+        to = swizzled(r[:, None], j[None, :], wide // 128) if SWIZZLED else r[:, None] * (wide // 32) + j[None, :]
         value *= _to_columns(e8m0_decode(tl.load(scales + to).to(tl.int32)), BM, BN)
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
@@ -203,8 +254,19 @@ def quantize(
         return
     data, scales = out[:2] if rowwise else (None, None)
     col_data, col_scales = out[-2:] if columnwise else (None, None)
-    options = config or tile_config(two_d, rowwise, columnwise)
-    _quantize_kernel[(rup(M, 128) // options["BM"] * (rup(K, 128) // options["BN"]),)](
+    options = dict(config or tile_config(two_d, rowwise, columnwise))
+    constants = {"DTYPE": dtype, "FLOOR": floor, "SWIZZLED": swizzled, "enable_fp_fusion": False}
+    rows, cols = rup(M, 128), rup(K, 128)
+    if not two_d and not columnwise:
+        high, wide = options["BM"], options["BN"]
+        even = rows == M and K % max(wide, 128) == 0
+        grid = (cdiv(rows, high) * cdiv(cols, wide),)
+        _rows_kernel[grid](x, data, scales, noop, M, K, x.stride(0), **constants, **options, EVEN=even)
+        return
+    zero = 0 if options.pop("EIGHTS") else None
+    groups = options["num_warps"]
+    wide = options["BN"] * groups
+    _groups_kernel[(rows // 32 * cdiv(cols, wide),)](
         x,
         data,
         scales,
@@ -214,12 +276,12 @@ def quantize(
         M,
         K,
         x.stride(0),
-        DTYPE=dtype,
-        FLOOR=floor,
+        zero,
         TWO_D=two_d,
-        SWIZZLED=swizzled,
+        GROUPS=groups,
+        **constants,
         **options,
-        enable_fp_fusion=False,
+        EVEN=rows == M and K % wide == 0,
     )
 
 
@@ -255,24 +317,28 @@ def dequantize(
 
 
 def _case(
-    pointers: str, dtype: int, floor: bool, two_d: bool, swizzled: bool
+    pointers: str, dtype: int, floor: bool, two_d: bool, swizzled: bool, even: bool
 ) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    _, data, _, col_data, *_ = pointers.split()
-    options = tile_config(two_d, data != "-", col_data != "-")
-    constants = {"DTYPE": dtype, "FLOOR": floor, "TWO_D": two_d, "SWIZZLED": swizzled}
-    return ahead(_quantize_kernel, pointers, **constants, **options)
+    _, data, _, *rest = pointers.split()
+    constants: dict[str, Any] = {"DTYPE": dtype, "FLOOR": floor, "SWIZZLED": swizzled, "EVEN": even}
+    if len(rest) == 1:
+        return ahead(_rows_kernel, pointers, **constants, **tile_config(False, True, False))
+    options = tile_config(two_d, data != "-", rest[0] != "-")
+    if not options.pop("EIGHTS"):
+        constants["zero"] = None
+    return ahead(_groups_kernel, pointers, **constants, **options, TWO_D=two_d, GROUPS=options["num_warps"])
 
 
 _BACK = dequantize_config()
 
 AHEAD = [
-    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False),
-    _case("fp16 u8 u8 u8 u8 fp32", E5M2, False, False, True),
-    _case("fp32 u8 u8 - - -", E4M3, True, False, True),
-    _case("bf16 u8 u8 - - -", E4M3, False, False, False),
-    _case("bf16 - - u8 u8 -", E4M3, False, False, False),
-    _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True),
-    _case("fp32 u8 u8 - - fp32", E5M2, True, True, False),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True),
+    _case("fp16 u8 u8 u8 u8 fp32", E5M2, False, False, True, False),
+    _case("fp32 u8 u8 -", E4M3, True, False, True, False),
+    _case("bf16 u8 u8 -", E4M3, False, False, False, True),
+    _case("bf16 - - u8 u8 -", E4M3, False, False, False, True),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, False),
+    _case("fp32 u8 u8 - - fp32", E5M2, True, True, False, True),
     ahead(_dequantize_kernel, "u8 u8 bf16", DTYPE=E4M3, SWIZZLED=False, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp32", DTYPE=E5M2, SWIZZLED=True, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp16", DTYPE=E4M3, SWIZZLED=True, COLUMNWISE=True, **_BACK),

@@ -1,0 +1,1 @@
+"""Measurements and checks of the whole library: `python -m bench <name> [arguments]`."""

@@ -1,0 +1,59 @@
+"""Clocks: CUDA events around queued calls, interleaved host timings, the bandwidth of a device copy."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def cuda_ms(call: Callable[[torch.Tensor], Any], inputs: Sequence[torch.Tensor], warmup: int, reps: int) -> float:
+    """Median milliseconds of `call`, the inputs taken in turn.
+
+    Nothing waits between the calls: the queue is ahead of the GPU, so that the host's share of a launch shows only
+    where it is longer than the kernels before it.
+    """
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
+    torch.cuda.synchronize()
+    for i in range(warmup):
+        call(inputs[i % len(inputs)])
+    for i, (start, end) in enumerate(events):
+        start.record()
+        call(inputs[i % len(inputs)])
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def copy_gbps(x: torch.Tensor, warmup: int, reps: int) -> float:
+    """GB/s, read plus written, of a device-to-device copy of x."""
+    target = torch.empty_like(x)
+    return 2 * x.nbytes / cuda_ms(target.copy_, [x], warmup, reps) / 1e6
+
+
+def interleaved_ms(
+    calls: Sequence[Callable[[], Any]], reps: int, budget_s: float, clock: Callable[[], float]
+) -> tuple[list[list[float]], int]:
+    """Host milliseconds of each call, and how often each was timed.
+
+    They take turns, and take turns at going first, so that what else the machine does meets all alike. A first round
+    warms up; where it alone is over the budget it is all there is.
+    """
+
+    def turn(order: range) -> None:
+        for which in order:
+            start = clock()
+            calls[which]()
+            times[which].append((clock() - start) * 1e3)
+
+    times: list[list[float]] = [[] for _ in calls]
+    begin = time.perf_counter()
+    turn(range(len(calls)))
+    once = time.perf_counter() - begin
+    count = min(reps, int(budget_s / max(once, 1e-9)))
+    if count:
+        times = [[] for _ in calls]
+        for i in range(count):
+            turn(range(len(calls))[:: -1 if i % 2 else 1])
+    return times, max(1, count)

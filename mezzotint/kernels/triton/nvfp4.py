@@ -1,0 +1,347 @@
+"""NVFP4 on CUDA: two launches, the amax and one cast that writes both directions.
+
+The amax pass (`nvfp4_amax.py`) leaves one partial maximum per program: nothing to zero, no atomics. Every program of
+the cast reduces these few partials itself (they sit in the L2 cache), and the cast walks x backwards: what the amax
+pass read last is still cached. Row-scaled amaxes are vectors, raised by atomics instead.
+
+A program of the cast owns a tile and treats its two directions one after the other, each with the layout that suits it
+(`_jit_nvfp4.py`); the second finds the tile in the L1 cache. The grid covers the padding of the scales.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
+from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, scale_index
+from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows
+from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, as_rows, partials, vectors
+
+__all__ = ["AHEAD", "amax", "dequantize", "quantize"]
+
+
+def tile_config(columnwise: bool, rht: bool, four_over_six: int) -> dict[str, int]:
+    """Tile of the cast: BM a multiple of 128 and BN of 64, both powers of two.
+
+    A thread holds BM·BN / (32·num_warps) elements: 128 make the fewest instructions, but the transform of so many does
+    not fit the registers, and trying two scales on them takes long to compile.
+    """
+    if four_over_six:
+        return {"BM": 128, "BN": 64, "num_warps": 8}
+    return {"BM": 128 if rht and columnwise else 256, "BN": 64, "num_warps": 4}
+
+
+def dequantize_config() -> dict[str, int]:
+    """Tile of the dequantization, in codes."""
+    return {"BM": 64, "BN": 128, "num_warps": 4}
+
+
+def span(config: dict[str, int]) -> int:
+    """Rows of a tile that one thread holds: given to it as neighbours, few threads share a 16x16 tile."""
+    return max(1, min(NVFP4_BLOCK, config["BM"] * config["BN"] // (512 * config["num_warps"])))
+
+
+@triton.jit
+def _quantize_kernel(
+    x,
+    row_data,
+    row_scale,
+    col_data,
+    col_scale,
+    row_amax,
+    col_amax,
+    row_source,
+    col_source,
+    rng,
+    noop,
+    M,
+    K,
+    stride,
+    count,
+    E4M3_MAX: tl.constexpr,
+    FOUR: tl.constexpr,
+    SIGN_MASK: tl.constexpr,
+    TWO_D: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    RHT: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    COL_WORDS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROW_BP: tl.constexpr,
+    COL_BP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - pid
+    across = tl.maximum(((K + 127) // 128 * 128 + BN - 1) // BN, 1)
+    row = (tile // across).to(tl.int64)
+    col = (tile % across).to(tl.int64)
+    stride = tl.cast(stride, tl.int64)
+    if row_data is not None:
+        shared = quantize_rows(
+            x,
+            row_data,
+            row_scale,
+            row_amax,
+            row_source,
+            rng,
+            row,
+            col,
+            M,
+            K,
+            stride,
+            count,
+            pid == 0,
+            E4M3_MAX,
+            FOUR,
+            TWO_D,
+            SWIZZLED,
+            ROW_SCALED,
+            ROW_WORDS,
+            EVEN,
+            ROW_BP,
+            BM,
+            BN,
+            SPAN,
+        )
+    if col_data is not None:
+        quantize_columns(
+            x,
+            col_data,
+            col_scale,
+            col_amax,
+            col_source,
+            shared if SHARED else (),
+            rng,
+            row,
+            col,
+            M,
+            K,
+            stride,
+            count,
+            pid == 0,
+            E4M3_MAX,
+            FOUR,
+            TWO_D,
+            SWIZZLED,
+            ROW_SCALED,
+            RHT,
+            SIGN_MASK,
+            COL_WORDS,
+            EVEN,
+            COL_BP,
+            BM,
+            BN,
+        )
+
+
+@triton.jit
+def _dequantize_kernel(
+    data,
+    scale,
+    amax,
+    out,
+    R,
+    C,
+    E4M3_MAX: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    across = (C + BN - 1) // BN
+    pid = tl.program_id(0)
+    r = (pid // across).to(tl.int64) * BM + tl.arange(0, BM)
+    start = (pid % across).to(tl.int64) * BN
+    byte = start // 2 + tl.arange(0, BN // 2)
+    bytes = (C + 1) // 2
+    packed = tl.load(
+        data + r[:, None] * bytes + byte[None, :],
+        mask=(r < R)[:, None] & (byte < bytes)[None, :],
+        other=0,
+        eviction_policy="evict_first",
+    ).to(tl.int32)
+    b = start // 16 + tl.arange(0, BN // 16)
+    blocks = (C + 15) // 16
+    sf = tl.load(
+        scale + scale_index(r[:, None], b[None, :], (blocks + 3) // 4, SWIZZLED),
+        mask=(r < R)[:, None] & (b < blocks)[None, :],
+        other=0,
+    )
+    top = tl.load(amax + r, mask=r < R, other=0.0)[:, None] if ROW_SCALED else tl.load(amax)
+    factor = (decode_e4m3(sf.to(tl.int32)) * top) * (1.0 / (E4M3_MAX * 6.0))
+    factor = tl.reshape(tl.broadcast_to(factor[:, :, None], [BM, BN // 16, 8]), [BM, BN // 2])
+    value = tl.join(decode_e2m1(packed & 15) * factor, decode_e2m1(packed >> 4) * factor)
+    value = tl.reshape(value, [BM, BN]).to(out.dtype.element_ty)
+    c = start + tl.arange(0, BN)
+    if TRANSPOSED:
+        mask = (c < C)[:, None] & (r < R)[None, :]
+        tl.store(out + c[:, None] * R + r[None, :], tl.trans(value), mask=mask)
+    else:
+        mask = (r < R)[:, None] & (c < C)[None, :]
+        tl.store(out + r[:, None] * C + c[None, :], value, mask=mask)
+
+
+def quantize(
+    x: torch.Tensor,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    amax_rowwise: torch.Tensor | None,
+    amax_columnwise: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    e4m3_max: int,
+    four_over_six: int,
+    sign_mask: int,
+    two_d: bool,
+    swizzled: bool,
+    rht: bool,
+    row_scaled: bool,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Write both wanted directions of x and their amaxes."""
+    if not out:
+        return
+    x = as_rows(x)
+    (M, K), numel = x.shape, x.numel()
+    missing = (rowwise and amax_rowwise is None), (columnwise and amax_columnwise is None)
+    row_source, col_source, count = amax_rowwise, amax_columnwise, 1
+    if any(missing):
+        row, col = (vectors if row_scaled else partials)(x, noop, rht, sign_mask, *missing)
+        for top in (row, col):
+            count = count if top is None else top.numel()
+        row_source = row if missing[0] else row_source
+        col_source = col if missing[1] else col_source
+    row_data, row_scale = out[:2] if rowwise else (None, None)
+    col_data, col_scale = out[2 * rowwise : 2 * rowwise + 2] if columnwise else (None, None)
+    # Whole blocks, at addresses where 8 bytes can be stored at once.
+    row_words = row_data is None or (K % NVFP4_BLOCK == 0 and row_data.data_ptr() % 8 == 0)
+    col_words = col_data is None or ((rht or M % NVFP4_BLOCK == 0) and col_data.data_ptr() % 8 == 0)
+    options = config or tile_config(columnwise, rht, four_over_six)
+    BM, BN = options["BM"], options["BN"]
+    grid = max(1, cdiv(rup(M, 128), BM)) * max(1, cdiv(rup(K, 128), BN))
+    _quantize_kernel[(grid,)](
+        x,
+        row_data,
+        row_scale,
+        col_data,
+        col_scale,
+        out[2 * (rowwise + columnwise)] if rowwise else None,
+        out[-1] if columnwise else None,
+        row_source if rowwise else None,
+        col_source if columnwise else None,
+        None if four_over_six else rng,
+        noop,
+        M,
+        K,
+        x.stride(0),
+        count,
+        E4M3_MAX=e4m3_max,
+        FOUR=four_over_six,
+        SIGN_MASK=sign_mask if rht else 0,
+        TWO_D=two_d,
+        SWIZZLED=swizzled,
+        RHT=rht,
+        ROW_SCALED=row_scaled,
+        ROW_WORDS=row_words,
+        COL_WORDS=col_words,
+        EVEN=numel > 0 and row_words and col_words and M % max(BM, 128) == 0 and K % max(BN, 128) == 0,
+        SHARED=rowwise and row_source is col_source and not row_scaled,
+        ROW_BP=PARTIALS if missing[0] else 0,
+        COL_BP=PARTIALS if missing[1] else 0,
+        SPAN=span(options) if two_d and not four_over_six else 1,
+        enable_fp_fusion=False,  # where the reference rounds twice, so does the kernel
+        **options,
+    )
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    tensor_amax: torch.Tensor,
+    e4m3_max: int,
+    swizzled: bool,
+    transposed: bool,
+    cols: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """dtype(fl32(code · fl32(fl32(sf · amax) · fl32(1/(6E))))), (R, cols), or (cols, R) when `transposed`."""
+    data = data.contiguous()
+    shape = (cols, data.shape[0]) if transposed else (*data.shape[:-1], cols)
+    out = data.new_empty(shape, dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    R = out.numel() // cols
+    options = dequantize_config()
+    grid = cdiv(R, options["BM"]) * cdiv(cols, options["BN"])
+    _dequantize_kernel[(grid,)](
+        data,
+        scale_inv.contiguous(),
+        tensor_amax.contiguous(),
+        out,
+        R,
+        cols,
+        E4M3_MAX=e4m3_max,
+        SWIZZLED=swizzled,
+        TRANSPOSED=transposed,
+        ROW_SCALED=tensor_amax.numel() > 1,
+        enable_fp_fusion=False,
+        **options,
+    )
+    return out
+
+
+def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int) -> tuple:
+    """A case of the cast; `options` overrides the plain one."""
+    rht, random = bool(options.get("RHT")), options.pop("random", 0)
+    config = tile_config(columnwise, rht, options.get("FOUR", 0))
+    row, col = ("u8" if wanted else None for wanted in (rowwise, columnwise))
+    row_amax, col_amax = ("fp32" if wanted else None for wanted in (rowwise, columnwise))
+    pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else None, "fp32"]
+    constants = {
+        "E4M3_MAX": 448,
+        "FOUR": 0,
+        "SIGN_MASK": 0xD7E8,
+        "TWO_D": False,
+        "SWIZZLED": True,
+        "RHT": False,
+        "ROW_SCALED": False,
+        "ROW_WORDS": True,
+        "COL_WORDS": True,
+        "EVEN": True,
+        "SHARED": rowwise and columnwise and not rht,
+        "ROW_BP": PARTIALS,
+        "COL_BP": PARTIALS,
+        "SPAN": span(config) if options.get("TWO_D") else 1,
+    }
+    return ahead(_quantize_kernel, pointers, **config, **constants | options)
+
+
+AHEAD = [
+    _ahead(True, False),
+    _ahead(False, True, RHT=True, EVEN=False),
+    _ahead(True, True, TWO_D=True),
+    _ahead(True, True, "fp16", TWO_D=True, FOUR=1, SPAN=1, EVEN=False, ROW_WORDS=False, COL_WORDS=False),
+    _ahead(True, True, RHT=True, random=1, SWIZZLED=False),
+    _ahead(True, True, "fp32", ROW_SCALED=True, SHARED=False, FOUR=2, ROW_BP=0, COL_BP=0),
+    *(
+        ahead(
+            _dequantize_kernel,
+            ["u8", "u8", "fp32", dtype],
+            E4M3_MAX=448,
+            SWIZZLED=swizzled,
+            TRANSPOSED=transposed,
+            ROW_SCALED=transposed,
+            **dequantize_config(),
+        )
+        for dtype, swizzled, transposed in (("bf16", False, False), ("fp32", True, True))
+    ),
+]

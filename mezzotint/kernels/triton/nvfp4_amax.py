@@ -1,0 +1,212 @@
+"""The amax of each direction that NVFP4 scales by, on CUDA: one read of x for both.
+
+Without a transform both directions have the amax of x: a flat pass, one partial maximum per program. With one, a thread
+holds 8 columns of 16 rows, so the transform runs between its registers and each program leaves two partial maxima. The
+launch that needs the amax reduces the partials. Row-scaled: vectors, raised by atomic maxima from 0.
+"""
+
+# mypy: disable-error-code="assignment, var-annotated"
+# In a kernel a tuple grows: its type does, too.
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import cdiv
+from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16
+
+PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
+
+
+def flat_config() -> dict[str, int]:
+    """Elements that a program reads at a time."""
+    return {"BLOCK": 8192, "num_warps": 8}
+
+
+def tile_config() -> dict[str, int]:
+    """Tile that a program reads at a time: 16·G rows, BN columns."""
+    return {"G": 8, "BN": 64, "num_warps": 4}
+
+
+@triton.jit
+def _amax_flat_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
+    """Program p reads every P-th block of x and writes partials[p]."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    end = tl.cast(numel, tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    top = tl.zeros([BLOCK], tl.float32)
+    for start in range(pid.to(tl.int64) * BLOCK, end, step):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
+    tl.store(partials + pid, tl.max(top))
+
+
+@triton.jit
+def _raise(out, top, mask):
+    """out = max(out, top). FP32 that are not negative are ordered as their bits are."""
+    out = out.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(out, top.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _amax_tile_kernel(
+    x,
+    row_top,
+    col_top,
+    noop,
+    M,
+    K,
+    stride,
+    RHT: tl.constexpr,
+    SIGN_MASK: tl.constexpr,
+    ROW_SCALED: tl.constexpr,
+    G: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Program p reads every P-th tile and writes row_top[p] and col_top[p], or raises the vectors."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    across = tl.cdiv(K, BN)
+    tiles = tl.cdiv(M, 16 * G) * across
+    stride = tl.cast(stride, tl.int64)
+    rows = tl.zeros([G, BN], tl.float32)
+    columns = tl.zeros([G, BN], tl.float32)
+    for tile in range(pid, tiles, tl.num_programs(0)):
+        g = ((tile // across).to(tl.int64) * G + tl.arange(0, G))[:, None]
+        c = (tile % across * BN + tl.arange(0, BN))[None, :]
+        at = x + g * 16 * stride + c
+        values = ()
+        for i in tl.static_range(16):
+            values += (tl.load(at + i * stride, mask=(g * 16 + i < M) & (c < K), other=0.0),)
+        if ROW_SCALED and row_top is not None:
+            for i in tl.static_range(16):
+                top = tl.max(absmax((values[i],)), axis=1, keep_dims=True)
+                _raise(row_top + g * 16 + i, top, g * 16 + i < M)
+        elif row_top is not None:
+            rows = tl.maximum(rows, absmax(values))
+        if col_top is not None:
+            if RHT:
+                values = hadamard16(values, SIGN_MASK)
+            if ROW_SCALED:
+                _raise(col_top + c, tl.max(absmax(values), axis=0, keep_dims=True), c < K)
+            else:
+                columns = tl.maximum(columns, absmax(values))
+    if not ROW_SCALED:
+        if row_top is not None:
+            tl.store(row_top + pid, tl.max(rows))
+        if col_top is not None:
+            tl.store(col_top + pid, tl.max(columns))
+
+
+@triton.jit
+def _amax_finish_kernel(row_source, col_source, row_amax, col_amax, count, BP: tl.constexpr):
+    p = tl.arange(0, BP)
+    if row_amax is not None:
+        tl.store(row_amax, tl.max(tl.load(row_source + p, mask=p < count, other=0.0)))
+    if col_amax is not None:
+        tl.store(col_amax, tl.max(tl.load(col_source + p, mask=p < count, other=0.0)))
+
+
+def partials(
+    x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Partial maxima, at most PARTIALS, of a matrix whose rows are contiguous, for each wanted direction."""
+    (M, K), numel = x.shape, x.numel()
+    if x.is_contiguous() and not (rht and columnwise):
+        options = flat_config()
+        count = max(1, min(PARTIALS, cdiv(numel, options["BLOCK"])))
+        top = x.new_empty(count, dtype=torch.float32)
+        _amax_flat_kernel[(count,)](x, top, noop, numel, **options)
+        return top if rowwise else None, top if columnwise else None
+    options = tile_config()
+    count = max(1, min(PARTIALS, cdiv(M, 16 * options["G"]) * cdiv(K, options["BN"])))
+    row, col = x.new_empty((2, count), dtype=torch.float32).unbind(0)
+    _amax_tile_kernel[(count,)](
+        x,
+        row if rowwise else None,
+        col if columnwise else None,
+        noop,
+        M,
+        K,
+        x.stride(0),
+        RHT=rht,
+        SIGN_MASK=sign_mask,
+        ROW_SCALED=False,
+        **options,
+    )
+    return row if rowwise else None, col if columnwise else None
+
+
+def vectors(
+    x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The amax of every row [M] and of every column [K] of a matrix whose rows are contiguous."""
+    M, K = x.shape
+    options = tile_config()
+    row = x.new_zeros(M, dtype=torch.float32) if rowwise else None
+    col = x.new_zeros(K, dtype=torch.float32) if columnwise else None
+    tiles = cdiv(M, 16 * options["G"]) * cdiv(K, options["BN"])
+    if tiles:
+        _amax_tile_kernel[(tiles,)](
+            x,
+            row,
+            col,
+            noop,
+            M,
+            K,
+            x.stride(0),
+            RHT=rht,
+            SIGN_MASK=sign_mask,
+            ROW_SCALED=True,
+            **options,
+        )
+    return row, col
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """The (M, K) view, copied only where the elements of a row are not neighbours."""
+    x = as_matrix(x)
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def amax(
+    x: torch.Tensor, rht: bool, sign_mask: int, row_scaled: bool, rowwise: bool, columnwise: bool
+) -> list[torch.Tensor]:
+    """FP32 amax of each wanted direction: [1], or [M] and [K] when `row_scaled`."""
+    x = as_rows(x)
+    if row_scaled:
+        return [top for top in vectors(x, None, rht, sign_mask, rowwise, columnwise) if top is not None]
+    row_source, col_source = partials(x, None, rht, sign_mask, rowwise, columnwise)
+    row = x.new_empty(1, dtype=torch.float32) if rowwise else None
+    col = x.new_empty(1, dtype=torch.float32) if columnwise else None
+    source = row_source if rowwise else col_source
+    if source is not None:
+        _amax_finish_kernel[(1,)](row_source, col_source, row, col, source.numel(), BP=PARTIALS, num_warps=4)
+    return [top for top in (row, col) if top is not None]
+
+
+AHEAD = [
+    ahead(_amax_flat_kernel, ["bf16", "fp32", "fp32"], **flat_config()),
+    ahead(
+        _amax_tile_kernel,
+        ["bf16", "fp32", "fp32", None],
+        RHT=True,
+        SIGN_MASK=0xD7E8,
+        ROW_SCALED=False,
+        **tile_config(),
+    ),
+    ahead(
+        _amax_tile_kernel,
+        ["fp16", "fp32", "fp32", None],
+        RHT=False,
+        SIGN_MASK=0,
+        ROW_SCALED=True,
+        **tile_config(),
+    ),
+    ahead(_amax_finish_kernel, ["fp32"] * 4, BP=PARTIALS, num_warps=4),
+]

@@ -1,0 +1,369 @@
+"""D = A·Bᵀ on the CPU: every kind against FP64, the flags, the errors, the ops."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mezzotint import hw
+from mezzotint.constants import E4M3, E5M2
+from mezzotint.kernels import gemm as gemm_file
+from mezzotint.kernels.gemm import BACKENDS, Operand, flat, gemm, gemm_reference
+from mezzotint.kernels.operand import KINDS, exact
+from tests.operands import (
+    FORMAT_ERROR,
+    QUANTIZED,
+    decode,
+    fields,
+    product_and_bound,
+    quantize,
+    relative_error,
+)
+
+F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
+
+SIZES = [(1, 1, 1), (16, 32, 64), (5, 7, 33), (40, 24, 130), (129, 131, 257)]  # tokens, out, in
+
+# Format → the kinds of input, weight and gradient.
+ROLES = {
+    "high": ("high", "high", "high"),
+    "tensor": ("tensor", "tensor", "tensor"),
+    "row": ("row", "row", "row"),
+    "block": ("block1d", "block2d", "block1d"),
+    "mx": ("mx", "mx", "mx"),
+    "nv": ("nv", "nv", "nv"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def check_close(got: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None = None) -> None:
+    expected, bound = product_and_bound(a, b, bias, got.dtype)
+    assert got.shape == expected.shape
+    excess = (got.double() - expected).abs() - bound
+    assert bool((excess <= 0).all()), f"off by {float(excess.max())} more than its bound"
+
+
+def products(
+    name: str, x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor
+) -> dict[str, tuple[Operand, Operand, torch.Tensor]]:
+    """The three GEMMs of a linear layer, with the product of what was not quantized."""
+    kind_x, kind_w, kind_dy = ROLES[name]
+    dtype = E5M2 if name == "tensor" else E4M3
+    return {
+        "fprop": (quantize(x, kind_x), quantize(w, kind_w), x.double() @ w.double().t()),
+        "dgrad": (
+            quantize(dy, kind_dy, dtype=dtype),
+            quantize(w, kind_w, columnwise=True),
+            dy.double() @ w.double(),
+        ),
+        "wgrad": (
+            quantize(dy, kind_dy, dtype=dtype, columnwise=True),
+            quantize(x, kind_x, columnwise=True),
+            dy.double().t() @ x.double(),
+        ),
+    }
+
+
+@pytest.mark.parametrize("which", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", ROLES)
+def test_products_of_a_linear_layer(name: str, sizes: tuple[int, int, int], which: str) -> None:
+    tokens, out, into = sizes
+    x, w, dy = torch.randn(tokens, into), torch.randn(out, into), torch.randn(tokens, out)
+    a, b, unquantized = products(name, x.bfloat16(), w.bfloat16(), dy.bfloat16())[which]
+    got = gemm(a, b, out_dtype=F32 if name != "high" else B16)
+    check_close(got, a, b)
+    if min(sizes) > 16:
+        error = max(FORMAT_ERROR[a.kind], FORMAT_ERROR[b.kind]) * (2 if a.dtype == E5M2 else 1)
+        assert relative_error(got, unquantized) < error
+
+
+@pytest.mark.parametrize("kind_b", KINDS)
+@pytest.mark.parametrize("kind_a", KINDS)
+def test_any_pair_of_kinds(kind_a: str, kind_b: str) -> None:
+    a, b = quantize(torch.randn(37, 100), kind_a), quantize(torch.randn(45, 100), kind_b)
+    for out_dtype in (F32, B16):
+        check_close(gemm(a, b, out_dtype=out_dtype), a, b)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, B16])
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_an_unquantized_operand_sets_the_dtype(kind: str, dtype: torch.dtype) -> None:
+    x, q = torch.randn(20, 65).to(dtype), quantize(torch.randn(13, 65), kind)
+    check_close(gemm(Operand(x), q, out_dtype=dtype), Operand(x), q)
+    check_close(gemm(q, Operand(x), out_dtype=F32), q, Operand(x))
+
+
+def test_unequal_unquantized_operands_promote() -> None:
+    a, b = Operand(torch.randn(4, 9).half()), Operand(torch.randn(5, 9).bfloat16())
+    assert torch.equal(gemm(a, b, out_dtype=F32), a.data.float() @ b.data.float().t())
+
+
+@pytest.mark.parametrize("dtype_b", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype_a", [E4M3, E5M2])
+@pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind != "nv"])
+def test_element_types(kind: str, dtype_a: int, dtype_b: int) -> None:
+    a = quantize(torch.randn(18, 70), kind, dtype=dtype_a)
+    b = quantize(torch.randn(21, 70), kind, dtype=dtype_b)
+    check_close(gemm(a, b, out_dtype=F32), a, b)
+
+
+@pytest.mark.parametrize("kind", ["mx", "nv"])
+def test_swizzled_scales_are_the_same_scales(kind: str) -> None:
+    x, w = torch.randn(150, 200), torch.randn(40, 200)
+    plain = gemm(quantize(x, kind), quantize(w, kind), out_dtype=F32)
+    for sides in ((True, True), (True, False), (False, True)):
+        a, b = (quantize(t, kind, swizzled=s) for t, s in zip((x, w), sides, strict=True))
+        assert torch.equal(gemm(a, b, out_dtype=F32), plain)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_mx_columnwise_as_stored_or_as_views(swizzled: bool) -> None:
+    x = torch.randn(96, 64)
+    stored = quantize(x, "mx", columnwise=True, swizzled=swizzled)
+    assert stored.scale is not None
+    views = replace(stored, data=stored.data.t(), scale=stored.scale.t(), transposed=False)
+    other = quantize(torch.randn(33, 96), "mx")
+    got = gemm(stored, other, out_dtype=F32)
+    check_close(got, stored, other)
+    assert torch.equal(gemm(views, other, out_dtype=F32), got)
+    assert torch.equal(gemm(other, views, out_dtype=F32), gemm(other, stored, out_dtype=F32))
+
+
+@pytest.mark.parametrize(("scaled_a", "scaled_b"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("max_a", "max_b"), [(448, 448), (256, 448), (256, 256)])
+def test_nvfp4_factor_rounds_as_written(scaled_a: bool, scaled_b: bool, max_a: int, max_b: int) -> None:
+    a = quantize(torch.randn(12, 48) * 3, "nv", row_scaled=scaled_a, e4m3_max=max_a)
+    b = quantize(torch.randn(9, 48), "nv", row_scaled=scaled_b, e4m3_max=max_b)
+    assert a.amax is not None
+    assert b.amax is not None
+    values = exact(a, 48, F32), exact(b, 48, F32)
+    assert torch.equal(values[0].double() * a.amax.double().view(-1, 1) / (6 * max_a), decode(a))
+    y, unit = values[0] @ values[1].t(), torch.tensor(1.0 / (36.0 * max_a * max_b))
+    if not scaled_a and not scaled_b:
+        y = y * (a.amax * b.amax * unit)
+    elif scaled_a and scaled_b:
+        y = y * unit * a.amax[:, None] * b.amax[None, :]
+    else:
+        y = (y * unit) * (a.amax.view(-1, 1) * b.amax.view(1, -1))
+    assert torch.equal(gemm(a, b, out_dtype=F32), y)
+
+
+def test_nvfp4_odd_sizes_and_hadamard_padding() -> None:
+    x = torch.randn(21, 12)
+    a = quantize(x, "nv", columnwise=True)  # (12, 11 bytes): 22 codes for 21 tokens
+    for other in (quantize(torch.randn(21, 8), "nv", columnwise=True), quantize(torch.randn(8, 21), "mx")):
+        check_close(gemm(a, other, out_dtype=F32), a, other)
+        check_close(gemm(other, a, out_dtype=F32), other, a)
+    padded = replace(a, data=torch.nn.functional.pad(a.data, (0, 5)))  # 32 codes, as after a Hadamard transform
+    b = quantize(torch.randn(21, 8), "nv", columnwise=True)
+    assert torch.equal(gemm(padded, b, out_dtype=F32), gemm(a, b, out_dtype=F32))
+
+
+@pytest.mark.parametrize("bias_dtype", [F32, F16, B16])
+@pytest.mark.parametrize("out_dtype", [F32, F16, B16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_is_added_in_fp32_before_the_cast(kind: str, out_dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    a, b = quantize(torch.randn(19, 64), kind), quantize(torch.randn(11, 64), kind)
+    bias = torch.randn(11).to(bias_dtype)
+    wide = gemm(a, b, out_dtype=F32)
+    got = gemm(a, b, out_dtype=out_dtype, bias=bias)
+    assert got.dtype == out_dtype
+    assert torch.equal(got, (wide + bias.float()).to(out_dtype))
+    if kind != "high":
+        assert torch.equal(gemm(a, b, out_dtype=out_dtype), wide.to(out_dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, B16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulate(kind: str, dtype: torch.dtype) -> None:
+    a, b = quantize(torch.randn(10, 40), kind), quantize(torch.randn(6, 40), kind)
+    total = torch.randn(10, 6).to(dtype)
+    expected = total + gemm(a, b, out_dtype=dtype, bias=torch.ones(6))
+    got = gemm(a, b, out_dtype=F32, bias=torch.ones(6), accumulate=total)
+    assert got is total
+    assert torch.equal(got, expected)
+
+
+def test_accumulate_into_a_view() -> None:
+    a, b = Operand(torch.randn(4, 8)), Operand(torch.randn(3, 8))
+    whole = torch.zeros(6, 8)
+    gemm(a, b, out_dtype=F32, accumulate=whole[1:5, ::3])
+    assert torch.equal(whole[1:5, ::3], gemm(a, b, out_dtype=F32))
+    assert int((whole != 0).sum()) == 12
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 4, 8), (4, 0, 8), (4, 6, 0), (0, 0, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty(kind: str, sizes: tuple[int, int, int], with_bias: bool) -> None:
+    rows_a, rows_b, size = sizes
+    a, b = (_empty(kind, rows, size) for rows in (rows_a, rows_b))
+    bias = torch.randn(rows_b) if with_bias else None
+    expected = torch.zeros(rows_a, rows_b) if bias is None else bias.expand(rows_a, rows_b)
+    for dtype in (F32, B16):
+        assert torch.equal(gemm(a, b, out_dtype=dtype, bias=bias), expected.to(dtype))
+        total = torch.ones(rows_a, rows_b, dtype=dtype)
+        assert torch.equal(gemm(a, b, out_dtype=dtype, bias=bias, accumulate=total), 1 + expected.to(dtype))
+
+
+def _empty(kind: str, rows: int, size: int) -> Operand:
+    """By shape alone: a quantizer may refuse an empty matrix."""
+    like = quantize(torch.ones(4, 8), kind)
+    width = size // 2 if kind == "nv" else size
+    shapes = {
+        "tensor": (1,),
+        "row": (rows,),
+        "block1d": (-(-size // 128), -(-rows // 4) * 4),
+        "block2d": (-(-rows // 128), -(-size // 512) * 4),
+        "mx": (-(-rows // 128) * 128, -(-size // 128) * 4),
+        "nv": (-(-rows // 128) * 128, -(-size // 64) * 4),
+    }
+    scale = None if like.scale is None else torch.ones(shapes[kind], dtype=like.scale.dtype)
+    return replace(like, data=torch.ones(rows, width).to(like.data.dtype), scale=scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fast_accum_is_a_permission(kind: str) -> None:
+    a, b = quantize(torch.randn(10, 40), kind), quantize(torch.randn(6, 40), kind)
+    assert torch.equal(gemm(a, b, out_dtype=F32, fast_accum=True), gemm(a, b, out_dtype=F32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_changes_nothing(kind: str) -> None:
+    a, b = quantize(torch.randn(10, 40), kind), quantize(torch.randn(6, 40), kind)
+    expected = gemm(a, b, out_dtype=F32, bias=torch.ones(6))
+    with torch.autocast("cpu", dtype=B16):
+        assert torch.equal(gemm(a, b, out_dtype=F32, bias=torch.ones(6)), expected)
+
+
+def test_strided_views() -> None:
+    x = quantize(torch.randn(20, 64), "tensor")
+    wide = replace(x, data=torch.stack((x.data, x.data), -1)[..., 0])
+    assert not wide.data.is_contiguous()
+    b = quantize(torch.randn(8, 64), "tensor")
+    assert torch.equal(gemm(wide, b, out_dtype=F32), gemm(x, b, out_dtype=F32))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_emulation_in_bf16_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU without a GEMM for the kind runs, here with FP32 instead of its tensor cores."""
+    monkeypatch.setattr(gemm_file, "_mm_fp32", lambda x, y, out: torch.mm(x.float(), y.float().t()))
+    a, b = quantize(torch.randn(30, 70), kind, pow2=True), quantize(torch.randn(12, 70), kind, pow2=True)
+    for dtype, bias in ((F32, None), (B16, torch.randn(12))):
+        out, expected = torch.empty(2, 30, 12, dtype=dtype)
+        BACKENDS["emulated"](out, a, b, bias, False)
+        gemm_reference(expected, a, b, bias)
+        assert torch.equal(out, expected)
+
+
+def test_every_backend_of_the_table_exists() -> None:
+    assert {row.name for row in hw.GEMM_BACKENDS} == set(BACKENDS)
+    assert {kind for row in hw.GEMM_BACKENDS for kind in (row.kind_a, row.kind_b)} == {*KINDS, hw.ANY}
+
+
+# Compiled.
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_is_eager(kind: str) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, total: torch.Tensor) -> list[torch.Tensor]:
+        a, b = quantize(x, kind), quantize(w, kind)
+        y = gemm(a, b, out_dtype=B16, bias=bias)
+        dw = gemm(quantize(y, kind, columnwise=True), quantize(x, kind, columnwise=True), out_dtype=F32)
+        gemm(quantize(y, kind, columnwise=True), quantize(x, kind, columnwise=True), out_dtype=F32, accumulate=total)
+        return [y, dw, total]
+
+    x, w, bias = torch.randn(48, 96).bfloat16(), torch.randn(32, 96).bfloat16(), torch.randn(32)
+    eager = step(x, w, bias, torch.ones(32, 96))
+    compiled = torch.compile(step, fullgraph=True)(x, w, bias, torch.ones(32, 96))
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.compile
+def test_dynamic_tokens_compile_once() -> None:
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = (quantize(t, "mx", columnwise=True, swizzled=True) for t in (x, w))
+        return gemm(a, b, out_dtype=F32)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (96, 128, 160):
+        x, w = torch.randn(tokens, 32), torch.randn(tokens, 64)
+        assert torch.equal(compiled(x, w), step(x, w))
+    assert counter.frame_count == 1
+
+
+# The ops themselves.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind: str) -> None:
+    a = quantize(torch.randn(6, 40), kind, swizzled=True)
+    b = quantize(torch.randn(40, 5), kind, columnwise=True, swizzled=True)
+    for bias, dtype in ((None, B16), (torch.randn(5), F32)):
+        arguments = (*flat(a), *flat(b), bias)
+        torch.library.opcheck(torch.ops.mezzotint.gemm.default, (*arguments, dtype, False))
+        torch.library.opcheck(torch.ops.mezzotint.gemm_.default, (torch.ones(6, 5, dtype=dtype), *arguments, False))
+
+
+def test_flat_is_the_order_of_the_fields() -> None:
+    op = quantize(torch.randn(4, 32), "nv")
+    assert all(one is other for one, other in zip(flat(op), fields(op), strict=True))
+    assert flat(op) == tuple(getattr(op, name) for name in Operand.__slots__)
+
+
+# Errors.
+
+
+def _pair() -> tuple[Operand, Operand]:
+    return quantize(torch.randn(4, 32), "tensor"), quantize(torch.randn(6, 32), "tensor")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "int8"}, r"a\.kind is 'int8'"),
+        ({"scale": None}, r"a\.scale is missing"),
+        ({"scale": torch.ones(2)}, r"a\.scale has shape \(2,\): expected \(1,\)"),
+        ({"dtype": 0}, r"a\.dtype is 0"),
+        ({"data": torch.zeros(32, dtype=torch.uint8)}, r"a\.data has shape \(32,\)"),
+        ({"data": torch.zeros(4, 32)}, r"a\.data is torch\.float32: codes are torch\.uint8"),
+        ({"data": torch.zeros(4, 31, dtype=torch.uint8)}, r"a and b contract over 31 and 32"),
+        ({"transposed": True}, r"a\.transposed is for kind 'mx'"),
+        ({"kind": "high"}, r"a\.data is torch\.uint8: an unquantized operand"),
+        ({"scale": torch.ones(1, device="meta")}, r"a\.scale is on meta, a\.data on cpu"),
+    ],
+)
+def test_a_bad_operand_is_named(change: dict, message: str) -> None:
+    a, b = _pair()
+    with pytest.raises(ValueError, match=message):
+        gemm(replace(a, **change), b, out_dtype=F32)
+
+
+def test_other_bad_arguments_are_named() -> None:
+    a, b = _pair()
+    with pytest.raises(ValueError, match=r"b\.scale is missing"):
+        gemm(a, replace(b, scale=None), out_dtype=F32)
+    with pytest.raises(ValueError, match=r"b\.data is on meta"):
+        gemm(a, replace(b, data=b.data.to("meta")), out_dtype=F32)
+    with pytest.raises(ValueError, match=r"out_dtype is torch\.int8"):
+        gemm(a, b, out_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"bias is \(4,\) on cpu: expected \(6,\)"):
+        gemm(a, b, out_dtype=F32, bias=torch.zeros(4))
+    with pytest.raises(ValueError, match=r"accumulate is \(6, 4\) on cpu: expected \(4, 6\)"):
+        gemm(a, b, out_dtype=F32, accumulate=torch.zeros(6, 4))
+    with pytest.raises(ValueError, match=r"accumulate is torch\.uint8"):
+        gemm(a, b, out_dtype=F32, accumulate=torch.zeros(4, 6, dtype=torch.uint8))
+    nv = quantize(torch.randn(4, 32), "nv")
+    with pytest.raises(ValueError, match=r"a\.amax is missing"):
+        gemm(replace(nv, amax=None), b, out_dtype=F32)
+    with pytest.raises(ValueError, match=r"a\.amax has shape \(3,\)"):
+        gemm(replace(nv, amax=torch.ones(3)), b, out_dtype=F32)

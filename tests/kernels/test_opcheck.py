@@ -1,0 +1,166 @@
+"""`torch.library.opcheck` on every leaf op: schema (mutation and aliasing), fake = real, autograd, AOT dispatch.
+
+Schema and fake run over every option set, usage and dtype; all of opcheck, which also traces each case with dynamic
+shapes, over every option set once.
+"""
+
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mezzotint.kernels
+from mezzotint.kernels.float8 import float8_amax
+from mezzotint.kernels.nvfp4 import nvfp4_amax
+from mezzotint.kernels.philox import draw_rng
+from tests.formats import HIGH, VARIANTS, Variant
+
+SHAPES = ((48, 80), (2, 3, 40))
+FAST = ("test_schema", "test_faketensor")
+ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+# Ops whose opchecks are beside their other tests.
+ELSEWHERE = {
+    "gemm": "test_gemm.py",
+    "gemm_": "test_gemm.py",
+    "grouped_gemm": "test_grouped_gemm.py",
+    "grouped_gemm_": "test_grouped_gemm.py",
+}
+AMAX_CASES = {
+    "float8": (float8_amax, ()),
+    "nvfp4-both": (nvfp4_amax, (False, 0, False, True, True)),
+    "nvfp4-rowwise": (nvfp4_amax, (False, 0, False, True, False)),
+    "nvfp4-columnwise-rht": (nvfp4_amax, (True, 0xD7E8, False, False, True)),
+    "nvfp4-row_scaled": (nvfp4_amax, (False, 0, True, True, True)),
+}
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def describe(value: Any) -> str | None:
+    """Ids: row, column or both for a usage, the bare name for a dtype."""
+    if isinstance(value, tuple) and all(isinstance(flag, bool) for flag in value):
+        return {(True, False): "row", (False, True): "column"}.get(value, "both")
+    return str(value).removeprefix("torch.")
+
+
+def check_quantize(variant: Variant, x: torch.Tensor, usage: tuple[bool, ...], utils: tuple[str, ...]) -> None:
+    """The functional op, and the in-place one without and with `noop`."""
+    arguments = variant.arguments("cpu", usage)
+    torch.library.opcheck(variant.quantize, (x, *arguments), test_utils=utils)
+    out = [buffer.clone() for buffer in variant.quantize(x, *arguments)]
+    for noop in (None, torch.ones(1)):
+        torch.library.opcheck(variant.quantize_, (x, out, noop, *arguments), test_utils=utils)
+
+
+@pytest.mark.parametrize(
+    ("variant", "usage", "dtype"),
+    [(variant, usage, dtype) for variant in VARIANTS for usage in variant.usages() for dtype in variant.dtypes],
+    ids=describe,
+)
+def test_quantize(variant: Variant, usage: tuple[bool, ...], dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        check_quantize(variant, sample(shape, dtype), usage, FAST)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_quantize_traced(variant: Variant) -> None:
+    check_quantize(variant, sample(SHAPES[0], variant.dtypes[0]), variant.usages()[-1], ALL)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.format in ("float8", "float8_block")], ids=str)
+@pytest.mark.parametrize("shape", [(1, 24), (24, 1), (24,)], ids=str)
+def test_quantize_one_row_or_column(variant: Variant, shape: tuple[int, ...]) -> None:
+    """A transpose that moves nothing is still a copy."""
+    check_quantize(variant, sample(shape, torch.bfloat16), (True, True), FAST)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("way", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.format != "identity"], ids=str)
+def test_dequantize(variant: Variant, way: str) -> None:
+    """The op that `variant.dequantize` calls, with the arguments that it gives; every output dtype."""
+    x = sample(SHAPES[0], variant.dtypes[0])
+    op, arguments = called_op(variant, way, x)
+    torch.library.opcheck(op, arguments, test_utils=ALL)
+    for out_dtype in HIGH[:2]:
+        torch.library.opcheck(op, (*arguments[:-1], out_dtype), test_utils=FAST)
+    if variant.format != "nvfp4" or way == "rowwise":  # NVFP4's column-wise copy is of the 2-D view
+        op, arguments = called_op(variant, way, sample(SHAPES[1], variant.dtypes[0]))
+        torch.library.opcheck(op, arguments, test_utils=FAST)
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """The ops of this library that run inside, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "mezzotint":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def called_op(variant: Variant, way: str, x: torch.Tensor) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]:
+    """The dequantization op of a variant and what it is called with."""
+    buffers = variant.buffers(x)
+    with Recorder() as recorder:
+        variant.dequantize(buffers, way, x.shape)
+    ((op, arguments),) = recorder.calls
+    return op, arguments
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+@pytest.mark.parametrize("case", AMAX_CASES)
+def test_amax(case: str, dtype: torch.dtype) -> None:
+    op, arguments = AMAX_CASES[case]
+    for shape in SHAPES:
+        torch.library.opcheck(op, (sample(shape, dtype), *arguments), test_utils=ALL)
+
+
+def test_draw_rng() -> None:
+    """It draws from the generator: `test_aot_dispatch_dynamic` compares two draws and cannot pass."""
+    x = torch.zeros(3)
+    torch.library.opcheck(draw_rng, (x,), test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    assert torch.Tag.nondeterministic_seeded in draw_rng.tags
+    torch.manual_seed(5)
+    first, second = draw_rng(x), draw_rng(x)
+    torch.manual_seed(5)
+    assert torch.equal(draw_rng(x), first)
+    assert not torch.equal(first, second)
+
+
+def library_ops() -> set[str]:
+    """Every op of the `mezzotint` namespace, all files of the kernels loaded."""
+    for found in pkgutil.iter_modules(mezzotint.kernels.__path__):
+        if found.name != "triton":  # launches only; ops are defined beside their references
+            importlib.import_module(f"{mezzotint.kernels.__name__}.{found.name}")
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("mezzotint::") for name in names if name.startswith("mezzotint::")}
+
+
+def test_every_op_has_a_case() -> None:
+    """A new op without a case fails here."""
+    x = sample((16, 32), torch.bfloat16)
+    here = {op.name() for variant in VARIANTS for op in (variant.quantize, variant.quantize_)}
+    for variant in VARIANTS:
+        if variant.format != "identity":
+            here |= {called_op(variant, way, x)[0].name() for way in variant.directions}
+    here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
+    here = {name.removeprefix("mezzotint::") for name in here}
+    assert not here & set(ELSEWHERE)
+    assert here | set(ELSEWHERE) == library_ops()
+
+
+@pytest.mark.parametrize("op", ELSEWHERE)
+def test_elsewhere_is_there(op: str) -> None:
+    text = Path(__file__).with_name(ELSEWHERE[op]).read_text()
+    assert f"opcheck(torch.ops.mezzotint.{op}.default" in text
