@@ -1,8 +1,10 @@
 """Every quantization op of the kernels with the option sets worth telling apart, for tests and benchmarks.
 
     for variant in VARIANTS:
-        buffers = variant.buffers(x, rowwise=True, columnwise=True)     # name → tensor
-        back = variant.dequantize(buffers, "columnwise", x.shape)       # FP32, logical shape
+        buffers = variant.buffers(x)                                    # name → tensor, both directions
+        back = variant.dequantize(buffers, "columnwise", x.shape)       # FP32
+
+A new op, or an option that changes bytes, gets a line in `VARIANTS`.
 """
 
 from collections.abc import Callable, Sequence

@@ -38,6 +38,7 @@ ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
 MAY_IMPORT_LATE = {
     "mezzotint.kernels._lib": "Triton loads when the first CUDA tensor arrives",
     "mezzotint.hw": "asks a library that may be absent what it can do",
+    "mezzotint.dynamo.trace": "runs inside the compiler, which is imported by then",
 }
 
 
@@ -85,6 +86,8 @@ def _imports_of(source: str, modules: dict[str, Path]) -> Iterator[Import]:
 
     def walk(node: ast.AST, is_late: bool) -> Iterator[Import]:
         match node:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                return  # names for annotations: nothing is imported when the program runs
             case ast.Import(names=names):
                 for alias in names:
                     yield Import(source, node.lineno, known(alias.name), is_late)

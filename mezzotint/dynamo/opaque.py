@@ -10,7 +10,7 @@ from mezzotint.tensor.hybrid import HybridQuantizer
 from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer
-from mezzotint.tensor.opaque import is_registered_value, register_value
+from mezzotint.tensor.opaque import register_value
 from mezzotint.tensor.quantizer import Quantizer
 
 # Methods that take or give tensors: the compiler traces into them. All else of a quantizer is a constant to it.
@@ -40,7 +40,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
     """Whether the compiler takes `quantizer` as a constant."""
-    return is_registered_value(type(quantizer))
+    return isinstance(quantizer, Quantizer) and quantizer._is_constant()
 
 
 for _cls in (

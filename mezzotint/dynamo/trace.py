@@ -1,8 +1,8 @@
 """Two gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11 and 2.13).
 
 `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class; and a
-method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails for a
-method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline it.
+method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
+for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline it.
 
 Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the two functions are
 put in place when its module is loaded.

@@ -127,7 +127,8 @@ def update_quantized(
     storage_class: Any = class_by_name(class_name)
     if not isinstance(dst, storage_class):
         raise TypeError(
-            f"dst is {type(dst).__name__}: {type(quantizer).__name__} writes into {class_name}; make one with make_empty"
+            f"dst is {type(dst).__name__}: {type(quantizer).__name__} writes into {class_name}; "
+            "make one with make_empty"
         )
     if noop_flag is not None:
         check_noop(noop_flag)

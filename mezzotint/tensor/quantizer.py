@@ -14,7 +14,7 @@ import torch
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
 from mezzotint.tensor.flatten import qualified_name
-from mezzotint.tensor.opaque import OpaqueMeta
+from mezzotint.tensor.opaque import OpaqueMeta, is_registered_value
 from mezzotint.tensor.quantize import (
     assemble,
     check_input,
@@ -119,6 +119,10 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether it is a value of plain fields; one that holds tensors is only itself."""
         return True
 
+    def _is_constant(self) -> bool:
+        """Whether the compiler takes it as a constant: a method, so that the answer is a constant there too."""
+        return self._is_value() and is_registered_value(type(self))
+
     def _value_fields(self) -> dict[str, Any]:
         """Everything that decides what this quantizer does: attribute → plain value."""
         return {
@@ -137,8 +141,8 @@ class Quantizer(metaclass=OpaqueMeta):
             elif not isinstance(value, _PLAIN):
                 raise TypeError(
                     f"{type(self).__name__}.{name} is {type(value).__name__}: a quantizer is a value of plain ints, "
-                    "bools, floats, strings and enums. A process group baked into a graph, or left out of the key, would "
-                    "silently skip a reduction: pass the group to the quantize call instead"
+                    "bools, floats, strings and enums. A process group baked into a graph, or left out of the key, "
+                    "would silently skip a reduction: pass the group to the quantize call instead"
                 )
         return (type(self), *fields.items())
 

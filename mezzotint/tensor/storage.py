@@ -25,8 +25,8 @@ class QuantizedTensorStorage(Flattenable):
         order = [k for _, k in self._FLATTEN_TENSOR_BUFFERS] + [k for _, k, _ in self._VALUES]
         if len(args) > len(order) or any(name in fields for name in order[: len(args)]):
             raise TypeError(
-                f"{type(self).__name__} got {len(args)} positional arguments and {sorted(fields)} by name; it takes each "
-                f"of {order} once"
+                f"{type(self).__name__} got {len(args)} positional arguments and {sorted(fields)} by name; it takes "
+                f"each of {order} once"
             )
         fields.update(zip(order, args, strict=False))
         self._assign(torch.float32 if fake_dtype is None else fake_dtype, fields)

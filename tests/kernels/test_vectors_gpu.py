@@ -26,17 +26,24 @@ def test_casts(entry: Entry) -> None:
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_cuda_is_cpu(variant: Variant, content: str) -> None:
-    for shape in SHAPES:
-        for dtype in variant.dtypes:
-            x = fill(shape, dtype, content, 0)
-            for usage in variant.usages():
-                same(variant, x, x.cuda(), usage)
+    for shape in SHAPES[:2]:
+        x = fill(shape, variant.dtypes[0], content, 0)
+        same(variant, x, x.cuda(), variant.usages()[-1])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_cuda_is_cpu_for_every_shape(variant: Variant, shape: tuple[int, ...]) -> None:
+    for dtype in variant.dtypes:
+        x = fill(shape, dtype, "mixed", 1)
+        for usage in variant.usages():
+            same(variant, x, x.cuda(), usage)
 
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_view_on_cuda_is_cpu(variant: Variant, view: str) -> None:
-    for shape in ((128, 256), (33, 70), (2, 3, 48)):
+    for shape in SHAPES[:3]:
         x = fill(shape, variant.dtypes[0], "normal", 1)
         seen = as_view(x.cuda(), view)
         same(variant, seen.cpu(), seen, variant.usages()[-1])

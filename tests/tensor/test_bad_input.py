@@ -10,7 +10,7 @@ import mezzotint as mz
 from mezzotint import DType, QuantizedTensor, QuantizedTensorStorage, Quantizer, TensorProto, to_tensor_proto
 from mezzotint.kernels._lib import Buffers
 from mezzotint.tensor.flatten import class_by_name
-from tests.quantizer_formats import E4M3, E5M2, FORMATS, Format, over_formats, sample, same_bytes, snapshot
+from tests.quantizer_formats import E4M3, E5M2, FORMATS, Format, over_formats, same_bytes, sample, snapshot
 
 FP8_QUANTIZERS = [
     pytest.param(mz.Float8CurrentScalingQuantizer, id="current"),
@@ -37,7 +37,9 @@ def test_dtype_of_the_tensor(fmt: Format, dtype: torch.dtype) -> None:
 
 
 @over_formats()
-@pytest.mark.parametrize("value", [[[1.0]], np.ones((2, 2), np.float32), None, 1.0, "x"], ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(
+    "value", [[[1.0]], np.ones((2, 2), np.float32), None, 1.0, "x"], ids=lambda v: type(v).__name__
+)
 def test_no_tensor(fmt: Format, value: Any) -> None:
     message = rf"tensor is {type(value).__name__}: give a torch.Tensor"
     for quantizer in (fmt.make(), fmt.quantizer(internal=True)):
@@ -85,7 +87,9 @@ def test_target_of_another_class(fmt: Format) -> None:
     quantizer = fmt.make()
     other = "mxfp8" if fmt.storage is not mz.MXFP8TensorStorage else "nvfp4"
     for target in (torch.empty(32, 64), FORMATS[other].make().make_empty((32, 64)), None):
-        message = rf"dst is {type(target).__name__}: \w+ writes into [\w.]*{fmt.storage.__name__}; make one with make_empty"
+        message = (
+            rf"dst is {type(target).__name__}: \w+ writes into [\w.]*{fmt.storage.__name__}; make one with make_empty"
+        )
         with pytest.raises(TypeError, match=message):
             quantizer.update_quantized(sample((32, 64)), target)
     with pytest.raises(TypeError, match="writes into"):
@@ -96,7 +100,9 @@ def test_target_of_another_class(fmt: Format) -> None:
 def test_target_of_another_shape(fmt: Format) -> None:
     target = fmt.make().make_empty((32, 64))
     for shape in ((64, 32), (32, 65), (2, 16, 64)):
-        message = rf"dst has shape \(32, 64\), src {str(shape).replace('(', '[(]').replace(')', '[)]')}: they must be equal"
+        message = (
+            rf"dst has shape \(32, 64\), src {str(shape).replace('(', '[(]').replace(')', '[)]')}: they must be equal"
+        )
         with pytest.raises(ValueError, match=message):
             target.quantize_(sample(shape))
 
@@ -167,7 +173,9 @@ def test_a_product_needs_a_direction_that_is_not_held(fmt: Format) -> None:
         wanted = "columnwise" if columnwise else "rowwise"
         for internal in (False, True):
             quantized = fmt.quantize(sample((32, 64)), columnwise, not columnwise, internal)
-            with pytest.raises(ValueError, match=rf"{type(quantized).__name__}.* holds no {wanted} data.*{wanted}=True"):
+            with pytest.raises(
+                ValueError, match=rf"{type(quantized).__name__}.* holds no {wanted} data.*{wanted}=True"
+            ):
                 quantized.gemm_operand(columnwise)
 
 

@@ -32,17 +32,15 @@ from tests.quantizer_formats import (
     snapshot,
 )
 
-over_usages = pytest.mark.parametrize(
-    ("rowwise", "columnwise"), USAGES, ids=["rowwise", "columnwise", "both"]
-)
+over_usages = pytest.mark.parametrize(("rowwise", "columnwise"), USAGES, ids=["rowwise", "columnwise", "both"])
 over_internal = pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
 
 X = (256, 64)  # two of the largest blocks, so that a row slice can keep the form of every format
 
 
 def described(quantized: QuantizedTensorStorage) -> dict[str, Any]:
-    """Buffer → shape, dtype and device."""
-    return {name: (tuple(b.shape), b.dtype, b.device.type) for name, b in quantized._buffers()}
+    """Buffer → shape, strides, dtype and device."""
+    return {name: (tuple(b.shape), b.stride(), b.dtype, b.device.type) for name, b in quantized._buffers()}
 
 
 def context_of(quantized: QuantizedTensorStorage) -> dict[str, Any]:
@@ -76,7 +74,8 @@ def test_proto_is_real_is_fake(fmt: Format, rowwise: bool, columnwise: bool, int
                 assert quantized.dtype == dtype
                 assert quantized.device.type == "cpu"
                 assert quantized.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
-                assert tuple(quantized.dequantize().shape) == shape
+                back = quantized.dequantize()
+                assert (tuple(back.shape), back.dtype, back.is_contiguous()) == (shape, dtype, True)
             if fmt.is_value:
                 assert context_of(real) == context_of(fake) == context_of(made) == proto.create_metadata(), shape
                 assert to_tensor_proto(real) == TensorProto(
@@ -1187,7 +1186,7 @@ def test_delayed_quantizers_are_themselves_only() -> None:
     scale, amax = torch.ones(1), torch.zeros(1)
     first, second = (mz.Float8Quantizer(scale, amax, E4M3) for _ in range(2))
     assert first != second
-    assert first == first  # noqa: PLR0124
+    assert first == first
     assert len({first, second}) == 2
     assert first.copy() != first
     assert first.copy().scale is scale

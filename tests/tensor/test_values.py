@@ -57,7 +57,7 @@ def test_equal_values_are_equal(fmt: Format) -> None:
     assert hash(first) == hash(second)
     assert first._value_key() == second._value_key()
     assert len({first, second}) == 1
-    assert first == first  # noqa: PLR0124
+    assert first == first
     assert first != object()
     assert first is not None
     assert set(first._value_fields()) >= {"rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"}
@@ -235,7 +235,7 @@ def assert_refuses(make: Any, group: Any) -> None:
         lambda: quantizer._value_key(),
         lambda: hash(quantizer),
         lambda: quantizer == other,
-        lambda: quantizer == quantizer,  # noqa: PLR0124
+        lambda: quantizer == quantizer,
         lambda: make(None) == quantizer,
         lambda: quantizer.__fx_repr__(),
         lambda: quantizer.quantize(sample((32, 64))),
@@ -270,7 +270,7 @@ def test_a_hybrid_of_stateful_quantizers_is_itself_only() -> None:
 
     quantizer = make()
     assert not quantizer._is_value()
-    assert quantizer == quantizer  # noqa: PLR0124
+    assert quantizer == quantizer
     assert quantizer != quantizer.copy()
     assert len({quantizer, make()}) == 2
     tensor = quantizer.quantize(sample((32, 64)))

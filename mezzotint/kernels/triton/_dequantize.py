@@ -38,7 +38,7 @@ def _dequantize_tile_kernel(
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
     mask = (r < M)[:, None] & (c < K)[None, :]
-    code = tl.load(data + r[:, None] * K + c[None, :], mask=mask, other=0, eviction_policy="evict_first")
+    code = tl.load(data + r[:, None] * K + c[None, :], mask=mask, other=0)
     scale = tl.load(scale_inv + r // HIGH * along + col * BN // 128 * across, mask=r < M, other=0.0)
     value = (decode_fp8(code, DTYPE) * scale[:, None]).to(out.dtype.element_ty)
     if TRANSPOSED:

@@ -170,21 +170,26 @@ def eights(index, zero):
 
 
 @triton.jit
-def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr):
-    """x[r, c] as FP32, 0 outside of (M, K). EVEN: no tile is cut. Loads without a mask all go out at once."""
+def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """x[r, c] as FP32, 0 outside of (M, K).
+
+    EVEN: no tile is cut. Loads without a mask all go out at once.
+    ONCE: mark what is read as first to leave the cache. It rarely pays, because a thread that holds 16 columns takes
+    half a sector at a time and finds the other half there.
+    """
+    policy: tl.constexpr = "evict_first" if ONCE else ""
     at = x + r[:, None] * stride + c[None, :]
     if EVEN:
-        return tl.load(at, eviction_policy="evict_first").to(tl.float32)
+        return tl.load(at, eviction_policy=policy).to(tl.float32)
     else:
         mask = (r < M)[:, None] & (c < K)[None, :]
-        return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        return tl.load(at, mask=mask, other=0.0, eviction_policy=policy).to(tl.float32)
 
 
 @triton.jit
-def store_tile(out, tile, r, c, M, K, zero, EVEN: tl.constexpr):
-    """out[r, c] of an (M, K) matrix. `zero`: see `eights`."""
-    to = c if zero is None else eights(c, zero)
-    at = out + r[:, None] * K + to[None, :]
+def store_tile(out, tile, r, c, M, K, EVEN: tl.constexpr):
+    """out[r, c] of an (M, K) matrix."""
+    at = out + r[:, None] * K + c[None, :]
     if EVEN:
         tl.store(at, tile)
     else:
@@ -193,12 +198,12 @@ def store_tile(out, tile, r, c, M, K, zero, EVEN: tl.constexpr):
 
 @triton.jit
 def store_transposed(
-    out, tile, row, col, M, K, zero, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr
+    out, tile, row, col, M, K, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr
 ):
     """Write tile (row, col), rows as `spread` orders them, into the (K, M) matrix `out`."""
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
-    store_tile(out, transposed(tile, BM, BN, SPAN), c, r, K, M, zero, EVEN)
+    store_tile(out, transposed(tile, BM, BN, SPAN), c, r, K, M, EVEN)
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

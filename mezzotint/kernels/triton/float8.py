@@ -137,7 +137,7 @@ def _cast_kernel(
     pid = tl.program_id(0)
     block = (pid if SCALED else tl.num_programs(0) - 1 - pid).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + i, mask=i < numel, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
     scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
@@ -178,15 +178,15 @@ def _cast_tile_kernel(
     row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN)
+    value = load_tile(x, r, c, M, K, stride, EVEN, False)
     scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     code = cast_fp8(value * scale, DTYPE)
     if data is not None:
-        store_tile(data, code, r, c, M, K, None, EVEN)
+        store_tile(data, code, r, c, M, K, EVEN)
     if transpose is not None:
-        store_transposed(transpose, code, row, col, M, K, None, BM, BN, SPAN, EVEN)
+        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
     if SCALED:
         _raise_amax(amax, value)
 
@@ -194,7 +194,7 @@ def _cast_tile_kernel(
 @triton.jit
 def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(data + i, mask=i < numel, other=0, eviction_policy="evict_first")
+    code = tl.load(data + i, mask=i < numel, other=0)
     value = decode_fp8(code, DTYPE) * tl.load(scale_inv)
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < numel)
 

@@ -31,18 +31,18 @@ from mezzotint.kernels.triton._jit import (
 )
 
 
-def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, int]:
-    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are."""
-    if not two_d and not columnwise:
-        return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2}
-    if not two_d and not rowwise:
-        return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4}
+def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, Any]:
+    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. ONCE: see `load_tile`."""
     if two_d:
-        return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8}
-    return {"BM": 128, "BN": 128, "GROUP": 4, "num_warps": 4}
+        return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8, "ONCE": rowwise and columnwise}
+    if not columnwise:
+        return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2, "ONCE": True}
+    if not rowwise:
+        return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4, "ONCE": False}
+    return {"BM": 128, "BN": 128, "GROUP": 4, "num_warps": 4, "ONCE": False}
 
 
-@triton.jit(do_not_specialize=["zero"])
+@triton.jit
 def _block_kernel(
     x,
     data,
@@ -53,7 +53,6 @@ def _block_kernel(
     M,
     K,
     stride,
-    zero,
     eps,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
@@ -62,6 +61,7 @@ def _block_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    ONCE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
@@ -70,20 +70,20 @@ def _block_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN)
+    value = load_tile(x, r, c, M, K, stride, EVEN, ONCE)
     # Both maxima before the first store: what is left then waits for nothing.
     if data is not None:
         row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
     if transpose is not None:
         col_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
     if data is not None:
-        store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, zero, EVEN)
+        store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, EVEN)
         padded = (M + 3) // 4 * 4
         scale_inv = tl.where(r < M, inverse(row_scale, POW2), 0.0)
         tl.store(scales + col * padded + r, scale_inv, mask=r < padded)
     if transpose is not None:
         code = cast_fp8(value * col_scale[None, :], DTYPE)
-        store_transposed(transpose, code, row, col, M, K, zero, BM, BN, SPAN, EVEN)
+        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
         padded = (K + 3) // 4 * 4
         scale_inv = tl.where(c < K, inverse(col_scale, POW2), 0.0)
         tl.store(col_scales + row * padded + c, scale_inv, mask=c < padded)
@@ -117,6 +117,7 @@ def _square_kernel(
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
+    ONCE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M block]."""
@@ -125,15 +126,15 @@ def _square_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN)
+    value = load_tile(x, r, c, M, K, stride, EVEN, ONCE)
     scale = scale_from_amax(drop_nan(tl.max(tl.abs(value))), eps, DTYPE, POW2, FOR_INF)
     scale_inv = inverse(scale, POW2)
     code = cast_fp8(value * scale, DTYPE)
     if data is not None:
-        store_tile(data, code, r, c, M, K, None, EVEN)
+        store_tile(data, code, r, c, M, K, EVEN)
         _store_scale(scales, scale_inv, row, col, tl.cdiv(K, BN))
     if transpose is not None:
-        store_transposed(transpose, code, row, col, M, K, None, BM, BN, SPAN, EVEN)
+        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
         _store_scale(col_scales, scale_inv, col, row, tl.cdiv(M, BM))
 
 
@@ -147,7 +148,7 @@ def quantize(
     two_d: bool,
     rowwise: bool,
     columnwise: bool,
-    config: dict[str, int] | None = None,
+    config: dict[str, Any] | None = None,
 ) -> None:
     x = as_rows(x)
     M, K = x.shape
@@ -158,7 +159,6 @@ def quantize(
     options = dict(config or tile_config(two_d, rowwise, columnwise))
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     kernel = _square_kernel if two_d else _block_kernel
-    zero = () if two_d else (0 if options.pop("EIGHTS", False) else None,)
     kernel[(cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)](
         x,
         data,
@@ -169,7 +169,6 @@ def quantize(
         M,
         K,
         x.stride(0),
-        *zero,
         eps or None,
         DTYPE=dtype,
         POW2=pow2,
@@ -202,8 +201,6 @@ def _case(kernel: Any, pointers: str, pow2: bool) -> tuple[Any, dict[str, str], 
     maximum = for_inf(torch.float16 if x == "fp16" else torch.float32, pow2)
     constants: dict[str, Any] = {"DTYPE": E4M3 if pow2 else E5M2, "POW2": pow2, "FOR_INF": maximum, **options}
     constants["EVEN"] = pow2
-    if kernel is _block_kernel:
-        constants["zero"] = None
     if pow2:
         constants["eps"] = None
     return ahead(kernel, pointers, **constants)

@@ -87,7 +87,7 @@ def _rows_kernel(
     high = (r < M)[:, None]
     if WHOLE:
         mask = high & (c < K)[None, :]
-        value = tl.load(at + c[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        value = tl.load(at + c[None, :], mask=mask, other=0.0).to(tl.float32)
         top = tl.max(tl.abs(value), 1)
     else:
         tops = tl.zeros([BM, BK], tl.float32)
@@ -223,12 +223,12 @@ def _cast_kernel(
     row, col = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN)
+    value = load_tile(x, r, c, M, K, stride, EVEN, False)
     if data is not None:
         scale = tl.load(row_scale + r, mask=r < M, other=0.0)
-        store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, None, EVEN)
+        store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
     scale = tl.load(col_scale + c, mask=c < K, other=0.0)
-    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, None, BM, BN, SPAN, EVEN)
+    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
 
 
 def quantize(

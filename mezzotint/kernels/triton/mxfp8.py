@@ -5,8 +5,9 @@ One launch, one read of x, no shared memory beyond a few scales.
 Blocks along rows alone (`_rows_kernel`): a few long rows per program, so that scale bytes are written as whole sectors.
 
 Blocks along columns, both directions, 32x32 tiles (`_groups_kernel`): a program holds 32 rows, each of its warps a
-group of BN columns of them (see `_grouped`). Both kinds of maxima then stay within a warp, and the codes of both directions,
-neither of which is transposed, come from the same registers. Programs cover the padding of the scales and write it.
+group of BN columns of them (see `_grouped`). Both kinds of maxima then stay within a warp, and the codes of both
+directions, neither of which is transposed, come from the same registers. Programs cover the padding
+of the scales and write it.
 """
 
 from typing import Any
@@ -108,10 +109,10 @@ def _rows_kernel(
     row, col = tile_of(tl.program_id(0), high, wide, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
-    blocks = tl.reshape(load_tile(x, r, c, M, K, stride, EVEN), [BM, BN // 32, 32])
+    blocks = tl.reshape(load_tile(x, r, c, M, K, stride, EVEN, False), [BM, BN // 32, 32])
     byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
     code = cast_fp8(blocks * e8m0_inverse(byte)[:, :, None], DTYPE)
-    store_tile(data, tl.reshape(code, [BM, BN]), r, c, M, K, None, EVEN)
+    store_tile(data, tl.reshape(code, [BM, BN]), r, c, M, K, EVEN)
     j = col * (BN // 32) + tl.arange(0, BN // 32)
     to = swizzled(r[:, None], j[None, :], wide // 128) if SWIZZLED else r[:, None] * (wide // 32) + j[None, :]
     # A block of zeros has byte 0: padding comes out as it must.
@@ -151,10 +152,7 @@ def _groups_kernel(
     n = tl.arange(0, BN)
     mask = (r < M)[:, None] & (first[:, None] + n[None, :] < K)
     at = x + (r * stride + first)[:, None] + n[None, :]
-    if EVEN:
-        value = tl.load(at, eviction_policy="evict_first").to(tl.float32)
-    else:
-        value = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    value = (tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)).to(tl.float32)
     blocks = tl.reshape(value, [32 * GROUPS, BLOCKS, 32])
     to = (r * K + first)[:, None] + (n if zero is None else eights(n, zero))[None, :]
 
@@ -224,7 +222,7 @@ def _dequantize_kernel(
     c = col * BN + tl.arange(0, BN)
     at = r[:, None] * K + c[None, :]
     mask = (r < M)[:, None] & (c < K)[None, :]
-    value = decode_fp8(tl.load(data + at, mask=mask, other=0, eviction_policy="evict_first"), DTYPE)
+    value = decode_fp8(tl.load(data + at, mask=mask, other=0), DTYPE)
     if COLUMNWISE:
         # A tile is one block high.
         to = swizzled(c, row, high // 128) if SWIZZLED else row * wide + c
