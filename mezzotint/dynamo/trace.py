@@ -2,7 +2,8 @@
 
 `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class; and a
 method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
-for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline it.
+for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline
+it.
 
 Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the two functions are
 put in place when its module is loaded.
@@ -37,18 +38,22 @@ def trace_quantizer_methods(inlined: frozenset[str]) -> None:
 def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
     call_function, var_getattr = variable.call_function, variable.var_getattr
 
+    def is_quantizer(self: Any) -> bool:
+        # Not as_python_constant(), which raises for opaque objects that are no values.
+        return isinstance(getattr(self.value, "real_obj", self.value), Quantizer)
+
     def method(self: Any, name: str) -> Any:
         from torch._dynamo.variables.functions import UserMethodVariable
 
         return UserMethodVariable(getattr(type(self.as_python_constant()), name), self)
 
     def traced_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if isinstance(self.as_python_constant(), Quantizer):
+        if is_quantizer(self):
             return method(self, "__call__").call_function(tx, args, kwargs)
         return call_function(self, tx, args, kwargs)
 
     def traced_getattr(self: Any, tx: Any, name: str) -> Any:
-        if self.source is None and name in inlined and isinstance(self.as_python_constant(), Quantizer):
+        if self.source is None and name in inlined and is_quantizer(self):
             return method(self, name)
         return var_getattr(self, tx, name)
 

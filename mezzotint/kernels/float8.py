@@ -38,7 +38,9 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, colum
     codes = cast_fp8(x.float() * scale, dtype)
     out = [codes.contiguous()] if rowwise else []
     if columnwise:
-        out.append(as_matrix(codes).t().contiguous().reshape(x.shape[-1], *x.shape[:-1]))
+        # A clone, not contiguous(): of one row or column the transpose would be the same memory.
+        transpose = as_matrix(codes).t().clone(memory_format=torch.contiguous_format)
+        out.append(transpose.view(x.shape[-1], *x.shape[:-1]))
     return [*out, div(1.0, scale)]
 
 

@@ -73,7 +73,8 @@ def float8_block_quantize_reference(
         if rowwise:
             out += [codes.reshape(x.shape), _layout(scale_inv, True)]
         if columnwise:
-            out += [codes.t().contiguous().reshape(transposed), _layout(scale_inv.t(), True)]
+            turned = codes.t().clone(memory_format=torch.contiguous_format)
+            out += [turned.view(transposed), _layout(scale_inv.t(), True)]
         return out
     if rowwise:
         codes, scale_inv = _quantize(matrix, dtype, pow2, eps, False)
@@ -100,7 +101,7 @@ def float8_block_dequantize_reference(
         scales = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
     value = decode_fp8(data.reshape(rows, cols), dtype) * scales.repeat_interleave(FP8_BLOCK, 1)[:, :cols]
     if transposed:
-        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype)
+        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype).contiguous()
     return value.reshape(data.shape).to(out_dtype)
 
 

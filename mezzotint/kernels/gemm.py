@@ -134,8 +134,8 @@ def capability_of(x: torch.Tensor) -> hw.CC | None:
 def choose(a: Operand, b: Operand) -> Product:
     """The backend of these operands on their device."""
     backend = hw.gemm_backend(a.kind, b.kind, capability_of(a.data))
-    if a.dtype == b.dtype == E5M2 and backend.how == "native":
-        return _emulated  # no GPU multiplies E5M2 by E5M2
+    if backend.how == "native" and (a.dtype == b.dtype == E5M2 or (E5M2 in (a.dtype, b.dtype) and "block" in a.kind)):
+        return _emulated  # no GPU multiplies E5M2 by E5M2, and block scales take E4M3 alone
     return BACKENDS[backend.name]
 
 

@@ -63,7 +63,7 @@ def _quantize(x: torch.Tensor, dtype: int, floor: bool, height: int, width: int)
     tiles = _padded(x, *full).view(full[0] // height, height, full[1] // width, width)
     byte = _scale_byte(amax(tiles, (1, 3)), dtype, floor)
     codes = cast_fp8(tiles.float() * e8m0_inverse(byte)[:, None, :, None], dtype).reshape(full)
-    return (codes if full == (rows, cols) else codes[:rows, :cols].contiguous()), byte
+    return codes[:rows, :cols].contiguous(), byte
 
 
 def mxfp8_quantize_reference(

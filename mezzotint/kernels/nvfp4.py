@@ -168,7 +168,7 @@ def _quantize_rows(
     else:
         noise = None if rng is None else philox_bytes(rng, blocks.shape[0] * blocks.shape[1], direction)
         codes, sf = _map_to_six(blocks, top, s_enc, None if noise is None else noise.view(blocks.shape))
-    return pack_fp4(codes.reshape(full, rup(cols, NVFP4_BLOCK))[:rows, :cols]), sf
+    return pack_fp4(codes.reshape(full, rup(cols, NVFP4_BLOCK))[:rows, :cols].contiguous()), sf
 
 
 def nvfp4_quantize_reference(

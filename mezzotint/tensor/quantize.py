@@ -31,7 +31,10 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
             storage._dtype = dtype
         return storage
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Quantize.apply(x, quantizer, dtype)
+        made = _Quantize.apply(x, _quantize_tensor(x.detach(), quantizer, dtype))
+        if not quantizer._is_value():
+            made._quantizer = quantizer.copy()
+        return made
     return _quantize_tensor(x, quantizer, dtype)
 
 
@@ -190,15 +193,18 @@ def _update_buffers(
 
 
 class _Quantize(torch.autograd.Function):
-    """Quantization with the identity as its gradient."""
+    """`quantized`, with the identity as its gradient with respect to what it was made from.
+
+    Quantizing itself is done outside: it may write a running amax, which a traced autograd function must not touch.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:
-        return _quantize_tensor(x.detach(), quantizer, dtype)
+    def forward(ctx: Any, x: torch.Tensor, quantized: Any) -> Any:
+        return quantized.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None, None
+        return grad, None
 
 
 def check_input(x: torch.Tensor, quantizer: "Quantizer") -> None:

@@ -1,4 +1,4 @@
-"""Quantizers and quantized tensors under `torch.compile(fullgraph=True)`: whole graphs, the same bits, no recompiles."""
+"""Quantizers and quantized tensors under `torch.compile(fullgraph=True)`: whole graphs, same bits, no recompiles."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def run(function: Callable[..., Any], *args: Any) -> Any:
 
 def everything(x: torch.Tensor, quantizer: Any) -> Any:
     """Quantizes into a tensor and a storage, passes buffers on, dequantizes, returns all of it."""
-    tensor = quantizer.quantize(x)
+    tensor = quantizer(x)
     storage = quantize_storage(x, quantizer)
     passed_on = [buffer.view(torch.uint8) for _, buffer in storage._buffers()]
     return tensor, tensor.dequantize(), storage, storage.dequantize(dtype=torch.float32), passed_on
@@ -160,13 +160,12 @@ def test_internal_quantizers(fmt: Format) -> None:
 
 @over_formats()
 def test_usages_inside_the_graph(fmt: Format) -> None:
-    """Another usage is asked for inside, and given to the free functions or to methods that give tensors."""
+    """Another usage is asked for inside, and the quantizer of that usage used in any way."""
 
     def one_direction(x: torch.Tensor, quantizer: Any) -> Any:
-        rowwise = quantizer.with_usage(columnwise=False)
+        rowwise, columnwise = quantizer.with_usage(columnwise=False), quantizer.with_usage(rowwise=False)
         storage = quantize_storage(x, rowwise)
-        tensor = quantize(x, quantizer.with_usage(rowwise=False))
-        return storage, storage.dequantize(), tensor
+        return storage, storage.dequantize(), quantize(x, columnwise), rowwise.quantize(x), columnwise(x)
 
     x = sample((32, 64))
     function, counter = compiled(one_direction)
@@ -177,13 +176,19 @@ def test_usages_inside_the_graph(fmt: Format) -> None:
     assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
 
 
-def test_quantizers_built_inside_the_graph() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_quantizers_built_inside_the_graph(backend: str) -> None:
     def build(x: torch.Tensor) -> Any:
         quantizer = mz.MXFP8Quantizer(E4M3, columnwise=False)
-        return quantize_storage(x, quantizer), quantize(x, quantizer), quantizer.quantize(x).dequantize()
+        storage = quantize_storage(x, quantizer)
+        storage.quantize_(x * 2)
+        empty = quantizer.make_empty((32, 64))
+        quantizer.update_quantized(x, empty)
+        rowwise = quantizer.with_usage(columnwise=True)
+        return storage, quantize(x, quantizer), quantizer.quantize(x).dequantize(), quantizer(x), empty, rowwise(x)
 
     x = sample((32, 64))
-    function, counter = compiled(build)
+    function, counter = compiled(build, backend)
     for _ in range(2):
         assert_same(function(x), build(x))
     assert counter.frame_count == 1

@@ -51,7 +51,7 @@ def check_close(
 ) -> None:
     """`a`, `b` and `bias` are on the CPU."""
     is_fp8 = hw.gemm_backend(a.kind, b.kind, hw.capability()).how == "native" and "high" not in (a.kind, b.kind)
-    is_fp8 = is_fp8 and not a.dtype == b.dtype == E5M2
+    is_fp8 = is_fp8 and not a.dtype == b.dtype == E5M2 and not ("block" in a.kind and E5M2 in (a.dtype, b.dtype))
     share = (2.0**-9 if fast_accum else 2.0**-11) if is_fp8 else 2.0**-18
     expected, bound = product_and_bound(a, b, bias, got.dtype, share)
     excess = (got.cpu().double() - expected).abs() - bound

@@ -25,8 +25,9 @@ FORMATS = ("float8", "float8_scaled", "float8_rowwise", "float8_block", "mxfp8",
 TESTED = [variant for variant in VARIANTS if variant.format in FORMATS]
 Usage = tuple[bool, ...]
 
-# Rows, columns a multiple of 16: both, columns alone, rows alone, neither. 61 shapes.
+# Whole tiles: kernels leave masks out. Then rows, columns a multiple of 16: both, columns alone, rows alone, neither.
 GROUPS: dict[str, list[tuple[int, ...]]] = {
+    "whole": [(256, 1024), (2, 256, 2048)],
     "even": [*product((16, 112, 128, 272), (16, 64, 128, 400)), (2, 64, 48), (4, 4, 256)],
     "ragged_rows": [*product((2, 33, 127, 129), (16, 48, 128, 528)), (3, 5, 64)],
     "ragged_columns": [*product((16, 128, 272), (3, 33, 130))],

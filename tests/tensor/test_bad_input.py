@@ -213,7 +213,7 @@ def test_positional_constructor_arguments(fmt: Format) -> None:
     assert same_bytes(fmt.storage(*metadata.values()), fmt.storage(**metadata))
     with pytest.raises(TypeError, match=rf"{fmt.storage.__name__} got {len(metadata) + 1} positional arguments"):
         fmt.storage(*metadata.values(), 1)
-    with pytest.raises(TypeError, match="it takes each of .* once"):
+    with pytest.raises(TypeError, match=r"it takes each of .* once"):
         fmt.storage(*metadata.values(), quantizer=None)
 
 

@@ -165,10 +165,7 @@ def test_dequantize_is_close(fmt: Format, rowwise: bool, columnwise: bool) -> No
 
 @over_formats()
 def test_directions_agree_with_single_ones(fmt: Format) -> None:
-    if fmt.is_random:
-        x = sample((64, 64)).sign()  # every element is on the grid
-    else:
-        x = sample((64, 64))
+    x = sample((64, 64)).sign() if fmt.is_random else sample((64, 64))  # signs are on the grid: nothing is rounded
     both = fmt.quantize(x)
     held = buffers(both)
     for rowwise, columnwise in USAGES[:2]:

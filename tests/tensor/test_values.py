@@ -259,7 +259,7 @@ def test_a_process_group_is_no_value(process_group: Any) -> None:
 def test_objects_are_no_values(value: Any) -> None:
     quantizer = mz.MXFP8Quantizer(E4M3)
     quantizer.scale_rule = value
-    with pytest.raises(TypeError, match="MXFP8Quantizer.scale_rule is .*plain ints, bools, floats, strings and enums"):
+    with pytest.raises(TypeError, match=r"MXFP8Quantizer.scale_rule is .*plain ints, bools, floats"):
         hash(quantizer)
 
 

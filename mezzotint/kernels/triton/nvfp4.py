@@ -20,15 +20,19 @@ from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, as_rows, partial
 __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
 
 
-def tile_config(columnwise: bool, rht: bool, four_over_six: int) -> dict[str, int]:
-    """Tile of the cast: BM a multiple of 128 and BN of 64, both powers of two.
+def tile_config(K: int, columnwise: bool, rht: bool, four_over_six: int) -> dict[str, int]:
+    """Tile of the cast: BM and BN powers of two, 16 or more.
 
     A thread holds BM·BN / (32·num_warps) elements: 128 make the fewest instructions, but the transform of so many does
-    not fit the registers, and trying two scales on them takes long to compile.
+    not fit the registers, and trying two scales on them takes long to compile. Rows alone are long: 32 scale bytes, a
+    whole sector, lie side by side.
     """
     if four_over_six:
         return {"BM": 128, "BN": 64, "num_warps": 8}
-    return {"BM": 128 if rht and columnwise else 256, "BN": 64, "num_warps": 4}
+    if not columnwise:
+        BN = 512 if K > 256 else 64
+        return {"BM": 16384 // BN, "BN": BN, "num_warps": 4}
+    return {"BM": 128 if rht else 256, "BN": 64, "num_warps": 4}
 
 
 def dequantize_config() -> dict[str, int]:
@@ -41,7 +45,7 @@ def span(config: dict[str, int]) -> int:
     return max(1, min(NVFP4_BLOCK, config["BM"] * config["BN"] // (512 * config["num_warps"])))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     x,
     row_data,
@@ -225,7 +229,7 @@ def quantize(
     # Whole blocks, at addresses where 8 bytes can be stored at once.
     row_words = row_data is None or (K % NVFP4_BLOCK == 0 and row_data.data_ptr() % 8 == 0)
     col_words = col_data is None or ((rht or M % NVFP4_BLOCK == 0) and col_data.data_ptr() % 8 == 0)
-    options = config or tile_config(columnwise, rht, four_over_six)
+    options = config or tile_config(K, columnwise, rht, four_over_six)
     BM, BN = options["BM"], options["BN"]
     grid = max(1, cdiv(rup(M, 128), BM)) * max(1, cdiv(rup(K, 128), BN))
     _quantize_kernel[(grid,)](
@@ -302,7 +306,7 @@ def dequantize(
 def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int) -> tuple:
     """A case of the cast; `options` overrides the plain one."""
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
-    config = tile_config(columnwise, rht, options.get("FOUR", 0))
+    config = tile_config(4096, columnwise, rht, options.get("FOUR", 0))
     row, col = ("u8" if wanted else None for wanted in (rowwise, columnwise))
     row_amax, col_amax = ("fp32" if wanted else None for wanted in (rowwise, columnwise))
     pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else None, "fp32"]
@@ -329,7 +333,7 @@ AHEAD = [
     _ahead(True, False),
     _ahead(False, True, RHT=True, EVEN=False),
     _ahead(True, True, TWO_D=True),
-    _ahead(True, True, "fp16", TWO_D=True, FOUR=1, SPAN=1, EVEN=False, ROW_WORDS=False, COL_WORDS=False),
+    _ahead(True, False, "fp16", TWO_D=True, FOUR=1, SPAN=1, EVEN=False, ROW_WORDS=False),
     _ahead(True, True, RHT=True, random=1, SWIZZLED=False),
     _ahead(True, True, "fp32", ROW_SCALED=True, SHARED=False, FOUR=2, ROW_BP=0, COL_BP=0),
     *(

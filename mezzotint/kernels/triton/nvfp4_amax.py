@@ -103,7 +103,7 @@ def _amax_tile_kernel(
             tl.store(col_top + pid, tl.max(columns))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _amax_finish_kernel(row_source, col_source, row_amax, col_amax, count, BP: tl.constexpr):
     p = tl.arange(0, BP)
     if row_amax is not None:
