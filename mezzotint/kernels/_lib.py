@@ -51,7 +51,8 @@ class _Late:
     def __call__(self, *args: Any) -> Any:
         if self.launch is None:
             self.launch = load_triton(self.target) if hw.has_triton_kernels() else self.reference
-        return self.launch(*args)
+        with torch.cuda.device(args[0].device):  # Triton launches on the current device, whatever its arguments
+            return self.launch(*args)
 
 
 def load_triton(target: str) -> Callable[..., Any]:
@@ -88,13 +89,8 @@ def quantize_ops(
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         out = allocate(x, *args)
-        with torch.cuda.device(x.device):
-            late(x, out, None, *args)
+        late(x, out, None, *args)
         return out
-
-    def in_place_cuda(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
-        with torch.cuda.device(x.device):
-            late(x, out, noop, *args)
 
     LIBRARY.define(f"{name}(Tensor x, {options}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, reference, "CPU")
@@ -106,7 +102,7 @@ def quantize_ops(
         tags=(torch.Tag.pt2_compliant_tag,),
     )
     LIBRARY.impl(f"{name}_", in_place, "CPU")
-    LIBRARY.impl(f"{name}_", in_place_cuda, "CUDA")
+    LIBRARY.impl(f"{name}_", late, "CUDA")
     torch.library.register_fake(f"mezzotint::{name}_", lambda x, out, noop, *args: None, lib=LIBRARY)
     return getattr(torch.ops.mezzotint, name).default, getattr(torch.ops.mezzotint, f"{name}_").default
 

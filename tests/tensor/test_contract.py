@@ -39,8 +39,9 @@ X = (256, 64)  # two of the largest blocks, so that a row slice can keep the for
 
 
 def described(quantized: QuantizedTensorStorage) -> dict[str, Any]:
-    """Buffer → shape, strides, dtype and device."""
-    return {name: (tuple(b.shape), b.stride(), b.dtype, b.device.type) for name, b in quantized._buffers()}
+    """Buffer → shape, dtype and device. All are contiguous."""
+    assert all(buffer.is_contiguous() for _, buffer in quantized._buffers())
+    return {name: (tuple(b.shape), b.dtype, b.device.type) for name, b in quantized._buffers()}
 
 
 def context_of(quantized: QuantizedTensorStorage) -> dict[str, Any]:
