@@ -6,7 +6,7 @@ operation; FP32 subnormals are kept.
 
 import torch
 
-from mezzotint.constants import E4M3, FP8_MAX, FP8_TORCH, FP32_MAX
+from mezzotint.constants import E4M3, FP8_MAX, FP8_TORCH, FP32_MAX, cdiv
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -22,11 +22,22 @@ def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Ten
     """FP32 max |x| over `dim` (all: None), NaN dropped, infinity kept; 0 where there is nothing."""
     if x.numel() == 0:
         return x.abs().sum(dim=dim).float()
-    dims = tuple(range(x.dim())) if dim is None else dim
-    top = x.abs().amax(dim=dims)
+    top = _magnitude(x, dim)
     if bool(top.isnan().any()):
-        top = x.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(dim=dims)
+        top = _magnitude(x.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")), dim)
     return top.float()
+
+
+def _magnitude(x: torch.Tensor, dim: int | tuple[int, ...] | None) -> torch.Tensor:
+    """max |x| over `dim`, or NaN. Magnitudes are ordered as their bits are, and integers reduce faster."""
+    if dim is None:
+        low, high = x.aminmax()
+        return torch.maximum(-low, high).abs()
+    bits, mask = (torch.int32, 0x7FFFFFFF) if x.dtype == torch.float32 else (torch.int16, 0x7FFF)
+    top = x.view(bits) & mask
+    for d in sorted([dim] if isinstance(dim, int) else dim):  # the outer first: it leaves the inner one little
+        top = top.amax(d, keepdim=True) if top.shape[d] > 1 else top
+    return top.squeeze(dim).view(x.dtype)
 
 
 def scale_from_amax(
@@ -48,7 +59,14 @@ def cast_fp8(value: torch.Tensor, dtype: int) -> torch.Tensor:
     """
     top = FP8_MAX[dtype]
     codes = value.clamp_(-top, top).to(FP8_TORCH[dtype]).view(torch.uint8)
-    return codes.masked_fill_(codes == 0xFF, 0x7F)
+    if codes.numel() and int(codes.max()) == 0xFF:  # a look costs a fiftieth of the fill
+        codes.masked_fill_(codes == 0xFF, 0x7F)
+    return codes
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """fl32(x · factor), a new FP32 tensor of x's shape; no second one where x is converted."""
+    return x * factor if x.dtype == torch.float32 else x.float().mul_(factor)
 
 
 def cast_fp8_overflowing(value: torch.Tensor, dtype: int) -> torch.Tensor:
@@ -59,18 +77,27 @@ def cast_fp8_overflowing(value: torch.Tensor, dtype: int) -> torch.Tensor:
     return torch.where(over, 0x7F if dtype == E4M3 else infinity, codes)
 
 
-def decode_fp8(codes: torch.Tensor, dtype: int) -> torch.Tensor:
-    """uint8 codes → FP32, exact."""
-    return codes.view(FP8_TORCH[dtype]).float()
+def decode_fp8(codes: torch.Tensor, dtype: int, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """uint8 codes → FP32 (or another that holds them), exact. By table: PyTorch on a CPU converts them one by one."""
+    table = torch.arange(256, dtype=torch.uint8, device=codes.device).view(FP8_TORCH[dtype]).float().to(out_dtype)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def mul_blocks_(value: torch.Tensor, scale: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """value[r, c] *= scale[r // height, c // width], in place; what `scale` has beyond is padding."""
+    rows, cols = value.shape
+    scale = scale[: cdiv(rows, height), : cdiv(cols, width)]
+    if rows % height == 0 and cols % width == 0:
+        value.view(rows // height, height, cols // width, width).mul_(scale[:, None, :, None])
+        return value
+    return value.mul_(scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :cols])
 
 
 def e8m0_up(value: torch.Tensor) -> torch.Tensor:
     """FP32 ≥ 0 → E8M0 byte of the smallest power of two that is not less, saturating; NaN → 255."""
     bits = value.view(torch.int32) & 0x7FFFFFFF
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    above = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    byte = exponent + above.int()
-    byte = torch.where(bits == _INF_BITS, 254, byte)
+    byte = (bits + 0x7FFFFF >> 23).clamp_max_(254)  # any mantissa carries into the exponent; infinity saturates
+    byte *= bits > 0x400000  # up to the subnormal 2^-127
     return torch.where(bits > _INF_BITS, 255, byte).to(torch.uint8)
 
 

@@ -15,7 +15,7 @@ import torch
 from mezzotint.constants import FP8_MAX
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, quantize_ops
 from mezzotint.kernels.elements import amax as reduce_amax
-from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax
+from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax, scaled
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -35,7 +35,7 @@ def float8_amax_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, columnwise: bool) -> list[torch.Tensor]:
-    codes = cast_fp8(x.float() * scale, dtype)
+    codes = cast_fp8(scaled(x, scale), dtype)
     out = [codes.contiguous()] if rowwise else []
     if columnwise:
         # A clone, not contiguous(): of one row or column the transpose would be the same memory.
@@ -72,7 +72,9 @@ def float8_dequantize_reference(
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: `data` is the column-wise copy."""
     if transposed:
         data = as_columns(data).t().reshape(*data.shape[1:], data.shape[0])
-    return decode_fp8(data.contiguous(), dtype).mul_(scale_inv).to(out_dtype)
+    codes = torch.arange(256, dtype=torch.uint8, device=data.device)
+    table = decode_fp8(codes, dtype).mul_(scale_inv).to(out_dtype)  # there are only 256 results
+    return table.index_select(0, data.reshape(-1).int()).view(data.shape)
 
 
 def _dequantize_fake(

@@ -16,7 +16,7 @@ import torch
 
 from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
-from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
+from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, mul_blocks_, scale_from_amax, scaled
 
 
 def float8_block_scale_shape(rows: int, cols: int, two_d: bool) -> tuple[int, int]:
@@ -41,6 +41,8 @@ def float8_block_buffers(shape: tuple[int, ...], two_d: bool, rowwise: bool, col
 
 def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """(R, C) with zeros up to (rows, cols)."""
+    if (rows, cols) == tuple(x.shape):
+        return x
     return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
 
 
@@ -53,7 +55,7 @@ def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) 
     scale = scale_from_amax(
         amax(tiles, (1, 3)), FP8_MAX[dtype], pow2=pow2, eps=eps, value_for_inf=torch.finfo(x.dtype).max
     )
-    codes = cast_fp8(tiles.float() * scale[:, None, :, None], dtype).reshape(rup(rows, height), rup(cols, FP8_BLOCK))
+    codes = cast_fp8(scaled(tiles, scale[:, None, :, None]), dtype).reshape(rup(rows, height), rup(cols, FP8_BLOCK))
     return codes[:rows, :cols].contiguous(), div(1.0, scale)
 
 
@@ -96,13 +98,11 @@ def float8_block_dequantize_reference(
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
     rows, cols = (as_columns(data) if transposed else as_matrix(data)).shape
     scales = scale_inv if two_d else scale_inv.t()
-    scales = scales[: cdiv(rows, FP8_BLOCK) if two_d else rows, : cdiv(cols, FP8_BLOCK)]
-    if two_d:
-        scales = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    value = decode_fp8(data.reshape(rows, cols), dtype) * scales.repeat_interleave(FP8_BLOCK, 1)[:, :cols]
+    value = decode_fp8(data.reshape(rows, cols), dtype)
+    value = mul_blocks_(value, scales, FP8_BLOCK if two_d else 1, FP8_BLOCK).to(out_dtype)
     if transposed:
-        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype).contiguous()
-    return value.reshape(data.shape).to(out_dtype)
+        return value.t().reshape(*data.shape[1:], data.shape[0]).contiguous()
+    return value.reshape(data.shape)
 
 
 def _dequantize_fake(

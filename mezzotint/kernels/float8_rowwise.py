@@ -11,7 +11,7 @@ import torch
 
 from mezzotint.constants import FP8_MAX
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
-from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax
+from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax, scaled
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -30,7 +30,7 @@ def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bo
 def _quantize_rows(x: torch.Tensor, dtype: int, pow2: bool, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, C) → codes (R, C) and scale_inv [R]."""
     scale = scale_from_amax(amax(x, 1), FP8_MAX[dtype], pow2=pow2, eps=eps)
-    return cast_fp8(x.float() * scale[:, None], dtype).contiguous(), div(1.0, scale)
+    return cast_fp8(scaled(x, scale[:, None]), dtype).contiguous(), div(1.0, scale)
 
 
 def float8_rowwise_quantize_reference(
@@ -51,10 +51,10 @@ def float8_rowwise_dequantize_reference(
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
     rows = as_columns(data) if transposed else as_matrix(data)
-    value = decode_fp8(rows.contiguous(), dtype) * scale_inv[:, None]
+    value = decode_fp8(rows, dtype).mul_(scale_inv[:, None]).to(out_dtype)
     if transposed:
-        return value.t().reshape(*data.shape[1:], data.shape[0]).to(out_dtype).contiguous()
-    return value.reshape(data.shape).to(out_dtype)
+        return value.t().reshape(*data.shape[1:], data.shape[0]).contiguous()
+    return value.reshape(data.shape)
 
 
 def _dequantize_fake(

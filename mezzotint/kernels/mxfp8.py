@@ -18,7 +18,16 @@ import torch
 
 from mezzotint.constants import FP8_EMAX, FP8_MAX, MX_BLOCK, cdiv, rup
 from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
-from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, e8m0_decode, e8m0_inverse, e8m0_up
+from mezzotint.kernels.elements import (
+    amax,
+    cast_fp8,
+    decode_fp8,
+    e8m0_decode,
+    e8m0_inverse,
+    e8m0_up,
+    mul_blocks_,
+    scaled,
+)
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 
@@ -62,7 +71,7 @@ def _quantize(x: torch.Tensor, dtype: int, floor: bool, height: int, width: int)
     full = rup(rows, height), rup(cols, width)
     tiles = _padded(x, *full).view(full[0] // height, height, full[1] // width, width)
     byte = _scale_byte(amax(tiles, (1, 3)), dtype, floor)
-    codes = cast_fp8(tiles.float() * e8m0_inverse(byte)[:, None, :, None], dtype).reshape(full)
+    codes = cast_fp8(scaled(tiles, e8m0_inverse(byte)[:, None, :, None]), dtype).reshape(full)
     return codes[:rows, :cols].contiguous(), byte
 
 
@@ -97,10 +106,12 @@ def mxfp8_dequantize_reference(
 ) -> torch.Tensor:
     """dtype(fl32(2^(b-127) · code)) in the logical shape, from either direction."""
     matrix = as_matrix(data)
-    rows, cols = matrix.shape
     scale = e8m0_decode(unswizzle(scale_inv, columnwise) if swizzled else scale_inv)
-    scale = scale.repeat_interleave(MX_BLOCK, 0 if columnwise else 1)[:rows, :cols]
-    return (decode_fp8(matrix.contiguous(), dtype) * scale).to(out_dtype).reshape(data.shape)
+    height, width = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
+    # Times a power of two nothing rounds but the result: BF16, which has FP32's exponents, needs no FP32 between.
+    work = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    value = mul_blocks_(decode_fp8(matrix, dtype, work), scale.to(work), height, width)
+    return value.to(out_dtype).reshape(data.shape)
 
 
 mxfp8_quantize, mxfp8_quantize_ = quantize_ops(

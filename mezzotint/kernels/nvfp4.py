@@ -156,7 +156,9 @@ def _quantize_rows(
     """(R, C) and its amax [1] or [R] → packed codes (R, ceil(C/2)), scale bytes (R or rup(R, 16), ceil(C/16))."""
     rows, cols = x.shape
     full = rup(rows, NVFP4_BLOCK) if two_d else rows
-    padded = torch.nn.functional.pad(x, (0, rup(cols, NVFP4_BLOCK) - cols, 0, full - rows))
+    padded = x
+    if full > rows or cols % NVFP4_BLOCK:
+        padded = torch.nn.functional.pad(x, (0, rup(cols, NVFP4_BLOCK) - cols, 0, full - rows))
     blocks = padded.view(full, cdiv(cols, NVFP4_BLOCK), NVFP4_BLOCK)
     top = amax(blocks, 2)
     if two_d:
