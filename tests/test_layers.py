@@ -48,6 +48,7 @@ class Import:
     line: int
     target: str | None  # the imported module of the package; None: outside of it, or known only at run time
     is_late: bool  # inside a function, or by a call
+    is_typing: bool  # under `if TYPE_CHECKING`: for annotations, not there when the program runs
 
     def __str__(self) -> str:
         return f"{self.source}, line {self.line}: imports {self.target or 'a module'}"
@@ -84,27 +85,24 @@ def _imports_of(source: str, modules: dict[str, Path]) -> Iterator[Import]:
             name = name.rpartition(".")[0]
         return name or None
 
-    def walk(node: ast.AST, is_late: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, is_late: bool, is_typing: bool) -> Iterator[Import]:
         match node:
-            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-                return  # names for annotations: nothing is imported when the program runs
             case ast.Import(names=names):
                 for alias in names:
-                    yield Import(source, node.lineno, known(alias.name), is_late)
+                    yield Import(source, node.lineno, known(alias.name), is_late, is_typing)
             case ast.ImportFrom(module=module, names=names, level=level):
                 parent = package_parts[: len(package_parts) - level + 1] if level else []
                 base = ".".join([*parent, *([module] if module else [])])
                 for alias in names:
-                    yield Import(source, node.lineno, known(f"{base}.{alias.name}"), is_late)
-            case ast.Call(
-                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module")
-            ):
-                yield Import(source, node.lineno, None, True)
+                    yield Import(source, node.lineno, known(f"{base}.{alias.name}"), is_late, is_typing)
+            case ast.Call(func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module")):
+                yield Import(source, node.lineno, None, True, is_typing)
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_typing |= isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for child in ast.iter_child_nodes(node):
-            yield from walk(child, is_late or is_function)
+            yield from walk(child, is_late or is_function, is_typing)
 
-    yield from walk(ast.parse(modules[source].read_text(encoding="utf-8")), False)
+    yield from walk(ast.parse(modules[source].read_text(encoding="utf-8")), False, False)
 
 
 def wrong_direction(package: Path) -> list[str]:
@@ -133,10 +131,10 @@ def late_imports(package: Path) -> list[str]:
 
 
 def import_cycle(package: Path) -> list[str]:
-    """The modules along a cycle of imports, or nothing. A late import closes no cycle."""
+    """The modules along a cycle of imports, or nothing. An import that is late or for types closes none."""
     graph: dict[str, set[str]] = {}
     for found in find_imports(package):
-        if found.target is not None and not found.is_late:
+        if found.target is not None and not found.is_late and not found.is_typing:
             graph.setdefault(found.source, set()).add(found.target)
     try:
         TopologicalSorter(graph).prepare()

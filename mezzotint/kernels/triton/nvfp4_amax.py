@@ -14,7 +14,7 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16
+from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16, widen
 
 PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
 
@@ -40,8 +40,8 @@ def _amax_flat_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
     top = tl.zeros([BLOCK], tl.float32)
     for start in range(pid.to(tl.int64) * BLOCK, end, step):
         i = start + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
+        value = tl.load(x + i, mask=i < end, other=0.0)
+        top = tl.maximum(top, tl.abs(widen(value)))  # of NaN and a number, the number
     tl.store(partials + pid, tl.max(top))
 
 
