@@ -3,6 +3,7 @@
 from typing import Any
 
 from mezzotint.dynamo.trace import trace_quantizer_methods
+from mezzotint.tensor.flatten import qualified_name
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
@@ -34,7 +35,8 @@ def register_value_opaque_quantizer(cls: type) -> type:
     """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
         raise TypeError(f"cls is {cls!r}: give a subclass of Quantizer")
-    register_value(cls, _TRACED)
+    if register_value(cls, _TRACED):
+        cls._registered_as = qualified_name(cls)
     return cls
 
 

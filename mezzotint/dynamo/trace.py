@@ -1,11 +1,11 @@
-"""Two gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11 and 2.13).
+"""Three gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11 and 2.13).
 
 `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class; and a
 method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
 for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline
-it.
+it. And 2.11 cannot give back an object, like a storage, that holds an opaque one which was made inside the graph.
 
-Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the two functions are
+Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the functions are
 put in place when its module is loaded.
 """
 
@@ -36,7 +36,7 @@ def trace_quantizer_methods(inlined: frozenset[str]) -> None:
 
 
 def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
-    call_function, var_getattr = variable.call_function, variable.var_getattr
+    call_function, var_getattr, reconstruct = variable.call_function, variable.var_getattr, variable.reconstruct
 
     def is_quantizer(self: Any) -> bool:
         # Not as_python_constant(), which raises for opaque objects that are no values.
@@ -57,7 +57,17 @@ def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
             return method(self, name)
         return var_getattr(self, tx, name)
 
+    def traced_reconstruct(self: Any, codegen: Any) -> None:
+        try:
+            reconstruct(self, codegen)
+        except NotImplementedError:  # torch 2.11
+            if not is_quantizer(self):
+                raise
+            name = codegen.tx.output.install_global_by_id("__mezzotint_quantizer", self.as_python_constant())
+            codegen.append_output(codegen.create_load_global(name, add=True))
+
     variable.call_function, variable.var_getattr = traced_call, traced_getattr
+    variable.reconstruct = traced_reconstruct
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -27,6 +27,9 @@ except ImportError:
 
 _REGISTERED: set[type] = set()
 
+# torch 2.13 takes a subclass of a registered class for registered; 2.11 looks for the class itself.
+SUBCLASSES_COUNT = hasattr(_api, "_resolve_opaque_type_info")
+
 
 def register_value(cls: type, inlined: frozenset[str]) -> bool:
     """Register `cls`; False where this PyTorch cannot. Members in `inlined` are traced, all others are constants."""
@@ -42,11 +45,6 @@ def register_value(cls: type, inlined: frozenset[str]) -> bool:
             _REGISTERED.add(cls)
             return True
     return False
-
-
-def is_registered_value(cls: type) -> bool:
-    """True where the compiler takes instances of `cls` as constants; subclasses count."""
-    return any(base in _REGISTERED for base in cls.__mro__)
 
 
 def _instance_names(cls: type) -> list[str]:

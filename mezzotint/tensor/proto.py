@@ -100,8 +100,7 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
     quantizer = tensor._quantizer.with_usage(rowwise=usages["rowwise"], columnwise=usages["columnwise"])
     is_tensor = isinstance(tensor, torch.Tensor)
     if quantizer.internal == is_tensor:
-        quantizer = quantizer.copy()
-        quantizer.internal = not is_tensor
+        quantizer = quantizer._with_internal(not is_tensor)
     return TensorProto(
         tuple(tensor.shape),
         tensor.dtype,

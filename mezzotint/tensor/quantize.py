@@ -32,7 +32,7 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
         return storage
     if torch.is_grad_enabled() and x.requires_grad:
         made = _Quantize.apply(x, _quantize_tensor(x.detach(), quantizer, dtype))
-        if not quantizer._is_value():
+        if not quantizer._is_constant():
             made._quantizer = quantizer.copy()
         return made
     return _quantize_tensor(x, quantizer, dtype)
@@ -114,9 +114,10 @@ def assemble(
     fields = dict(zip(kwargs, buffers, strict=True))
     # By name, through the registry: a class that comes out of a constant has no source that the compiler could guard.
     cls = class_by_name(name)
-    if quantizer._is_value():
+    if quantizer._is_constant():
         return cls._build(shape, dtype, {**fields, **values, "quantizer": quantizer.copy()})
-    # One that holds tensors is no constant: it is put on the finished tensor, outside of what a graph carries.
+    # One that holds tensors, or that the compiler does not know, is no constant: it is put on the finished tensor,
+    # outside of what a graph carries.
     made = cls._build(shape, dtype, {**fields, **values})
     made._quantizer = quantizer.copy()
     return made

@@ -7,14 +7,14 @@ have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
 from mezzotint.tensor.flatten import qualified_name
-from mezzotint.tensor.opaque import OpaqueMeta, is_registered_value
+from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta
 from mezzotint.tensor.quantize import (
     assemble,
     check_input,
@@ -46,6 +46,8 @@ class Quantizer(metaclass=OpaqueMeta):
     columnwise_usage: bool
     internal: bool
     optimize_for_gemm: bool
+
+    _registered_as: ClassVar[str | None] = None  # the class, this one or a base, that the compiler knows as a value
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -121,7 +123,9 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _is_constant(self) -> bool:
         """Whether the compiler takes it as a constant: a method, so that the answer is a constant there too."""
-        return self._is_value() and is_registered_value(type(self))
+        if self._registered_as is None or not self._is_value():
+            return False
+        return SUBCLASSES_COUNT or self._registered_as == qualified_name(type(self))
 
     def _value_fields(self) -> dict[str, Any]:
         """Everything that decides what this quantizer does: attribute → plain value."""
@@ -216,6 +220,12 @@ class Quantizer(metaclass=OpaqueMeta):
         if columnwise is not None:
             fields["columnwise_usage"] = bool(columnwise)
         return type(self)._from_value(**fields)
+
+    def _with_internal(self, internal: bool) -> "Quantizer":
+        """An equal quantizer but for what it gives: storages, or tensors."""
+        made = self.copy()
+        made.internal = internal
+        return made
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Change, in place, which directions are made."""

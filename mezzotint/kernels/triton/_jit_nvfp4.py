@@ -227,7 +227,7 @@ def quantize_columns(
             high += (widen(raw[8 + i]) * factor,)
         w1 = _round8(high, words, 2)
     codes = _join(w0, w1)
-    bytes = blocks * 8 if WORDS else (M + 1) // 2
+    bytes = blocks * 8 if RHT or WORDS else (M + 1) // 2
     tiles = (blocks + 3) // 4
     at = scale + scale_index(c, g, tiles, SWIZZLED)
     if EVEN:

@@ -39,7 +39,7 @@ def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, Any]:
         return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2, "ONCE": True}
     if not rowwise:
         return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4, "ONCE": False}
-    return {"BM": 128, "BN": 128, "GROUP": 4, "num_warps": 4, "ONCE": False}
+    return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 4, "ONCE": False}
 
 
 @triton.jit

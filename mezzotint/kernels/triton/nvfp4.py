@@ -20,7 +20,9 @@ from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, as_rows, partial
 __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
 
 
-def tile_config(K: int, columnwise: bool, rht: bool, four_over_six: int) -> dict[str, int]:
+def tile_config(
+    M: int, K: int, rowwise: bool, columnwise: bool, rht: bool, two_d: bool, four_over_six: int
+) -> dict[str, int]:
     """Tile of the cast: BM and BN powers of two, 16 or more.
 
     A thread holds BM·BN / (32·num_warps) elements: 128 make the fewest instructions, but the transform of so many does
@@ -32,6 +34,8 @@ def tile_config(K: int, columnwise: bool, rht: bool, four_over_six: int) -> dict
     if not columnwise:
         BN = 512 if K > 256 else 64
         return {"BM": 16384 // BN, "BN": BN, "num_warps": 4}
+    if rowwise and not rht and M % 128 == 0 and K % 128 == 0:
+        return {"BM": 128, "BN": 128, "num_warps": 4 if two_d else 8}
     return {"BM": 128 if rht else 256, "BN": 64, "num_warps": 4}
 
 
@@ -229,7 +233,7 @@ def quantize(
     # Whole blocks, at addresses where 8 bytes can be stored at once.
     row_words = row_data is None or (K % NVFP4_BLOCK == 0 and row_data.data_ptr() % 8 == 0)
     col_words = col_data is None or ((rht or M % NVFP4_BLOCK == 0) and col_data.data_ptr() % 8 == 0)
-    options = config or tile_config(K, columnwise, rht, four_over_six)
+    options = config or tile_config(M, K, rowwise, columnwise, rht, two_d, four_over_six)
     BM, BN = options["BM"], options["BN"]
     grid = max(1, cdiv(rup(M, 128), BM)) * max(1, cdiv(rup(K, 128), BN))
     _quantize_kernel[(grid,)](
@@ -306,7 +310,8 @@ def dequantize(
 def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int) -> tuple:
     """A case of the cast; `options` overrides the plain one."""
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
-    config = tile_config(4096, columnwise, rht, options.get("FOUR", 0))
+    two_d, four = bool(options.get("TWO_D")), options.get("FOUR", 0)
+    config = tile_config(4096, 4096, rowwise, columnwise, rht, two_d, four)
     row, col = ("u8" if wanted else None for wanted in (rowwise, columnwise))
     row_amax, col_amax = ("fp32" if wanted else None for wanted in (rowwise, columnwise))
     pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else None, "fp32"]

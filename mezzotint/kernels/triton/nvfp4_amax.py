@@ -137,6 +137,7 @@ def partials(
         RHT=rht,
         SIGN_MASK=sign_mask,
         ROW_SCALED=False,
+        enable_fp_fusion=False,  # where the reference rounds twice, so does the kernel
         **options,
     )
     return row if rowwise else None, col if columnwise else None
@@ -163,6 +164,7 @@ def vectors(
             RHT=rht,
             SIGN_MASK=sign_mask,
             ROW_SCALED=True,
+            enable_fp_fusion=False,
             **options,
         )
     return row, col
