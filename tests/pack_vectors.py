@@ -22,9 +22,7 @@ def vectors_dir() -> Path:
     for place in places:
         if (place / "manifest.json").is_file():
             return place
-    raise FileNotFoundError(
-        f"no manifest.json in {' or '.join(map(str, places))}: give the folder as an argument"
-    )
+    raise FileNotFoundError(f"no manifest.json in {' or '.join(map(str, places))}: give the folder as an argument")
 
 
 def collect(folder: Path) -> dict[str, np.ndarray]:
@@ -36,17 +34,13 @@ def collect(folder: Path) -> dict[str, np.ndarray]:
             arrays[input_key(entry)] = loose["x"]
         with np.load(folder / entry["files"]["expected"]) as loose:
             if set(loose.files) != set(entry["arrays"]):
-                raise ValueError(
-                    f"{entry['name']}: file has {loose.files}, manifest says {list(entry['arrays'])}"
-                )
+                raise ValueError(f"{entry['name']}: file has {loose.files}, manifest says {list(entry['arrays'])}")
             arrays |= {expected_key(entry, array): loose[array] for array in loose.files}
     return arrays
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="where manifest.json is")
     folder = parser.parse_args().folder or vectors_dir()
     arrays = collect(folder)
