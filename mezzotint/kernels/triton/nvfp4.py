@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
+from mezzotint.kernels.triton._jit import as_rows
 from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, scale_index
 from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows
-from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, as_rows, partials, vectors
+from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, partials, vectors
 
 __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
 

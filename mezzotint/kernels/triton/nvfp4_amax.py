@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels.triton._jit import as_rows
 from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16, widen
 
 PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
@@ -168,12 +168,6 @@ def vectors(
             **options,
         )
     return row, col
-
-
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """The (M, K) view, copied only where the elements of a row are not neighbours."""
-    x = as_matrix(x)
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def amax(
