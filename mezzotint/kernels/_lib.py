@@ -31,12 +31,22 @@ def leaf(
     `cuda` is "module:function" inside `mezzotint.kernels.triton`; without it, and on GPUs that Triton's FP8 casts do
     not reach, the plain-torch reference runs on the CUDA tensors.
     """
+    return _define(schema, fake, cpu, cpu if cuda is None else _Late(cuda, cpu), tags)
+
+
+def _define(
+    schema: str,
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    tags: Sequence[torch.Tag] = (),
+) -> torch._ops.OpOverload:
     name = schema.split("(")[0]
     if cpu is None:
         raise TypeError(f"leaf op {name!r} needs a CPU reference: it is the specification of the op")
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     LIBRARY.impl(name, cpu, "CPU")
-    LIBRARY.impl(name, cpu if cuda is None else _Late(cuda, cpu), "CUDA")
+    LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"mezzotint::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.mezzotint, name).default
 
@@ -92,19 +102,9 @@ def quantize_ops(
         late(x, out, None, *args)
         return out
 
-    LIBRARY.define(f"{name}(Tensor x, {options}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, reference, "CPU")
-    LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"mezzotint::{name}", allocate, lib=LIBRARY)
-
-    LIBRARY.define(
-        f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    LIBRARY.impl(f"{name}_", in_place, "CPU")
-    LIBRARY.impl(f"{name}_", late, "CUDA")
-    torch.library.register_fake(f"mezzotint::{name}_", lambda x, out, noop, *args: None, lib=LIBRARY)
-    return getattr(torch.ops.mezzotint, name).default, getattr(torch.ops.mezzotint, f"{name}_").default
+    functional = _define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
+    schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
+    return functional, _define(schema, lambda x, out, noop, *args: None, in_place, late)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
