@@ -117,6 +117,13 @@ def as_columns(data: torch.Tensor) -> torch.Tensor:
     return data.reshape(data.shape[0], _leading((*data.shape[1:], 1)))
 
 
+def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """A matrix with zeros up to (rows, cols); itself where there is nothing to add."""
+    if x.shape[0] == rows and x.shape[1] == cols:
+        return x
+    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
 def _leading(shape: Sequence[int]) -> int:
     rows = 1
     for size in shape[:-1]:

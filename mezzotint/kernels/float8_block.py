@@ -15,7 +15,7 @@ a multiple of 16 bytes long. A ragged last block counts the elements that exist;
 import torch
 
 from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, padded, quantize_ops
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, mul_blocks_, scale_from_amax, scaled
 
 
@@ -39,18 +39,11 @@ def float8_block_buffers(shape: tuple[int, ...], two_d: bool, rowwise: bool, col
     return buffers
 
 
-def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """(R, C) with zeros up to (rows, cols)."""
-    if (rows, cols) == tuple(x.shape):
-        return x
-    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
-
-
 def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, C) → codes (R, C) and compact scales (R or ceil(R/128), ceil(C/128))."""
     rows, cols = x.shape
     height = FP8_BLOCK if two_d else 1
-    tiles = _padded(x, rup(rows, height), rup(cols, FP8_BLOCK))
+    tiles = padded(x, rup(rows, height), rup(cols, FP8_BLOCK))
     tiles = tiles.view(cdiv(rows, height), height, cdiv(cols, FP8_BLOCK), FP8_BLOCK)
     scale = scale_from_amax(
         amax(tiles, (1, 3)), FP8_MAX[dtype], pow2=pow2, eps=eps, value_for_inf=torch.finfo(x.dtype).max
@@ -62,7 +55,7 @@ def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) 
 def _layout(scale_inv: torch.Tensor, two_d: bool) -> torch.Tensor:
     """Compact scales → the GEMM's layout: 1x128 transposed, the inner size a multiple of 4, zeros in the padding."""
     scale_inv = scale_inv if two_d else scale_inv.t()
-    return _padded(scale_inv, scale_inv.shape[0], rup(scale_inv.shape[1], 4)).contiguous()
+    return padded(scale_inv, scale_inv.shape[0], rup(scale_inv.shape[1], 4)).contiguous()
 
 
 def float8_block_quantize_reference(

@@ -17,7 +17,7 @@ exists. One read of x.
 import torch
 
 from mezzotint.constants import FP8_EMAX, FP8_MAX, MX_BLOCK, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, padded, quantize_ops
 from mezzotint.kernels.elements import (
     amax,
     cast_fp8,
@@ -59,17 +59,11 @@ def _scale_byte(top: torch.Tensor, dtype: int, floor: bool) -> torch.Tensor:
     return e8m0_up(top * reciprocal)
 
 
-def _padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    if (rows, cols) == tuple(x.shape):
-        return x
-    return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
-
-
 def _quantize(x: torch.Tensor, dtype: int, floor: bool, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(M, K) → codes (M, K), bytes (ceil(M/height), ceil(K/width)): blocks of height x width."""
     rows, cols = x.shape
     full = rup(rows, height), rup(cols, width)
-    tiles = _padded(x, *full).view(full[0] // height, height, full[1] // width, width)
+    tiles = padded(x, *full).view(full[0] // height, height, full[1] // width, width)
     byte = _scale_byte(amax(tiles, (1, 3)), dtype, floor)
     codes = cast_fp8(scaled(tiles, e8m0_inverse(byte)[:, None, :, None]), dtype).reshape(full)
     return codes[:rows, :cols].contiguous(), byte
@@ -91,7 +85,7 @@ def mxfp8_quantize_reference(
             codes, byte = _quantize(matrix, dtype, floor, MX_BLOCK, 1)
         else:
             codes, byte = _quantize(matrix, dtype, floor, 1, MX_BLOCK)
-        byte = _padded(byte, *mxfp8_scale_shape(rows, cols, columns)).contiguous()
+        byte = padded(byte, *mxfp8_scale_shape(rows, cols, columns)).contiguous()
         out += [codes.reshape(x.shape), swizzle(byte, columns) if swizzled else byte]
     return out
 

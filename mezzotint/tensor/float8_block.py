@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import FP8_BLOCK, DType, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, matrix_shape, padded
 from mezzotint.kernels.float8_block import (
     float8_block_buffers,
     float8_block_dequantize,
@@ -81,7 +81,8 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
 
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(scales, (0, rup(scales.shape[1], 4) - scales.shape[1])).contiguous()
+    """Rows of scales up to a multiple of 4, as the GEMM reads them."""
+    return padded(scales, scales.shape[0], rup(scales.shape[1], 4)).contiguous()
 
 
 def _transposed(scales: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import MX_BLOCK, DType, cdiv
-from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape, padded
 from mezzotint.kernels.mxfp8 import (
     mxfp8_buffers,
     mxfp8_dequantize,
@@ -62,16 +62,12 @@ class MXFP8TensorStorage(TwoDirectionStorage):
         if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
             fields["rowwise_data"] = self._rowwise_data[start:stop]
             scales = self._rowwise_scale_inv[first:last]
-            fields["rowwise_scale_inv"] = _padded(scales, mxfp8_scale_shape(last - first, cols, False))
+            fields["rowwise_scale_inv"] = padded(scales, *mxfp8_scale_shape(last - first, cols, False))
         if self._columnwise_data is not None and self._columnwise_scale_inv is not None:
             fields["columnwise_data"] = self._columnwise_data[start:stop]
             scales = self._columnwise_scale_inv[first // MX_BLOCK : cdiv(last, MX_BLOCK)]
-            fields["columnwise_scale_inv"] = _padded(scales, mxfp8_scale_shape(last - first, cols, True))
+            fields["columnwise_scale_inv"] = padded(scales, *mxfp8_scale_shape(last - first, cols, True))
         return fields
-
-
-def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    return torch.nn.functional.pad(scales, (0, shape[1] - scales.shape[1], 0, shape[0] - scales.shape[0]))
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):

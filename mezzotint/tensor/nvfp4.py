@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from mezzotint.constants import NVFP4_BLOCK, DType, cdiv
-from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape, padded
 from mezzotint.kernels.elements import pack_fp4, unpack_fp4
 from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
 from mezzotint.kernels.nvfp4 import (
@@ -143,8 +143,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
 
 def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """To the geometry's size: zeros where there is too little, cut where a tile's rows run past it."""
-    scales = scales[: shape[0], : shape[1]]
-    return torch.nn.functional.pad(scales, (0, shape[1] - scales.shape[1], 0, shape[0] - scales.shape[0])).contiguous()
+    return padded(scales[: shape[0], : shape[1]], *shape).contiguous()
 
 
 class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):

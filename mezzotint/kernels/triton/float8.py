@@ -199,7 +199,7 @@ def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: 
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < numel)
 
 
-def _partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
+def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
     """Partial maxima of a contiguous tensor, at most PARTIALS."""
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
@@ -210,7 +210,7 @@ def _partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
 
 def amax(x: torch.Tensor) -> torch.Tensor:
     """FP32 [1]: max |x|, NaN dropped."""
-    partials = _partials(x.contiguous(), None)
+    partials = amax_partials(x.contiguous(), None)
     if partials.numel() == 1:
         return partials
     out = partials.new_empty(1)
@@ -295,7 +295,7 @@ def quantize(
     given = amax is not None
     if amax is None:
         x = x.contiguous()
-        amax = _partials(x, noop)
+        amax = amax_partials(x, noop)
     _cast(
         x,
         out,

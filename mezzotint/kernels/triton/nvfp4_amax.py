@@ -1,8 +1,8 @@
 """The amax of each direction that NVFP4 scales by, on CUDA: one read of x for both.
 
-Without a transform both directions have the amax of x: a flat pass, one partial maximum per program. With one, a thread
-holds 8 columns of 16 rows, so the transform runs between its registers and each program leaves two partial maxima. The
-launch that needs the amax reduces the partials. Row-scaled: vectors, raised by atomic maxima from 0.
+Without a transform both directions have the amax of x: FP8's flat pass, one partial maximum per program. With one, a
+thread holds 8 columns of 16 rows, so the transform runs between its registers and each program leaves two partial
+maxima. The launch that needs the amax reduces the partials. Row-scaled: vectors, raised by atomic maxima from 0.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -14,35 +14,13 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import as_rows
-from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16, widen
-
-PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
-
-
-def flat_config() -> dict[str, int]:
-    """Elements that a program reads at a time."""
-    return {"BLOCK": 8192, "num_warps": 8}
+from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16
+from mezzotint.kernels.triton.float8 import PARTIALS, amax_partials
 
 
 def tile_config() -> dict[str, int]:
     """Tile that a program reads at a time: 16·G rows, BN columns."""
     return {"G": 8, "BN": 64, "num_warps": 4}
-
-
-@triton.jit
-def _amax_flat_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
-    """Program p reads every P-th block of x and writes partials[p]."""
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    pid = tl.program_id(0)
-    end = tl.cast(numel, tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    top = tl.zeros([BLOCK], tl.float32)
-    for start in range(pid.to(tl.int64) * BLOCK, end, step):
-        i = start + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < end, other=0.0)
-        top = tl.maximum(top, tl.abs(widen(value)))  # of NaN and a number, the number
-    tl.store(partials + pid, tl.max(top))
 
 
 @triton.jit
@@ -116,12 +94,9 @@ def partials(
     x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Partial maxima, at most PARTIALS, of a matrix whose rows are contiguous, for each wanted direction."""
-    (M, K), numel = x.shape, x.numel()
+    M, K = x.shape
     if x.is_contiguous() and not (rht and columnwise):
-        options = flat_config()
-        count = max(1, min(PARTIALS, cdiv(numel, options["BLOCK"])))
-        top = x.new_empty(count, dtype=torch.float32)
-        _amax_flat_kernel[(count,)](x, top, noop, numel, **options)
+        top = amax_partials(x, noop)
         return top if rowwise else None, top if columnwise else None
     options = tile_config()
     count = max(1, min(PARTIALS, cdiv(M, 16 * options["G"]) * cdiv(K, options["BN"])))
@@ -187,7 +162,6 @@ def amax(
 
 
 AHEAD = [
-    ahead(_amax_flat_kernel, ["bf16", "fp32", "fp32"], **flat_config()),
     ahead(
         _amax_tile_kernel,
         ["bf16", "fp32", "fp32", None],
