@@ -22,7 +22,7 @@ from mezzotint.constants import FP4_MAX, FP8_BLOCK, FP8_TORCH, MX_BLOCK, rup
 from mezzotint.kernels.operand import Operand, codes, factors, rows
 from mezzotint.kernels.swizzle import swizzle
 
-ALIGN = 16  # elements along the contraction, rows of B
+ALIGN = 16  # elements along the contraction, rows of B; bytes where codes and scales start
 BLOCK_ROWS = 8  # rows of A under 1x128 scales
 
 # torch.nn.functional.ScalingType and SwizzleType, as the op takes them
@@ -57,7 +57,8 @@ def row(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool)
     """One scale per row of each operand."""
     assert a.scale is not None
     assert b.scale is not None
-    _fp8(out, a, b, a.scale.view(-1, 1), _filled(b.scale.view(1, -1), 1, rup(rows(b), ALIGN)), bias, fast_accum)
+    scale_a, scale_b = _filled(a.scale.view(1, -1), 1, rows(a)), _filled(b.scale.view(1, -1), 1, rup(rows(b), ALIGN))
+    _fp8(out, a, b, scale_a.view(-1, 1), scale_b, bias, fast_accum)
 
 
 def row16(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
@@ -163,9 +164,10 @@ def _cut(out: torch.Tensor, product: torch.Tensor, bias: Bias) -> None:
 
 
 def _filled(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """A contiguous (height, width) with zeros where x has nothing."""
+    """A contiguous (height, width) that starts at a multiple of 16 bytes, with zeros where x has nothing."""
     if x.shape[0] == height and x.shape[1] == width:
-        return x.contiguous()
+        x = x.contiguous()
+        return x if x.data_ptr() % ALIGN == 0 else x.clone()
     return pad(x, (0, width - x.shape[1], 0, height - x.shape[0]))
 
 
