@@ -31,10 +31,10 @@ def leaf(
     `cuda` is "module:function" inside `mezzotint.kernels.triton`; without it, and on GPUs that Triton's FP8 casts do
     not reach, the plain-torch reference runs on the CUDA tensors.
     """
-    return _define(schema, fake, cpu, cpu if cuda is None else _Late(cuda, cpu), tags)
+    return define(schema, fake, cpu, cpu if cuda is None else Late(cuda, cpu), tags)
 
 
-def _define(
+def define(
     schema: str,
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
@@ -51,7 +51,7 @@ def _define(
     return getattr(torch.ops.mezzotint, name).default
 
 
-class _Late:
+class Late:
     """A CUDA implementation that is imported when it is first called."""
 
     def __init__(self, target: str, reference: Callable[..., Any]) -> None:
@@ -69,42 +69,6 @@ def load_triton(target: str) -> Callable[..., Any]:
     """Import "module:function" from the Triton kernels."""
     module, function = target.split(":")
     return getattr(importlib.import_module(f"mezzotint.kernels.triton.{module}"), function)
-
-
-def quantize_ops(
-    name: str,
-    options: str,
-    *,
-    geometry: Callable[..., Buffers],
-    reference: Callable[..., "list[torch.Tensor]"],
-    cuda: str | None,
-) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
-    """The two ops of one quantization: `name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place.
-
-    `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
-    `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
-    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1.
-    """
-
-    def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        return [x.new_empty(shape, dtype=dtype) for shape, dtype in geometry(tuple(x.shape), *args).values()]
-
-    def in_place(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
-        if noop is not None and noop.item() == 1.0:
-            return
-        for buffer, fresh in zip(out, reference(x, *args), strict=True):
-            buffer.copy_(fresh)
-
-    late = in_place if cuda is None else _Late(cuda, in_place)
-
-    def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        out = allocate(x, *args)
-        late(x, out, None, *args)
-        return out
-
-    functional = _define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
-    schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
-    return functional, _define(schema, lambda x, out, noop, *args: None, in_place, late)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:

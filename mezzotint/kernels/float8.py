@@ -13,9 +13,10 @@ before, for the amax.
 import torch
 
 from mezzotint.constants import FP8_MAX
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf
 from mezzotint.kernels.elements import amax as reduce_amax
 from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax, scaled
+from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:

@@ -15,8 +15,9 @@ a multiple of 16 bytes long. A ragged last block counts the elements that exist;
 import torch
 
 from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, padded, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, padded
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, mul_blocks_, scale_from_amax, scaled
+from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def float8_block_scale_shape(rows: int, cols: int, two_d: bool) -> tuple[int, int]:

@@ -10,8 +10,9 @@ Two reads of x where both directions are asked for: row and column amax first, t
 import torch
 
 from mezzotint.constants import FP8_MAX
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax, scaled
+from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:

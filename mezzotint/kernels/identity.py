@@ -2,7 +2,8 @@
 
 import torch
 
-from mezzotint.kernels._lib import Buffers, quantize_ops
+from mezzotint.kernels._lib import Buffers
+from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def identity_buffers(shape: tuple[int, ...], dtype: torch.dtype | None) -> Buffers:

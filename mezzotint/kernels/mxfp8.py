@@ -17,7 +17,7 @@ exists. One read of x.
 import torch
 
 from mezzotint.constants import FP8_EMAX, FP8_MAX, MX_BLOCK, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, padded, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, padded
 from mezzotint.kernels.elements import (
     amax,
     cast_fp8,
@@ -28,6 +28,7 @@ from mezzotint.kernels.elements import (
     mul_blocks_,
     scaled,
 )
+from mezzotint.kernels.quantize_ops import quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 

@@ -24,7 +24,7 @@ Two reads of x: the amax, then one cast that writes both directions.
 import torch
 
 from mezzotint.constants import E4M3, FP4_MAX, FP32_MAX, NVFP4_BLOCK, cdiv, rup
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, quantize_ops
+from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape
 from mezzotint.kernels.elements import (
     amax,
     cast_e2m1,
@@ -38,6 +38,7 @@ from mezzotint.kernels.elements import (
 )
 from mezzotint.kernels.hadamard import hadamard16
 from mezzotint.kernels.philox import philox_bytes
+from mezzotint.kernels.quantize_ops import quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 MAE, MSE = 1, 2

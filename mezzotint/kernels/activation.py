@@ -1,0 +1,160 @@
+"""Activations between two GEMMs: FP32 inside, one rounding to the input's dtype at the end.
+
+    gelu     x · (0.5 + 0.5 · tanh(x · (0.79788456 + 0.03567741 · x²)))      relu    max(x, 0)
+    qgelu    x · sigmoid(1.702 · x)                                          srelu   max(x, 0)²
+    silu     x · sigmoid(x)                                                  sigmoid
+
+Gated ones take x = [x1 | x2] along the last dimension and give act(x1) · x2: geglu, qgeglu, swiglu, reglu, sreglu,
+glu (sigmoid). The activation is of the first half; torch's GLU has it the other way round.
+
+    clamped_swiglu (limit, alpha, offset)    a = min(x1, limit);  a · sigmoid(alpha · a) · (clamp(x2, ±limit) + offset)
+    situglu (beta1, beta2)                   beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)
+
+`bias` [width of x] is added first and the sum is rounded to x's dtype, as if it had been added before. The gradient
+of the bias is the FP32 sum over rows of the rounded gradient of x.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mezzotint.kernels._lib import as_matrix, leaf
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _gelu(x: torch.Tensor) -> Pair:
+    square = x * x
+    t = torch.tanh(x * (0.79788456 + 0.03567741 * square))
+    half = 0.5 + 0.5 * t
+    return x * half, 0.5 * x * ((1.0 - t * t) * (0.79788456 + 0.1070322243 * square)) + half
+
+
+def _qgelu(x: torch.Tensor) -> Pair:
+    s = torch.sigmoid(1.702 * x)
+    return x * s, 1.702 * x * s * (1.0 - s) + s
+
+
+def _silu(x: torch.Tensor) -> Pair:
+    s = torch.sigmoid(x)
+    return x * s, x * s * (1.0 - s) + s
+
+
+def _sigmoid(x: torch.Tensor) -> Pair:
+    s = torch.sigmoid(x)
+    return s, s * (1.0 - s)
+
+
+def _relu(x: torch.Tensor) -> Pair:
+    return x.relu(), (x > 0).float()
+
+
+def _srelu(x: torch.Tensor) -> Pair:
+    positive = x.relu()
+    return positive * positive, 2.0 * positive
+
+
+# Each gives its value and its derivative, FP32.
+PLAIN: dict[str, Callable[[torch.Tensor], Pair]] = {
+    "gelu": _gelu,
+    "qgelu": _qgelu,
+    "silu": _silu,
+    "sigmoid": _sigmoid,
+    "relu": _relu,
+    "srelu": _srelu,
+}
+GATED = {
+    "geglu": "gelu",
+    "qgeglu": "qgelu",
+    "swiglu": "silu",
+    "glu": "sigmoid",
+    "reglu": "relu",
+    "sreglu": "srelu",
+}
+# Gated ones of their own, with the defaults of their parameters.
+PARAMETERS = {
+    "clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
+    "situglu": {"beta1": 4.0, "beta2": 25.0},
+}
+ACTIVATIONS = (*(name for name in PLAIN if name != "sigmoid"), *GATED, *PARAMETERS)
+
+
+def is_gated(name: str) -> bool:
+    """Whether the input is twice as wide as the output."""
+    return name in GATED or name in PARAMETERS
+
+
+def _gated(x1: torch.Tensor, x2: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, Pair]:
+    """(value, derivative) of what each half contributes: the output is the product of the values."""
+    if name == "clamped_swiglu":
+        limit, alpha, offset = params
+        a = x1.clamp(max=limit)
+        s = torch.sigmoid(alpha * a)
+        slope = torch.where(x1 <= limit, s + a * alpha * s * (1.0 - s), 0.0)
+        gate = x2.clamp(-limit, limit)
+        return (a * s, slope), (gate + offset, ((x2 >= -limit) & (x2 <= limit)).float())
+    if name == "situglu":
+        beta1, beta2 = params
+        t, s = torch.tanh(x1 / beta1), torch.sigmoid(x1)
+        u = torch.tanh(x2 / beta2)
+        return (beta1 * t * s, (1.0 - t * t) * s + beta1 * t * (s * (1.0 - s))), (beta2 * u, 1.0 - u * u)
+    return PLAIN[GATED[name]](x1), (x2, torch.ones_like(x2))
+
+
+def _input(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """FP32, with the bias added and rounded."""
+    return x.float() if bias is None else (x.float() + bias.float()).to(x.dtype).float()
+
+
+def activation_forward_reference(
+    x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
+) -> torch.Tensor:
+    """x (…, N), or (…, 2N) when gated → (…, N) in x's dtype."""
+    value = _input(x, bias)
+    if not is_gated(name):
+        return PLAIN[name](value)[0].to(x.dtype)
+    (first, _), (second, _) = _gated(*value.chunk(2, -1), name, params)
+    return (first * second).to(x.dtype)
+
+
+def activation_backward_reference(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
+) -> torch.Tensor:
+    """The gradient of x, in its shape and dtype."""
+    value, grad = _input(x, bias), dy.float()
+    if not is_gated(name):
+        return (grad * PLAIN[name](value)[1]).to(x.dtype)
+    (first, slope), (second, second_slope) = _gated(*value.chunk(2, -1), name, params)
+    return torch.cat(((grad * slope * second).to(x.dtype), (grad * first * second_slope).to(x.dtype)), -1)
+
+
+def column_sum_reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x (…, N) → [N]: FP32 sums over all other dimensions, cast once."""
+    return as_matrix(x).sum(0, dtype=torch.float32).to(dtype)
+
+
+def _forward_fake(x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if is_gated(name) else x.shape[-1]))
+
+
+def _backward_fake(dy: torch.Tensor, x: torch.Tensor, *_: object) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+activation_forward = leaf(
+    "activation_forward(Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
+    fake=_forward_fake,
+    cpu=activation_forward_reference,
+)
+
+activation_backward = leaf(
+    "activation_backward(Tensor dy, Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
+    fake=_backward_fake,
+    cpu=activation_backward_reference,
+)
+
+column_sum = leaf(
+    "column_sum(Tensor x, ScalarType dtype) -> Tensor",
+    fake=lambda x, dtype: x.new_empty((x.shape[-1],), dtype=dtype),
+    cpu=column_sum_reference,
+)

@@ -1,0 +1,54 @@
+"""Delayed scaling's state: what was seen, and the scale that follows from it.
+
+    history   FP32 (L, n)   row 0 gathers the maxima of this iteration, row L-1 is the last one, row 1 the oldest
+    scale     FP32 [n]
+
+Update, slot by slot, with last = history[0]: nothing changes where last is 0. Else amax = max over the column, or last
+for "most_recent"; row 1 goes, the others move up, last becomes row L-1, row 0 is cleared. scale = top / amax, as it was
+where amax is not finite, the largest FP32 where the quotient overflows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from mezzotint.constants import FP32_MAX
+from mezzotint.kernels._lib import leaf
+from mezzotint.kernels.elements import div
+
+
+def delayed_saw_reference(seen: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+    """seen [n], a history's row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots."""
+    if amaxes:
+        index = torch.tensor(list(slots), device=seen.device)
+        seen.index_copy_(0, index, torch.maximum(seen.index_select(0, index), torch.cat(list(amaxes))))
+
+
+def delayed_update_reference(
+    scales: Sequence[torch.Tensor], histories: Sequence[torch.Tensor], tops: Sequence[float], most_recent: bool
+) -> None:
+    """Each state of its own: scale [n], history (L, n), top = the format's largest value · 2^-margin."""
+    for scale, history, top in zip(scales, histories, tops, strict=True):
+        last = history[0].clone()
+        amax = last if most_recent else history.amax(0)
+        fresh = div(top, amax)
+        fresh = torch.where(fresh.isinf(), FP32_MAX, fresh)
+        scale.copy_(torch.where((last != 0) & amax.isfinite() & (amax > 0), fresh, scale))
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0.0
+        if history.shape[0] > 1:
+            rolled[-1] = last
+        history.copy_(torch.where(last != 0, rolled, history))
+
+
+delayed_saw_ = leaf(
+    "delayed_saw_(Tensor(a!) seen, Tensor[] amaxes, int[] slots) -> ()",
+    fake=lambda seen, amaxes, slots: None,
+    cpu=delayed_saw_reference,
+)
+
+delayed_update_ = leaf(
+    "delayed_update_(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] tops, bool most_recent) -> ()",
+    fake=lambda scales, histories, tops, most_recent: None,
+    cpu=delayed_update_reference,
+)

@@ -1,0 +1,154 @@
+"""The ops of one quantization: of a tensor that exists, into given buffers, and of what a producer would write.
+
+A norm, an activation or its backward in front of a GEMM need not write its result in high precision: the quantization
+takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. What it gives is, bit for
+bit, what the two ops one after the other give: the producer's result is rounded to its dtype in between.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import Buffers, Late, define
+from mezzotint.kernels.activation import (
+    activation_backward,
+    activation_backward_reference,
+    activation_forward,
+    activation_forward_reference,
+    column_sum,
+    is_gated,
+)
+from mezzotint.kernels.norm import norm_apply, norm_apply_reference
+
+__all__ = ["SOURCES", "fused", "quantize_ops"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A producer: its arguments, what it makes, and its ops. `sums`: its last argument asks for column sums too."""
+
+    arguments: str
+    count: int
+    make: Callable[..., torch.Tensor]
+    op: torch._ops.OpOverload
+    shape: Callable[..., tuple[int, ...]]
+    sums: bool = False
+
+
+def _forward_shape(x: torch.Tensor, bias: Any, name: str, params: Any) -> tuple[int, ...]:
+    return (*x.shape[:-1], x.shape[-1] // 2 if is_gated(name) else x.shape[-1])
+
+
+SOURCES = {
+    "norm": Source(
+        "Tensor x, Tensor mu, Tensor rs, Tensor gamma, Tensor? beta, bool zero_centered, bool rms",
+        7,
+        norm_apply_reference,
+        norm_apply,
+        lambda x, *_: tuple(x.shape),
+    ),
+    "activation": Source(
+        "Tensor x, Tensor? bias, str name, float[] params",
+        4,
+        activation_forward_reference,
+        activation_forward,
+        _forward_shape,
+    ),
+    "activation_backward": Source(
+        "Tensor dy, Tensor x, Tensor? bias, str name, float[] params, ScalarType? sums",
+        6,
+        activation_backward_reference,
+        activation_backward,
+        lambda dy, x, *_: tuple(x.shape),
+        sums=True,
+    ),
+}
+
+# Quantization → source → the op of both.
+_FUSED: dict[torch._ops.OpOverload, dict[str, torch._ops.OpOverload]] = {}
+
+
+def fused(op: torch._ops.OpOverload, source: str) -> torch._ops.OpOverload:
+    """The op that quantizes what `source` makes, as `op` quantizes a tensor."""
+    return _FUSED[op][source]
+
+
+def quantize_ops(
+    name: str,
+    options: str,
+    *,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    cuda: str | None,
+) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
+    """`name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place; `fused` finds the others.
+
+    `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
+    `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
+    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1.
+    """
+
+    def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        return _empty(x, tuple(x.shape), geometry, args)
+
+    def in_place(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
+        if noop is not None and noop.item() == 1.0:
+            return
+        for buffer, fresh in zip(out, reference(x, *args), strict=True):
+            buffer.copy_(fresh)
+
+    late = in_place if cuda is None else Late(cuda, in_place)
+
+    def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        out = allocate(x, *args)
+        late(x, out, None, *args)
+        return out
+
+    functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
+    schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
+    _FUSED[functional] = {
+        key: _fused_op(f"{name}_of_{key}", options, source, geometry, reference, on_cuda)
+        for key, source in SOURCES.items()
+    }
+    return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
+
+
+def _empty(like: torch.Tensor, shape: tuple[int, ...], geometry: Callable[..., Buffers], args: Any) -> Any:
+    return [like.new_empty(size, dtype=dtype) for size, dtype in geometry(shape, *args).values()]
+
+
+def _fused_op(
+    name: str,
+    options: str,
+    source: Source,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    on_cuda: Callable[..., "list[torch.Tensor]"],
+) -> torch._ops.OpOverload:
+    """Buffers of what the source makes; with `sums`, its FP32 column sums in that dtype behind them."""
+    count = source.count
+
+    def fake(*args: Any) -> list[torch.Tensor]:
+        shape = source.shape(*args[:count])
+        buffers = _empty(args[0], shape, geometry, args[count:])
+        if source.sums:
+            sums = args[count - 1]
+            buffers.append(args[0].new_empty(0 if sums is None else shape[-1], dtype=sums or torch.float32))
+        return buffers
+
+    def run(make: Callable[..., torch.Tensor], quantize: Callable[..., "list[torch.Tensor]"], args: Any) -> Any:
+        made = make(*args[: count - 1 if source.sums else count])
+        buffers = quantize(made, *args[count:])
+        if source.sums:
+            sums = args[count - 1]
+            buffers = [*buffers, made.new_empty(0, dtype=torch.float32) if sums is None else column_sum(made, sums)]
+        return buffers
+
+    return define(
+        f"{name}({source.arguments}, {options}) -> Tensor[]",
+        fake,
+        lambda *args: run(source.make, reference, args),
+        lambda *args: run(source.op, on_cuda, args),
+    )
