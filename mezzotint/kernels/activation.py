@@ -84,8 +84,9 @@ def is_gated(name: str) -> bool:
     return name in GATED or name in PARAMETERS
 
 
-def _gated(x1: torch.Tensor, x2: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, Pair]:
+def _gated(x: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, Pair]:
     """(value, derivative) of what each half contributes: the output is the product of the values."""
+    x1, x2 = x.chunk(2, -1)
     if name == "clamped_swiglu":
         limit, alpha, offset = params
         a = x1.clamp(max=limit)
@@ -113,7 +114,7 @@ def activation_forward_reference(
     value = _input(x, bias)
     if not is_gated(name):
         return PLAIN[name](value)[0].to(x.dtype)
-    (first, _), (second, _) = _gated(*value.chunk(2, -1), name, params)
+    (first, _), (second, _) = _gated(value, name, params)
     return (first * second).to(x.dtype)
 
 
@@ -124,7 +125,7 @@ def activation_backward_reference(
     value, grad = _input(x, bias), dy.float()
     if not is_gated(name):
         return (grad * PLAIN[name](value)[1]).to(x.dtype)
-    (first, slope), (second, second_slope) = _gated(*value.chunk(2, -1), name, params)
+    (first, slope), (second, second_slope) = _gated(value, name, params)
     return torch.cat(((grad * slope * second).to(x.dtype), (grad * first * second_slope).to(x.dtype)), -1)
 
 
