@@ -2,7 +2,8 @@
 
 import torch as _torch
 
-from mezzotint import dynamo
+from mezzotint import dynamo, recipe
+from mezzotint.checkpoint import checkpoint
 from mezzotint.constants import DType
 from mezzotint.dynamo import (
     TensorProto,
@@ -10,6 +11,28 @@ from mezzotint.dynamo import (
     register_value_opaque_quantizer,
     to_tensor_proto,
 )
+from mezzotint.module.grouped_linear import GroupedLinear
+from mezzotint.module.layernorm_linear import LayerNormLinear
+from mezzotint.module.layernorm_mlp import LayerNormMLP
+from mezzotint.module.linear import Linear
+from mezzotint.module.norm import LayerNorm, RMSNorm
+from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
+from mezzotint.quantization import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_align_size_for_quantization,
+    get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_fp8_rowwise_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from mezzotint.tensor.float8 import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -42,6 +65,7 @@ _torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantiz
 
 __all__ = [
     "DType",
+    "DelayedScalingRequest",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
@@ -52,12 +76,19 @@ __all__ = [
     "Float8RowwiseTensorStorage",
     "Float8Tensor",
     "Float8TensorStorage",
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
@@ -67,10 +98,28 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "RMSNorm",
     "TensorProto",
+    "autocast",
+    "checkpoint",
     "dynamo",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_fp8_rowwise_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "is_value_opaque_quantizer",
     "prepare_for_saving",
+    "quantized_model_init",
+    "recipe",
     "register_value_opaque_quantizer",
     "restore_from_func_ctx",
     "restore_from_saved",

@@ -4,7 +4,7 @@ from typing import Any
 
 from mezzotint.dynamo.trace import trace_quantizer_methods
 from mezzotint.tensor.flatten import qualified_name
-from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
 from mezzotint.tensor.hybrid import HybridQuantizer
@@ -47,6 +47,7 @@ def is_value_opaque_quantizer(quantizer: Any) -> bool:
 
 for _cls in (
     Float8CurrentScalingQuantizer,
+    Float8ScaledQuantizer,
     Float8RowwiseQuantizer,
     Float8BlockQuantizer,
     MXFP8Quantizer,

@@ -176,6 +176,43 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return True
 
 
+class Float8ScaledQuantizer(Quantizer):
+    """FP8 by a scale, FP32 [1], that comes with each call: what a core knows of delayed scaling. A value."""
+
+    dtype: DType
+
+    def __init__(self, fp8_dtype: DType, *, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = check_fp8_dtype(fp8_dtype)
+
+    def _value_fields(self) -> dict[str, Any]:
+        return {**super()._value_fields(), "dtype": self.dtype}
+
+    def takes_scale(self) -> bool:
+        return True
+
+    def _plan(self) -> tuple[Any, ...]:
+        return float8_quantize_scaled, ("scale",), (int(self.dtype), self.rowwise_usage, self.columnwise_usage)
+
+    def _in_place_op(self) -> Any:
+        raise ValueError("a quantizer whose scale comes with each call has none here: quantize into a new tensor")
+
+    def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
+        return float8_buffers(shape, self.rowwise_usage, self.columnwise_usage)
+
+    def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
+        return Float8TensorStorage, Float8Tensor
+
+    def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
+        return {"fp8_dtype": self.dtype}
+
+    def is_requantization_safe(self) -> bool:
+        return True
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+
 class Float8Quantizer(Quantizer):
     """Delayed scaling: quantizes by `scale`, FP32 [1], and keeps the running maximum of what it saw in `amax` [1]."""
 

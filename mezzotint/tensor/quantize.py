@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
+from mezzotint.kernels.quantize_ops import SOURCES
 from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -41,6 +43,46 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
 def quantize_storage(x: torch.Tensor, quantizer: "Quantizer", **given: torch.Tensor | None) -> QuantizedTensorStorage:
     """`x` → storage with the quantizer's directions. `given`: amax reduced over a group, rng state, by name."""
     return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype)
+
+
+def quantize_scaled(
+    x: torch.Tensor, quantizer: "Quantizer", scale: torch.Tensor | None
+) -> tuple[Any, torch.Tensor | None]:
+    """`x` → storage and, of a quantizer whose scale is given with the call, the amax of x, FP32 [1]."""
+    if quantizer.is_custom():
+        return quantizer.quantize(x), None
+    if not quantizer.takes_scale():
+        return quantize_storage(x, quantizer), None
+    *buffers, amax = quantize_buffers(x, quantizer, {"scale": scale})
+    return assemble(buffers, quantizer, True, x.shape, x.dtype), amax
+
+
+def quantize_source(
+    source: str,
+    arguments: tuple[Any, ...],
+    shape: Any,
+    dtype: torch.dtype,
+    quantizer: "Quantizer",
+    scale: torch.Tensor | None,
+    sums: torch.dtype | None = None,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+    """What a producer (`kernels/quantize_ops.py`) would make → storage, amax as above, column sums in dtype `sums`."""
+    has_sums = SOURCES[source].sums
+    plan = None if quantizer.is_custom() else quantizer.for_dtype(dtype)._plan_of(source)
+    if plan is None:
+        made = SOURCES[source].op(*arguments)
+        storage, amax = quantize_scaled(made, quantizer, scale)
+        return storage, amax, column_sum(made, sums) if has_sums and sums is not None else None
+    op, tensors, options = plan
+    if has_sums:
+        arguments = (*arguments, sums)
+    buffers = op(*arguments, *_tensor_arguments(arguments[0], tensors, {"scale": scale}), *options)
+    summed, amax = None, None
+    if has_sums:
+        *buffers, summed = buffers
+    if quantizer.takes_scale():
+        *buffers, amax = buffers
+    return assemble(buffers, quantizer, True, shape, dtype), amax, None if sums is None else summed
 
 
 def _quantize_tensor(x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:

@@ -7,7 +7,7 @@ argument that the operation writes is quantized again.
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,6 +22,13 @@ aten = torch.ops.aten
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """Base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a whole format."""
+
+    _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = [base for base in cls.__mro__ if issubclass(base, QuantizedTensorStorage)]
+        cls._STORAGE = next(base for base in bases if not issubclass(base, torch.Tensor))
 
     @staticmethod
     def __new__(

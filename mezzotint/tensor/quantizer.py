@@ -5,6 +5,7 @@ A leaf quantizer holds plain values only: `_plan()` gives the op, the names of i
 have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `_parts()`.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ import torch
 
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
+from mezzotint.kernels.quantize_ops import fused
 from mezzotint.tensor.flatten import qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta
 from mezzotint.tensor.quantize import (
@@ -47,6 +49,8 @@ class Quantizer(metaclass=OpaqueMeta):
     internal: bool
     optimize_for_gemm: bool
 
+    custom: ClassVar[bool] = False  # brings its own `quantize` and `qgemm`
+
     _registered_as: ClassVar[str | None] = None  # the class, this one or a base, that the compiler knows as a value
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -60,6 +64,19 @@ class Quantizer(metaclass=OpaqueMeta):
     def _plan(self) -> "tuple[Any, ...] | None":
         """(op, tensor arguments by name, options), or None for a quantizer that is no leaf."""
         return None
+
+    def _plan_of(self, source: str) -> "tuple[Any, ...] | None":
+        """As `_plan`, of what a producer makes; None for a quantizer that takes none in."""
+        plan = self._plan()
+        return None if plan is None else (fused(plan[0], source), *plan[1:])
+
+    def takes_scale(self) -> bool:
+        """Whether the scale comes with each call, and the amax back with what it made."""
+        return False
+
+    def is_custom(self) -> bool:
+        """Whether it brings its own `quantize` and `qgemm`."""
+        return self.custom
 
     def _parts(self) -> "tuple[Quantizer | None, Quantizer | None, Quantizer | None] | None":
         """Of a quantizer made of two: row-wise part, column-wise part, and what the second's source goes through."""
@@ -214,6 +231,10 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Quantizer":
         """An equal quantizer but for the directions that it makes."""
+        if self.custom:  # what it is made of is its own affair
+            made = copy.copy(self)
+            made.set_usage(rowwise=rowwise, columnwise=columnwise)
+            return made
         fields = self._value_fields()
         if rowwise is not None:
             fields["rowwise_usage"] = bool(rowwise)

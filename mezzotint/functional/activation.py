@@ -1,0 +1,99 @@
+"""Activations, with the quantization of what they make, forward and backward, taken in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import Core, GradState, Saved
+from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels.activation import (
+    ACTIVATIONS,
+    PARAMETERS,
+    activation_backward,
+    activation_forward,
+    is_gated,
+)
+from mezzotint.tensor.quantize import quantize_source
+from mezzotint.tensor.quantizer import Quantizer
+
+__all__ = ["ACTIVATION", "ActivationFwdArgs", "is_gated", "resolve_activation"]
+
+
+def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, tuple[float, ...]]:
+    """A name and its parameters by name → both as the kernels take them."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}: give one of {', '.join(ACTIVATIONS)}")
+    defaults = PARAMETERS.get(name, {})
+    given = params or {}
+    unknown = sorted(set(given) - set(defaults))
+    if unknown:
+        known = ", ".join(defaults) or "none"
+        raise ValueError(f"activation_params has {', '.join(unknown)}: {name} takes {known}")
+    return name, tuple([float(given.get(key, value)) for key, value in defaults.items()])
+
+
+@dataclass(slots=True)
+class ActivationFwdArgs:
+    """`x` (…, N), twice as wide when gated."""
+
+    x: torch.Tensor
+    name: str
+    params: tuple[float, ...]
+    grad_state: GradState | None = None
+
+
+@dataclass(slots=True)
+class ActivationBwdArgs(Saved):
+    x: torch.Tensor
+    name: str
+    params: tuple[float, ...]
+
+    SAVED = ("x",)
+
+
+def activation_quantized(
+    a: ActivationFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
+) -> tuple[Any, torch.Tensor | None]:
+    """act(x) as a matrix, quantized in the same pass; its amax where the scale was given."""
+    x = as_matrix(a.x)
+    width = x.shape[1] // 2 if is_gated(a.name) else x.shape[1]
+    arguments = (x, None, a.name, a.params)
+    y_q, amax, _ = quantize_source("activation", arguments, (x.shape[0], width), x.dtype, quantizer, scale)
+    return y_q, amax
+
+
+def activation_gradient_quantized(
+    b: ActivationBwdArgs,
+    dy: torch.Tensor,
+    quantizer: Quantizer,
+    scale: torch.Tensor | None,
+    bias_dtype: torch.dtype | None,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of x as a matrix, quantized in the same pass; its amax; its column sums, the bias gradient."""
+    x = as_matrix(b.x)
+    arguments = (as_matrix(dy), x, None, b.name, b.params)
+    return quantize_source("activation_backward", arguments, x.shape, x.dtype, quantizer, scale, bias_dtype)
+
+
+def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
+    return ActivationBwdArgs(a.x, a.name, a.params)
+
+
+def activation_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor:
+    return activation_backward(dy, b.x, None, b.name, b.params)
+
+
+def activate(a: ActivationFwdArgs) -> torch.Tensor:
+    return activation_forward(a.x, None, a.name, a.params)
+
+
+def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:
+    return (activate(a),), (), None
+
+
+def _backward(b: ActivationBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
+    return (activation_gradient(b, dy),), ()
+
+
+ACTIVATION = Core(_forward, activation_setup, _backward, ("x",))

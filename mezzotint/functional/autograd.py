@@ -1,0 +1,172 @@
+"""The one autograd function: runs a core, saves what its setup keeps, gives it back to its backward.
+
+    core.forward(args)           -> (outputs, extras, made)    pure
+    core.setup(args, made)       -> backward arguments          decides what is saved
+    core.backward(bwd, *grads)   -> (gradients, amaxes)         pure
+
+`outputs` are differentiable, `extras` are tensors for the module to keep (amaxes). Gradients come in the order of
+`core.diff`, fields of `args`, a tuple field as a tuple.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class Core:
+    """The three functions of an operation and the fields of its arguments that get gradients."""
+
+    forward: Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...], Any]]
+    setup: Callable[[Any, Any], Any]
+    backward: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
+    diff: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class GradState:
+    """Delayed scaling of gradients: live buffers that backward writes. Never saved, never read by a core."""
+
+    scale: torch.Tensor  # FP32 [n]
+    history: torch.Tensor  # FP32 (L, n)
+    top: float
+    most_recent: bool
+    update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
+    is_first: bool  # this run of the module was its first since the last update: its backward is the last
+
+
+class Saved:
+    """Base of backward arguments. `SAVED` names the fields whose tensors are saved: tensor, storage, Saved, tuple."""
+
+    __slots__ = ()
+    SAVED: ClassVar[tuple[str, ...]] = ()
+
+
+def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
+    """Move the tensors of a value to `flat`; what is left tells `unflatten` how to put it together again."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        flat.append(value)
+        return _TENSOR
+    if isinstance(value, tuple):
+        return tuple([flatten(item, flat) for item in value])
+    if isinstance(value, QuantizedTensorStorage):
+        names = []
+        for attribute, kwarg in value._FLATTEN_TENSOR_BUFFERS:
+            buffer = getattr(value, attribute)
+            if buffer is not None:
+                flat.append(buffer)
+                names.append(kwarg)
+        return _Storage(type(value), value.shape, value._dtype, names, value._plain_values())
+    return _Fields(value, [flatten(getattr(value, name), flat) for name in value.SAVED])
+
+
+def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse; a new object each time, so that a second backward finds what the first one found."""
+    if spec is None:
+        return None
+    if isinstance(spec, str):
+        return tensors.pop(0)
+    if isinstance(spec, tuple):
+        return tuple([unflatten(item, tensors) for item in spec])
+    if isinstance(spec, _Storage):
+        fields = dict(spec.values)
+        for name in spec.names:
+            fields[name] = tensors.pop(0)
+        return spec.cls._build(spec.shape, spec.dtype, fields)
+    made = object.__new__(type(spec.like))
+    for name in spec.like.__slots__:
+        setattr(made, name, getattr(spec.like, name))
+    for name, part in zip(spec.like.SAVED, spec.parts, strict=True):
+        setattr(made, name, unflatten(part, tensors))
+    return made
+
+
+_TENSOR = "tensor"
+
+
+@dataclass(slots=True)
+class _Storage:
+    cls: Any
+    shape: Any
+    dtype: torch.dtype
+    names: list[str]
+    values: dict[str, Any]
+
+
+class _Fields:
+    """A `Saved` without its saved fields, and the specs of those."""
+
+    __slots__ = ("like", "parts")
+
+    def __init__(self, like: Any, parts: list[Any]) -> None:
+        stripped = object.__new__(type(like))
+        for name in like.__slots__:
+            setattr(stripped, name, None if name in like.SAVED else getattr(like, name))
+        self.like, self.parts = stripped, parts
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, core: Core, args: Any, *tensors: Any) -> Any:
+        rest = list(tensors)
+        for name in core.diff:
+            value = getattr(args, name)
+            if isinstance(value, tuple):
+                setattr(args, name, tuple(rest[: len(value)]))
+                rest = rest[len(value) :]
+            else:
+                setattr(args, name, rest.pop(0))
+        outputs, extras, made = core.forward(args)
+        flat: list[torch.Tensor] = []
+        ctx.spec = flatten(core.setup(args, made), flat)
+        ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
+        ctx.save_for_backward(*flat)
+        ctx.mark_non_differentiable(*extras)
+        return (*outputs, *extras)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = unflatten(ctx.spec, list(ctx.saved_tensors))
+        result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
+        if ctx.grad_state is not None:
+            record(ctx.grad_state, amaxes)
+        flat: list[Any] = []
+        for gradient in result:
+            if isinstance(gradient, tuple):
+                flat.extend(gradient)
+            else:
+                flat.append(gradient)
+        return (None, None, *flat)
+
+
+def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
+    """Enter what backward saw, and update after the last backward of the iteration."""
+    slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
+    delayed_saw_(state.history[0], [amax for amax in amaxes if amax is not None], slots)
+    if state.is_first:
+        if state.update is not None:
+            state.update(state.history, state.scale)
+        else:
+            delayed_update_([state.scale], [state.history], [state.top], state.most_recent)
+
+
+def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
+    """Run the core: (*outputs, *extras). `needs_grad`: whether any of its tensors needs a gradient."""
+    if not (needs_grad and torch.is_grad_enabled()):
+        outputs, extras, _ = core.forward(args)
+        return (*outputs, *extras)
+    tensors: list[Any] = []
+    for name in core.diff:
+        value = getattr(args, name)
+        if isinstance(value, tuple):
+            tensors.extend(value)
+        else:
+            tensors.append(value)
+    return _Apply.apply(core, args, *tensors)

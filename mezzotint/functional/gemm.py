@@ -1,0 +1,85 @@
+"""The product of two tensors, quantized or not, as a linear needs it."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels.gemm import Operand, gemm
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+__all__ = ["GEMMType", "MMParams", "multiply", "operand"]
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """What a user's `qgemm` is told beside its operands."""
+
+    out_dtype: torch.dtype | None = None
+    use_split_accumulator: bool = True
+
+
+def operand(x: Any, columnwise: bool) -> Operand:
+    """One side: rows of the row-wise copy, or of the column-wise one, which is the transpose."""
+    if isinstance(x, QuantizedTensorStorage):
+        return x.gemm_operand(columnwise)
+    matrix = as_matrix(x)
+    return Operand(matrix.t() if columnwise else matrix)
+
+
+def multiply(
+    a: Any,
+    b: Any,
+    *,
+    a_columnwise: bool = False,
+    b_columnwise: bool = False,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    accumulate: torch.Tensor | None = None,
+    fast: bool = False,
+) -> torch.Tensor:
+    """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
+    if _is_custom(a) and _is_custom(b):
+        return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
+    return gemm(
+        operand(a, a_columnwise),
+        operand(b, b_columnwise),
+        out_dtype=out_dtype,
+        bias=bias,
+        accumulate=accumulate,
+        fast_accum=fast,
+    )
+
+
+class GEMMType(Enum):
+    """Which of a linear's products."""
+
+    FPROP = "fprop"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+
+
+def _is_custom(x: Any) -> bool:
+    quantizer = getattr(x, "_quantizer", None) if not isinstance(x, torch.Tensor) else None
+    return quantizer is not None and quantizer.is_custom()
+
+
+def _custom(
+    a: Any,
+    b: Any,
+    a_columnwise: bool,
+    b_columnwise: bool,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    accumulate: torch.Tensor | None,
+    fast: bool,
+) -> torch.Tensor:
+    """By the user's quantizer that made both; they hold `data`, `scale` and, column-wise, `data_t`, `scale_t`."""
+    kind = GEMMType.WGRAD if a_columnwise else GEMMType.DGRAD if b_columnwise else GEMMType.FPROP
+    x, sx = (a.data_t, a.scale_t) if a_columnwise else (a.data, a.scale)
+    w, sw = (b.data_t, b.scale_t) if b_columnwise else (b.data, b.scale)
+    params = MMParams(out_dtype=out_dtype, use_split_accumulator=not fast)
+    y = a._quantizer.qgemm(x, w, params, out_dtype, sx, sw, bias, gemm_type=kind, qresult_x=a, qresult_w=b)
+    return y if accumulate is None else accumulate.add_(y)

@@ -1,0 +1,112 @@
+"""A norm and the linear behind it: the norm hands its output over quantized."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import Core, GradState, Saved
+from mezzotint.functional.linear import (
+    LinearBwdArgs,
+    LinearFwdArgs,
+    LinearMade,
+    keeps_input,
+    linear_backward,
+    linear_forward,
+    linear_setup,
+    present,
+    shaped,
+)
+from mezzotint.functional.norm import (
+    NormBwdArgs,
+    NormFwdArgs,
+    NormMade,
+    NormOptions,
+    norm_forward,
+    norm_forward_quantized,
+    norm_gradients,
+    norm_setup,
+)
+
+
+@dataclass(slots=True)
+class LayerNormLinearFwdArgs:
+    """`linear` is without its x, which the norm makes."""
+
+    x: torch.Tensor
+    gamma: torch.Tensor
+    beta: torch.Tensor | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    norm: NormOptions
+    linear: LinearFwdArgs
+    returns_norm: bool  # the norm's output is an output too
+    grad_state: GradState | None
+
+
+@dataclass(slots=True)
+class LayerNormLinearBwdArgs(Saved):
+    norm: NormBwdArgs
+    linear: LinearBwdArgs
+
+    SAVED = ("norm", "linear")
+
+
+@dataclass(slots=True)
+class LayerNormLinearMade:
+    norm: NormMade
+    linear: LinearMade
+    norm_out: torch.Tensor | None
+    amax: torch.Tensor | None
+
+
+def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, LayerNormLinearMade]:
+    """y (M, N)."""
+    norm, linear = NormFwdArgs(a.x, a.gamma, a.beta, a.norm), a.linear
+    linear.weight, linear.bias = a.weight, a.bias
+    quantizer = linear.quantizers.input
+    norm_out, amax = None, None
+    if quantizer is None or a.returns_norm or keeps_input(linear):
+        norm_out, norm_made = norm_forward(norm)
+        linear.x = norm_out
+    else:
+        linear.x_q, amax, norm_made = norm_forward_quantized(norm, quantizer, linear.input_scale)
+    y, made = linear_forward(linear)
+    return y, LayerNormLinearMade(norm_made, made, norm_out, made.amax if amax is None else amax)
+
+
+def layernorm_linear_setup(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> LayerNormLinearBwdArgs:
+    norm = norm_setup(NormFwdArgs(a.x, a.gamma, a.beta, a.norm), made.norm)
+    return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear))
+
+
+def layernorm_linear_backward(
+    b: LayerNormLinearBwdArgs, dy: Any, d_norm_out: Any, dy_q: Any = None, db: torch.Tensor | None = None
+) -> tuple[Any, ...]:
+    """dx, dgamma, dbeta, dW, db, and the amax of dy. `d_norm_out`: what came for the norm's output from outside."""
+    dh, dw, db, amax = linear_backward(b.linear, dy, dy_q, db)
+    if dh is None:
+        dh = d_norm_out
+    else:
+        dh = dh.view(b.norm.x.shape)
+        if d_norm_out is not None:
+            dh = dh + d_norm_out
+    if dh is None:
+        return None, None, None, dw, db, amax
+    dx, dgamma, dbeta = norm_gradients(b.norm, dh)
+    return dx, dgamma, dbeta, dw, db, amax
+
+
+def _forward(a: LayerNormLinearFwdArgs) -> tuple[Any, ...]:
+    y, made = layernorm_linear_forward(a)
+    y = shaped(y, a.x)
+    outputs = (y, made.norm_out) if a.returns_norm else (y,)
+    return outputs, present(made.amax), made
+
+
+def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, d_norm_out: torch.Tensor | None = None) -> tuple[Any, ...]:
+    *gradients, amax = layernorm_linear_backward(b, dy, d_norm_out)
+    return tuple(gradients), (amax,)
+
+
+LAYERNORM_LINEAR = Core(_forward, layernorm_linear_setup, _backward, ("x", "gamma", "beta", "weight", "bias"))

@@ -1,0 +1,168 @@
+"""Norm, linear, activation, linear: each hands its output over quantized, and its gradient back quantized.
+
+With `recomputes` backward runs norm, first linear and activation again: forward then keeps only what they read. The
+scales of delayed scaling are kept too, so that the second run gives the bytes of the first; its amaxes are not used.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.functional.activation import (
+    ActivationBwdArgs,
+    ActivationFwdArgs,
+    activate,
+    activation_gradient,
+    activation_gradient_quantized,
+    activation_quantized,
+    activation_setup,
+)
+from mezzotint.functional.autograd import Core, GradState, Saved
+from mezzotint.functional.layernorm_linear import (
+    LayerNormLinearBwdArgs,
+    LayerNormLinearFwdArgs,
+    LayerNormLinearMade,
+    layernorm_linear_backward,
+    layernorm_linear_forward,
+    layernorm_linear_setup,
+)
+from mezzotint.functional.linear import (
+    LinearBwdArgs,
+    LinearFwdArgs,
+    LinearMade,
+    keeps_input,
+    linear_backward,
+    linear_forward,
+    linear_setup,
+    present,
+    shaped,
+)
+from mezzotint.functional.norm import NormOptions
+from mezzotint.kernels._lib import as_matrix
+
+
+@dataclass(slots=True)
+class LayerNormMLPFwdArgs(Saved):
+    """`fc1` and `fc2` are without their x."""
+
+    x: torch.Tensor
+    gamma: torch.Tensor
+    beta: torch.Tensor | None
+    fc1_weight: torch.Tensor
+    fc1_bias: torch.Tensor | None
+    fc2_weight: torch.Tensor
+    fc2_bias: torch.Tensor | None
+    norm: NormOptions
+    fc1: LinearFwdArgs
+    fc2: LinearFwdArgs
+    activation: str
+    params: tuple[float, ...]
+    recomputes: bool
+    returns_norm: bool
+    grad_state: GradState | None
+
+    # Saved as they are where backward recomputes.
+    SAVED = ("x", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "fc1", "fc2")
+
+
+@dataclass(slots=True)
+class LayerNormMLPBwdArgs(Saved):
+    norm_fc1: LayerNormLinearBwdArgs
+    activation: ActivationBwdArgs
+    fc2: LinearBwdArgs
+
+    SAVED = ("norm_fc1", "activation", "fc2")
+
+
+@dataclass(slots=True)
+class LayerNormMLPMade:
+    norm_fc1: LayerNormLinearMade
+    hidden: torch.Tensor
+    fc2: LinearMade
+    amax: torch.Tensor | None
+
+
+def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tensor, torch.Tensor | None]:
+    """Norm, first linear, activation: what they made, the activation's input, the amax of fc2's x, which fc2 gets."""
+    first = LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
+    hidden, made = layernorm_linear_forward(first)
+    fc2, amax = a.fc2, None
+    act = ActivationFwdArgs(hidden, a.activation, a.params)
+    if fc2.quantizers.input is None or keeps_input(fc2):
+        fc2.x, fc2.x_q = activate(act), None
+    else:
+        fc2.x = None
+        fc2.x_q, amax = activation_quantized(act, fc2.quantizers.input, fc2.input_scale)
+    return made, hidden, amax
+
+
+def layernorm_mlp_forward(a: LayerNormMLPFwdArgs) -> tuple[torch.Tensor, LayerNormMLPMade]:
+    """y (M, hidden)."""
+    made, hidden, amax = _first_half(a)
+    a.fc2.weight, a.fc2.bias = a.fc2_weight, a.fc2_bias
+    y, fc2 = linear_forward(a.fc2)
+    return y, LayerNormMLPMade(made, hidden, fc2, fc2.amax if amax is None else amax)
+
+
+def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> LayerNormMLPBwdArgs | LayerNormMLPFwdArgs:
+    if not a.recomputes:
+        return _setup(a, made.norm_fc1, made.hidden, made.fc2)
+    for fc in (a.fc1, a.fc2):
+        # What is made again, and what this object holds already.
+        fc.x = fc.x_q = fc.weight = fc.bias = None
+    a.grad_state = None
+    return a
+
+
+def _setup(
+    a: LayerNormMLPFwdArgs, norm_fc1: LayerNormLinearMade, hidden: torch.Tensor, fc2: LinearMade
+) -> LayerNormMLPBwdArgs:
+    first = LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
+    act = ActivationFwdArgs(hidden, a.activation, a.params)
+    return LayerNormMLPBwdArgs(
+        layernorm_linear_setup(first, norm_fc1), activation_setup(act, None), linear_setup(a.fc2, fc2)
+    )
+
+
+def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
+    """Run the first half again and keep what backward needs."""
+    made, hidden, _ = _first_half(a)
+    fc2 = a.fc2
+    fc2.weight, fc2.bias = a.fc2_weight, a.fc2_bias
+    return _setup(a, made, hidden, LinearMade(fc2.x if fc2.x_q is None else fc2.x_q, None))
+
+
+def layernorm_mlp_backward(
+    b: LayerNormMLPBwdArgs | LayerNormMLPFwdArgs, dy: torch.Tensor, d_norm_out: torch.Tensor | None = None
+) -> tuple[Any, ...]:
+    """dx, dgamma, dbeta, dW1, db1, dW2, db2; the amaxes of both gradients."""
+    if isinstance(b, LayerNormMLPFwdArgs):
+        b = _recompute(b)
+    da, dw2, db2, amax2 = linear_backward(b.fc2, dy)
+    fc1 = b.norm_fc1.linear
+    dh_q, db1, amax1, dh = None, None, None, None
+    if da is not None:
+        quantizer = fc1.quantizers.grad_output
+        if quantizer is None or fc1.numerics.keeps_wgrad or not (fc1.needs.input or fc1.needs.weight):
+            dh = activation_gradient(b.activation, as_matrix(da))
+        else:
+            sums = fc1.bias_dtype if fc1.needs.bias else None
+            dh_q, amax1, db1 = activation_gradient_quantized(b.activation, da, quantizer, fc1.grad_scale, sums)
+    *first, own_amax = layernorm_linear_backward(b.norm_fc1, dh, d_norm_out, dh_q, db1)
+    return (*first, dw2, db2), (own_amax if amax1 is None else amax1, None, amax2, None)
+
+
+def _forward(a: LayerNormMLPFwdArgs) -> tuple[Any, ...]:
+    y, made = layernorm_mlp_forward(a)
+    y = shaped(y, a.x)
+    outputs = (y, made.norm_fc1.norm_out) if a.returns_norm else (y,)
+    return outputs, present(made.norm_fc1.amax, made.amax), made
+
+
+LAYERNORM_MLP = Core(
+    _forward,
+    layernorm_mlp_setup,
+    layernorm_mlp_backward,
+    ("x", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+)

@@ -1,0 +1,92 @@
+"""LayerNorm and RMSNorm, with the quantization of what they make taken in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import Core, GradState, Saved
+from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.tensor.quantize import quantize_source
+from mezzotint.tensor.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """gamma is stored minus one when `zero_centered`."""
+
+    eps: float
+    zero_centered: bool
+    rms: bool
+
+
+@dataclass(slots=True)
+class NormFwdArgs:
+    """`x` (…, K), `gamma` [K], `beta` [K] or None."""
+
+    x: torch.Tensor
+    gamma: torch.Tensor
+    beta: torch.Tensor | None
+    options: NormOptions
+    grad_state: GradState | None = None
+
+
+@dataclass(slots=True)
+class NormBwdArgs(Saved):
+    x: torch.Tensor
+    mu: torch.Tensor
+    rs: torch.Tensor
+    gamma: torch.Tensor
+    options: NormOptions
+    has_beta: bool
+
+    SAVED = ("x", "mu", "rs", "gamma")
+
+
+@dataclass(slots=True)
+class NormMade:
+    mu: torch.Tensor
+    rs: torch.Tensor
+
+
+def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
+    """y in x's shape and dtype."""
+    options = a.options
+    mu, rs = norm_stats(a.x, options.eps, options.rms)
+    y = norm_apply(a.x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
+    return y, NormMade(mu, rs)
+
+
+def norm_forward_quantized(
+    a: NormFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
+) -> tuple[Any, torch.Tensor | None, NormMade]:
+    """y (M, K) quantized, in one pass with the norm; its amax where the scale was given."""
+    options, x = a.options, as_matrix(a.x)
+    mu, rs = norm_stats(x, options.eps, options.rms)
+    arguments = (x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
+    y_q, amax, _ = quantize_source("norm", arguments, x.shape, x.dtype, quantizer, scale)
+    return y_q, amax, NormMade(mu, rs)
+
+
+def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
+    return NormBwdArgs(a.x, made.mu, made.rs, a.gamma, a.options, a.beta is not None)
+
+
+def norm_gradients(b: NormBwdArgs, dy: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dx, dgamma, dbeta."""
+    options = b.options
+    dx, dgamma, dbeta = norm_backward(dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta)
+    return dx, dgamma, dbeta if b.has_beta else None
+
+
+def _forward(a: NormFwdArgs) -> tuple[Any, ...]:
+    y, made = norm_forward(a)
+    return (y,), (), made
+
+
+def _backward(b: NormBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
+    return norm_gradients(b, dy), ()
+
+
+NORM = Core(_forward, norm_setup, _backward, ("x", "gamma", "beta"))

@@ -1,0 +1,62 @@
+"""Weights: quantized once, kept over micro-batches in a workspace that lives outside autograd."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.tensor.quantize import quantize_scaled, update_quantized
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+def as_storage(x: Any) -> Any:
+    """The buffers of a quantized tensor in a plain holder; anything else as it is."""
+    if not isinstance(x, QuantizedTensor):
+        return x
+    # Of an alias: the buffers of a graph's argument would be inputs of their own. Attributes only: the compiler does
+    # not call methods of a tensor subclass.
+    cls, held = type(x)._STORAGE, x.detach()
+    fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
+    fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES})
+    return cls._build(x.shape, x.dtype, fields)
+
+
+def quantize_weight(
+    tensor: Any,
+    quantizer: Quantizer | None,
+    workspace: Any = None,
+    *,
+    scale: torch.Tensor | None = None,
+    cache: bool = False,
+    update_workspace: bool = True,
+    skip_update_flag: torch.Tensor | None = None,
+) -> tuple[Any, Any, torch.Tensor | None]:
+    """The weight as the GEMMs take it, the workspace to keep (None: keep what there is), and the amax where asked for.
+
+    Quantized already, or not to be quantized: as it is. A valid `workspace`: updated in place if `update_workspace`
+    (not where the one-element `skip_update_flag` is 1), and used. Else quantized into a new one, to be kept if `cache`.
+    """
+    with torch.no_grad():
+        if isinstance(tensor, QuantizedTensorStorage):
+            return as_storage(tensor), None, None
+        if quantizer is None:
+            return tensor.detach(), None, None
+        tensor = tensor.detach()
+        if workspace is not None and is_valid_workspace(workspace, tensor, quantizer):
+            if update_workspace:
+                update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag)
+            return workspace, None, None
+        made, amax = quantize_scaled(tensor, quantizer, scale)
+        return made, made if cache else None, amax
+
+
+def is_valid_workspace(workspace: Any, tensor: torch.Tensor, quantizer: Quantizer) -> bool:
+    """Of the same quantizer class, shape and device, and with every usage that is needed now."""
+    if type(workspace._quantizer) is not type(quantizer) or tuple(workspace.shape) != tuple(tensor.shape):
+        return False
+    held = workspace.get_usages()
+    needed = quantizer.get_usages()
+    if (needed["rowwise"] and not held["rowwise"]) or (needed["columnwise"] and not held["columnwise"]):
+        return False
+    return workspace.device == tensor.device and workspace._quantizer._layout() == quantizer._layout()

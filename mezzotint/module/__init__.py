@@ -1,0 +1,1 @@
+"""Modules: parameters and the resolution of arguments. The maths is in `functional`."""

@@ -1,0 +1,200 @@
+"""GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.grouped_linear import (
+    GROUPED_LINEAR,
+    GroupedLinearFwdArgs,
+    compute_grouped_weight_gradients,
+)
+from mezzotint.functional.linear import Needs
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.boundary import dequantized
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.module.wgrad import WeightGradStore
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
+
+    Groups have any size, also 0: each is padded inside as its format needs. Options as of `Linear`.
+    """
+
+    module_type = "grouped_linear"
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__(name)
+        check_features(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
+        check_parallel(
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            parallel_mode,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_ag=ub_overlap_ag,
+        )
+        if single_grouped_weight or single_grouped_bias:
+            raise NotImplementedError(
+                "single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False"
+            )
+        self.in_features, self.out_features = in_features, out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = save_original_input
+        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        self._groups = []
+        for i in range(num_gemms):
+            group = Weights("", in_features, out_features, bias, None, init_method, str(i))
+            group.tracker, group.tracker_name = get_rng_state_tracker, rng_tracker_name
+            group.register(self, device, dtype)
+            self._groups.append(group)
+        self._init_state(num_gemms, device)
+        if delay_wgrad_compute:
+            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients, self._add_gradients),)
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            for i, group in enumerate(self._groups):
+                group.reset(self, i)
+            self._reset_state()
+
+    def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for group, gradient in zip(self._groups, gradients, strict=True):
+            group.add_gradient(self, gradient)
+
+    def _gemm_name(self, gemm: int) -> str:
+        return f"{self.name}.{gemm}" if self.name else str(gemm)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Any,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> Any:
+        """inp (…, in) → (…, out); with `return_bias`, (out, biases).
+
+        `m_splits`: rows of each group, a list or a tensor. `out` (…, out) takes the result;
+        the gradient of `inp` is written to `dgrad_out` as well where it is given.
+        """
+        check_input(inp, self.in_features)
+        splits = resolve_splits(m_splits, self.num_gemms)
+        weights = tuple([group.weight(self) for group in self._groups])
+        biases = tuple([group.bias(self) for group in self._groups] if self.use_bias else ())
+        dtype = activation_dtype(inp)
+        x = dequantized(inp).to(dtype)
+        x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
+        check_rows(splits, x.shape[0])
+        if dgrad_out is not None:
+            x = _WriteGradient.apply(x, dgrad_out)
+        added = () if self.return_bias else biases
+        has_grad = torch.is_grad_enabled()
+        needs = Needs(
+            has_grad and x.requires_grad,
+            has_grad and any(weight.requires_grad for weight in weights),
+            has_grad and any(bias.requires_grad for bias in added),
+        )
+        call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch, weights[0])
+        weights_q, weight_amaxes = self._weights_q(call, weights)
+        args = GroupedLinearFwdArgs(
+            x,
+            weights,
+            added,
+            weights_q,
+            splits,
+            needs,
+            call.quantizers,
+            call.numerics,
+            tuple([self._weight_grad(weight, 0) for weight in weights]),
+            self._slots(call.scales, 3),
+            self._slots(call.grad_scales, 2),
+            self.save_original_input,
+            call.grad_state,
+        )
+        y, *amaxes = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
+        if call.records:
+            pairs = zip(amaxes, weight_amaxes, strict=True)
+            self._record(call, [item for x_amax, w_amax in pairs for item in (x_amax, w_amax, None)])
+        y = y.view(*inp.shape[:-1], self.out_features)
+        if out is not None:
+            y = out.copy_(y)
+        if self.return_bias:
+            return y, [bias.to(dtype) for bias in biases] or None
+        return y
+
+    def _slots(self, scales: torch.Tensor | None, per_gemm: int) -> tuple[torch.Tensor | None, ...]:
+        """The first slot of each group: of its input, or of its gradient."""
+        if scales is None:
+            return (None,) * self.num_gemms
+        return tuple([scales[i * per_gemm : i * per_gemm + 1] for i in range(self.num_gemms)])
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}"
+        )
+
+
+def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
+    """Rows of each group. A tensor is read: on a GPU that waits for it."""
+    if isinstance(m_splits, torch.Tensor):
+        m_splits = m_splits.tolist()
+    splits = tuple(m_splits)
+    if len(splits) != groups:
+        raise ValueError(f"m_splits has {len(splits)} entries: this module has {groups} groups")
+    return splits
+
+
+def check_rows(splits: tuple[int, ...], rows: int) -> None:
+    total = 0
+    for size in splits:
+        total += size
+    if total != rows:
+        raise ValueError(f"m_splits adds up to {total}, inp has {rows} rows: they must be equal")
+
+
+class _WriteGradient(torch.autograd.Function):
+    """x; its gradient is written to a given buffer, which is what flows on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ctx.out = out
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.out.view_as(grad).copy_(grad), None

@@ -1,0 +1,154 @@
+"""LayerNormLinear: a norm and a linear; the norm hands its output over quantized."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
+from mezzotint.functional.linear import Needs, compute_weight_gradient
+from mezzotint.functional.norm import NormOptions
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.boundary import dequantized, quantize_gradient
+from mezzotint.module.norm import check_normalization, register_norm, reset_norm
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.tensor.quantize import quantize
+
+
+class LayerNormLinear(TransformerEngineBaseModule):
+    """`Linear(norm(x))`: parameters `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight`, `bias`.
+
+    Options as of `Linear`; `return_layernorm_output` gives the norm's output too.
+    """
+
+    layer_norm_weight: torch.Tensor
+    layer_norm_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        check_features(in_features=in_features, out_features=out_features)
+        check_parallel(
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            parallel_mode,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.rms = check_normalization(normalization)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        register_norm(self, "layer_norm_", in_features, self.rms, device, dtype)
+        self._weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
+        self._weights.tracker = get_rng_state_tracker
+        self._weights.register(self, device, dtype)
+        self._init_state(1, device)
+        if delay_wgrad_compute:
+            self.wgrad_stores = (
+                WeightGradStore(compute_weight_gradient, lambda gradient: self._weights.add_gradient(self, gradient)),
+            )
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            reset_norm(self, "layer_norm_", self.zero_centered_gamma)
+            self._weights.reset(self, 0)
+            self._reset_state()
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """inp (…, in) → (…, out)[, bias][, norm's output]; arguments as of `Linear.forward`."""
+        check_input(inp, self.in_features)
+        weight, bias = self._weights.weight(self), self._weights.bias(self)
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        dtype = activation_dtype(inp)
+        x = dequantized(inp).to(dtype)
+        if fp8_grad:
+            x = quantize_gradient(x, self, 0)
+        added = None if self.return_bias or bias is None else bias
+        has_grad = torch.is_grad_enabled()
+        needs_norm = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
+        needs = Needs(
+            has_grad and needs_norm,
+            has_grad and weight.requires_grad,
+            has_grad and added is not None and added.requires_grad,
+        )
+        call = self._start(dtype, (needs,), is_first_microbatch, weight)
+        (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
+        args = LayerNormLinearFwdArgs(
+            x,
+            gamma,
+            beta,
+            weight,
+            added,
+            NormOptions(self.eps, self.zero_centered_gamma, self.rms),
+            self._linear_args(call, 0, weight, added, weight_q),
+            self.return_layernorm_output or self._is_calibrating(),
+            call.grad_state,
+        )
+        y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
+        norm_out = rest.pop(0) if args.returns_norm else None
+        self._calibrate((norm_out, weight))
+        if call.records:
+            self._record(call, (*rest, weight_amax))
+        if fp8_output:
+            y = quantize(y, self._boundary_quantizer(0, "output"))
+        outputs: list[Any] = [y]
+        if self.return_bias:
+            outputs.append(None if bias is None else bias.to(dtype))
+        if self.return_layernorm_output:
+            outputs.append(norm_out)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}"
+        )

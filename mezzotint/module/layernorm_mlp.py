@@ -1,0 +1,178 @@
+"""LayerNormMLP: norm, linear, activation, linear; each hands its output over quantized."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.functional.activation import is_gated, resolve_activation
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
+from mezzotint.functional.linear import Needs, compute_weight_gradient
+from mezzotint.functional.norm import NormOptions
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.boundary import dequantized
+from mezzotint.module.norm import check_normalization, register_norm, reset_norm
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.module.wgrad import WeightGradStore
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """`fc2(activation(fc1(norm(x))))`.
+
+    Parameters `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`; a gated
+    activation doubles fc1's output, and its first half goes through the activation. `checkpoint` recomputes norm, fc1
+    and activation in backward instead of saving what they made.
+    """
+
+    layer_norm_weight: torch.Tensor
+    layer_norm_bias: torch.Tensor | None
+    fc1_weight: torch.Tensor
+    fc1_bias: torch.Tensor | None
+    fc2_weight: torch.Tensor
+    fc2_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        super().__init__(name)
+        check_features(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        check_parallel(
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            None,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.rms = check_normalization(normalization)
+        self.activation = activation
+        self._activation, self._activation_params = resolve_activation(activation, activation_params)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.checkpoint = checkpoint
+        self.tp_size, self.sequence_parallel, self.set_parallel_mode = tp_size, sequence_parallel, set_parallel_mode
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        register_norm(self, "layer_norm_", hidden_size, self.rms, device, dtype)
+        width = 2 * ffn_hidden_size if is_gated(activation) else ffn_hidden_size
+        last_init = init_method if output_layer_init_method is None else output_layer_init_method
+        self._fc1 = Weights("fc1_", hidden_size, width, bias, None, init_method)
+        self._fc2 = Weights("fc2_", ffn_hidden_size, hidden_size, bias, None, last_init)
+        for fc in (self._fc1, self._fc2):
+            fc.tracker = get_rng_state_tracker
+            fc.register(self, device, dtype)
+        self._init_state(2, device)
+        if delay_wgrad_compute:
+            self.wgrad_stores = (
+                WeightGradStore(compute_weight_gradient, lambda gradient: self._fc1.add_gradient(self, gradient)),
+                WeightGradStore(compute_weight_gradient, lambda gradient: self._fc2.add_gradient(self, gradient)),
+            )
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            reset_norm(self, "layer_norm_", self.zero_centered_gamma)
+            self._fc1.reset(self, 0)
+            self._fc2.reset(self, 1)
+            self._reset_state()
+
+    def _gemm_name(self, gemm: int) -> str:
+        part = "fc2" if gemm else "fc1"
+        return f"{self.name}.{part}" if self.name else part
+
+    def _requantizes(self) -> bool:
+        return self.checkpoint
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output]."""
+        check_input(inp, self.hidden_size)
+        w1, b1 = self.fc1_weight, self.fc1_bias
+        w2, b2 = self.fc2_weight, self.fc2_bias
+        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        dtype = activation_dtype(inp)
+        x = dequantized(inp).to(dtype)
+        added = None if self.return_bias or b2 is None else b2
+        has_grad = torch.is_grad_enabled()
+        needs_norm = has_grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
+        needs1 = Needs(needs_norm, has_grad and w1.requires_grad, has_grad and b1 is not None and b1.requires_grad)
+        needs2 = Needs(
+            needs1.input or needs1.weight or needs1.bias,
+            has_grad and w2.requires_grad,
+            has_grad and added is not None and added.requires_grad,
+        )
+        call = self._start(dtype, (needs1, needs2), is_first_microbatch, w1)
+        (w1_q, w2_q), (w1_amax, w2_amax) = self._weights_q(call, (w1, w2))
+        args = LayerNormMLPFwdArgs(
+            x,
+            gamma,
+            beta,
+            w1,
+            b1,
+            w2,
+            added,
+            NormOptions(self.eps, self.zero_centered_gamma, self.rms),
+            self._linear_args(call, 0, w1, b1, w1_q),
+            self._linear_args(call, 1, w2, added, w2_q),
+            self._activation,
+            self._activation_params,
+            self.checkpoint,
+            self.return_layernorm_output,
+            call.grad_state,
+        )
+        y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
+        norm_out = rest.pop(0) if self.return_layernorm_output else None
+        if call.records:
+            x_amaxes = [*rest, None, None]
+            self._record(call, (x_amaxes[0], w1_amax, None, x_amaxes[1], w2_amax))
+        outputs: list[Any] = [y]
+        if self.return_bias:
+            outputs.append(None if b2 is None else b2.to(dtype))
+        if self.return_layernorm_output:
+            outputs.append(norm_out)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
+            f"normalization={self.normalization}, activation={self.activation}"
+        )

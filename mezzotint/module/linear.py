@@ -1,0 +1,130 @@
+"""Linear: y = x · Wᵀ + b, its GEMMs quantized as the recipe in force says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.boundary import dequantized, quantize_gradient
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.tensor.quantize import quantize
+
+
+class Linear(TransformerEngineBaseModule):
+    """Drop-in for `nn.Linear`: parameters `weight` (out, in) and `bias`, or `<name>_weight`, `<name>_bias` of the names
+    in `parameters_split`.
+
+    `fuse_wgrad_accumulation` adds the weight's gradient to `weight.main_grad`. `return_bias` leaves the bias out and
+    returns it. `delay_wgrad_compute` leaves the weight's gradient to `backward_dw()`. `save_original_input` saves the
+    input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        check_features(in_features=in_features, out_features=out_features)
+        check_parallel(
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            parallel_mode,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+            symmetric_ar_type=symmetric_ar_type,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = save_original_input
+        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
+        device = resolve_device(device)
+        self._weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
+        self._weights.tracker, self._weights.tracker_name = get_rng_state_tracker, rng_tracker_name
+        self._weights.register(self, device, resolve_dtype(params_dtype))
+        self._init_state(1, device)
+        if delay_wgrad_compute:
+            self.wgrad_stores = (
+                WeightGradStore(compute_weight_gradient, lambda gradient: self._weights.add_gradient(self, gradient)),
+            )
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            self._weights.reset(self, 0)
+            self._reset_state()
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """inp (…, in) → (…, out); with `return_bias`, (out, bias).
+
+        `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
+        kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
+        """
+        check_input(inp, self.in_features)
+        weight, bias = self._weights.weight(self), self._weights.bias(self)
+        dtype = activation_dtype(inp)
+        x = dequantized(inp).to(dtype)
+        if fp8_grad:
+            x = quantize_gradient(x, self, 0)
+        added = None if self.return_bias or bias is None else bias
+        has_grad = torch.is_grad_enabled()
+        needs = Needs(
+            has_grad and x.requires_grad,
+            has_grad and weight.requires_grad,
+            has_grad and added is not None and added.requires_grad,
+        )
+        call = self._start(dtype, (needs,), is_first_microbatch, weight)
+        self._calibrate((x, weight))
+        (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
+        args = self._linear_args(call, 0, weight, added, weight_q)
+        args.x, args.grad_state = x, call.grad_state
+        y, *amaxes = apply(LINEAR, args, needs.input or needs.weight or needs.bias)
+        if call.records:
+            self._record(call, (*amaxes, weight_amax))
+        if fp8_output:
+            y = quantize(y, self._boundary_quantizer(0, "output"))
+        if self.return_bias:
+            return y, None if bias is None else bias.to(dtype)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

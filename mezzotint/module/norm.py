@@ -1,0 +1,112 @@
+"""LayerNorm and RMSNorm, and their parameters inside other modules."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.norm import NORM, NormFwdArgs, NormOptions
+from mezzotint.module.base import activation_dtype
+from mezzotint.module.boundary import dequantized
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def check_normalization(normalization: str) -> bool:
+    """Whether it is RMSNorm."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization is {normalization!r}: give 'LayerNorm' or 'RMSNorm'")
+    return normalization == "RMSNorm"
+
+
+def register_norm(
+    module: nn.Module, prefix: str, size: int, rms: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """`<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialised."""
+    module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
+    beta = None if rms else nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+    module.register_parameter(f"{prefix}bias", beta)
+
+
+def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
+    """1 (0 when zero-centred) and 0."""
+    for name, value in ((f"{prefix}weight", 0.0 if zero_centered else 1.0), (f"{prefix}bias", 0.0)):
+        parameter = getattr(module, name)
+        if parameter is None:
+            continue
+        if parameter.is_meta:
+            fresh = torch.empty_like(parameter, device=resolve_device(None))
+            setattr(module, name, nn.Parameter(fresh, parameter.requires_grad))
+        nn.init.constant_(getattr(module, name), value)
+
+
+class _Norm(nn.Module):
+    rms: bool
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: Any = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        if shape is None:
+            raise ValueError("normalized_shape is None: give the size of the last dimension, or a tuple of sizes")
+        self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(self.normalized_shape)})
+        check_parallel(None, 1, sequence_parallel, None)
+        device = resolve_device(kwargs.pop("device", None))
+        dtype = resolve_dtype(kwargs.pop("dtype", None) if params_dtype is None else params_dtype)
+        kwargs.pop("sm_margin", None)
+        if kwargs:
+            raise TypeError(f"{type(self).__name__} got {sorted(kwargs)}: it takes device, dtype and sm_margin beside")
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        size = 1
+        for extent in self.normalized_shape:
+            size *= extent
+        self.hidden_size = size
+        register_norm(self, "", size, self.rms, device, dtype)
+        if device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            reset_norm(self, "", self.zero_centered_gamma)
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalised over the last dimensions, `normalized_shape`."""
+        shape = inp.shape
+        x = dequantized(inp)
+        if len(self.normalized_shape) > 1:
+            x = x.reshape(*shape[: len(shape) - len(self.normalized_shape)], self.hidden_size)
+        check_input(x, self.hidden_size)
+        x = x.to(activation_dtype(x))
+        beta = self.bias
+        needs_grad = x.requires_grad or self.weight.requires_grad or (beta is not None and beta.requires_grad)
+        options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
+        (y,) = apply(NORM, NormFwdArgs(x, self.weight, beta, options), needs_grad)
+        return y.reshape(shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
+
+    rms = False
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
+
+    rms = True

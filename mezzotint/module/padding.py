@@ -1,0 +1,63 @@
+"""Fp8Padding and Fp8Unpadding: groups of rows filled up with zeros to sizes that a format likes, and cut again.
+
+Our modules pad inside. These are for code that pads before a GEMM of its own.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.constants import rup
+from mezzotint.quantization import STATE, get_default_recipe
+
+
+def _align_size(given: int | None) -> int:
+    if given is not None:
+        return given
+    return (get_default_recipe() if STATE.recipe is None else STATE.recipe).alignment()
+
+
+class Fp8Padding(nn.Module):
+    """Each group of rows up to a multiple of `align_size`; None: what the recipe in force asks for."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """inp (Σ m, K) → (Σ padded, K), padded sizes."""
+        _check(inp, m_splits, self.num_gemms)
+        align = _align_size(self.align_size)
+        sizes = [rup(size, align) for size in m_splits]
+        if sizes == list(m_splits):
+            return inp, sizes
+        parts: list[Any] = []
+        for part, size in zip(inp.split(list(m_splits)), sizes, strict=True):
+            parts.append(torch.nn.functional.pad(part, (0, 0, 0, size - part.shape[0])))
+        return torch.cat(parts), sizes
+
+
+class Fp8Unpadding(nn.Module):
+    """The inverse: `m_splits` are the sizes before padding."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+        """inp (Σ padded, K) → (Σ m, K)."""
+        align = _align_size(self.align_size)
+        sizes = [rup(size, align) for size in m_splits]
+        _check(inp, sizes, self.num_gemms)
+        if sizes == list(m_splits):
+            return inp
+        parts = zip(inp.split(sizes), m_splits, strict=True)
+        return torch.cat([part[:size] for part, size in parts])
+
+
+def _check(inp: torch.Tensor, sizes: list[int], groups: int) -> None:
+    if len(sizes) != groups:
+        raise ValueError(f"m_splits has {len(sizes)} entries: this module has {groups} groups")
+    if sum(sizes) != inp.shape[0]:
+        raise ValueError(f"inp has {inp.shape[0]} rows, the groups {sum(sizes)}: they must be equal")

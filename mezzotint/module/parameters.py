@@ -1,0 +1,124 @@
+"""Making parameters: devices, initial values, quantized weights, splits of one buffer, what is not supported."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.quantization import STATE
+
+INIT_STD = 0.023
+
+
+def default_init(weight: torch.Tensor) -> torch.Tensor:
+    """normal(0, 0.023)."""
+    return nn.init.normal_(weight, mean=0.0, std=INIT_STD)
+
+
+def resolve_device(device: Any) -> torch.device:
+    """As given; else the default device, and the GPU where that is the CPU and there is one."""
+    if device is not None:
+        return torch.device(device)
+    default = torch.get_default_device()
+    return torch.device("cuda") if default.type == "cpu" and torch.cuda.is_available() else default
+
+
+def resolve_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """Of parameters: as given, else torch's default."""
+    return torch.get_default_dtype() if dtype is None else dtype
+
+
+def check_features(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}: give a positive int")
+
+
+def check_input(inp: Any, features: int, name: str = "inp") -> None:
+    """A tensor whose last dimension the module takes."""
+    if not isinstance(inp, torch.Tensor):
+        raise TypeError(f"{name} is {type(inp).__name__}: give a torch.Tensor")
+    if inp.dim() < 1 or inp.shape[-1] != features:
+        raise ValueError(f"{name} has shape {tuple(inp.shape)}: its last dimension must be {features}")
+
+
+def check_parallel(
+    tp_group: Any, tp_size: int, sequence_parallel: bool | None, parallel_mode: str | None, **userbuffers: Any
+) -> None:
+    """What is asked for and not there is an error, not something left out in silence."""
+    if parallel_mode not in (None, "column", "row"):
+        raise ValueError(f"parallel_mode is {parallel_mode!r}: give None, 'column' or 'row'")
+    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+    if size > 1 or sequence_parallel:
+        raise NotImplementedError(
+            f"tp_size={size}, sequence_parallel={bool(sequence_parallel)}: tensor and sequence parallelism are not "
+            "there yet; shard with FSDP2, or leave tp_size=1 and sequence_parallel=False"
+        )
+    for name, value in userbuffers.items():
+        if value:
+            raise NotImplementedError(f"{name}={value!r}: there are no CUDA userbuffers here; leave it off")
+
+
+def split_names(parameters_split: Any, features: int) -> dict[str, int]:
+    """Names of the parts of one parameter → rows of each; {} for one part."""
+    if not parameters_split:
+        return {}
+    if isinstance(parameters_split, dict):
+        sizes = dict(parameters_split)
+    else:
+        names = list(parameters_split)
+        if features % len(names):
+            raise ValueError(
+                f"parameters_split has {len(names)} names for {features} features: give a dict of sizes that add up"
+            )
+        sizes = {name: features // len(names) for name in names}
+    if sum(sizes.values()) != features:
+        raise ValueError(f"parameters_split is {sizes}: the sizes must add up to {features}")
+    return {name.removesuffix("_"): size for name, size in sizes.items()}
+
+
+@contextmanager
+def forked_rng(tracker: Callable[[], Any] | None, name: str | None) -> Iterator[None]:
+    """Initial values come from the tracker's generator where one is given."""
+    with nullcontext() if tracker is None else tracker().fork(*([] if name is None else [name])):
+        yield
+
+
+def high_precision_init(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Keep the initial values of a quantized parameter on the CPU, with the two methods that give and drop them."""
+    held: dict[str, Any] = {"value": value.detach().cpu()}
+    parameter.get_high_precision_init_val = lambda: held.get("value")  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = lambda: held.pop("value", None)  # type: ignore[attr-defined]
+
+
+def quantized_parameter(value: torch.Tensor, quantizer: Any, preserves: bool) -> nn.Parameter:
+    """A parameter that holds the weight quantized in both directions."""
+    with torch.no_grad():
+        parameter = nn.Parameter(quantizer.quantize(value))
+    if preserves:
+        high_precision_init(parameter, value)
+    return parameter
+
+
+def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What users put on parameters (main_grad, tensor_model_parallel, …), by parameter name."""
+    return {name: dict(vars(p)) for name, p in module._parameters.items() if p is not None and vars(p)}
+
+
+def restore_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+    """Put them back on parameters that a conversion replaced."""
+    for name, values in attributes.items():
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            continue
+        for key, value in values.items():
+            if key not in vars(parameter) and not key.startswith("_"):
+                is_elsewhere = isinstance(value, torch.Tensor) and value.device != parameter.device
+                setattr(parameter, key, value.to(parameter.device) if is_elsewhere else value)
+
+
+def is_quantized_init() -> bool:
+    """Whether weights made now are to be kept quantized."""
+    return STATE.init_enabled

@@ -1,0 +1,108 @@
+"""The weight and bias of one GEMM: whole, or split into named parts of one buffer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.module.parameters import (
+    default_init,
+    forked_rng,
+    is_quantized_init,
+    quantized_parameter,
+    resolve_device,
+    split_names,
+)
+from mezzotint.module.wgrad import add_gradient
+from mezzotint.quantization import STATE
+
+
+class Weights:
+    """Names of a GEMM's parameters on a module, and how they are made. `prefix`: "fc1_", or "" for `weight`, `bias`."""
+
+    def __init__(
+        self,
+        prefix: str,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        parameters_split: Any,
+        init_method: Callable[[torch.Tensor], Any] | None,
+        suffix: str = "",
+    ) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self.parts = split_names(parameters_split, out_features)
+        if self.parts:
+            self.weight_names = [f"{part}_weight" for part in self.parts]
+            self.bias_names = [f"{part}_bias" for part in self.parts] if bias else []
+        else:
+            self.weight_names = [f"{prefix}weight{suffix}"]
+            self.bias_names = [f"{prefix}bias{suffix}"] if bias else []
+        self.init_method = init_method
+        self.tracker: Callable[[], Any] | None = None
+        self.tracker_name: str | None = None
+        self.is_quantized = is_quantized_init()
+        self.init_recipe = STATE.init_recipe
+        self.preserves = STATE.preserves_init
+        if self.is_quantized and self.parts:
+            raise ValueError("parameters_split with quantized_model_init: a quantized weight has no parts; give one")
+
+    def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        """Uninitialised parameters; parts are slices of one buffer."""
+        sizes = list(self.parts.values()) or [self.out_features]
+        whole = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
+        for name, part in zip(self.weight_names, whole.split(sizes), strict=True):
+            module.register_parameter(name, nn.Parameter(part))
+        if not self.bias_names and not self.parts:
+            module.register_parameter(self.weight_names[0].replace("weight", "bias"), None)
+        whole = torch.empty(self.out_features if self.bias_names else 0, device=device, dtype=dtype)
+        for name, part in zip(self.bias_names, whole.split(sizes) if self.bias_names else (), strict=True):
+            module.register_parameter(name, nn.Parameter(part))
+
+    def reset(self, module: Any, gemm: int) -> None:
+        """Initial values; from the meta device, new tensors on the default device."""
+        init = default_init if self.init_method is None else self.init_method
+        for name in (*self.weight_names, *self.bias_names):
+            parameter = getattr(module, name)
+            if parameter.is_meta:
+                value = torch.empty_like(parameter, device=resolve_device(None))
+                setattr(module, name, nn.Parameter(value, parameter.requires_grad))
+        with torch.no_grad(), forked_rng(self.tracker, self.tracker_name):
+            for name in self.weight_names:
+                value = getattr(module, name)
+                if self.is_quantized:
+                    self._reset_quantized(module, name, gemm, init)
+                else:
+                    init(value.data)
+            for name in self.bias_names:
+                getattr(module, name).data.zero_()
+
+    def _reset_quantized(self, module: Any, name: str, gemm: int, init: Callable[[torch.Tensor], Any]) -> None:
+        old = getattr(module, name)
+        value = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+        init(value)
+        assert self.init_recipe is not None
+        role = module._role(gemm, "weight")
+        quantizer = module._live_quantizer(self.init_recipe, role, 3 * gemm + 1, True)
+        setattr(module, name, quantized_parameter(value, quantizer, self.preserves))
+
+    def weight(self, module: nn.Module) -> torch.Tensor:
+        """(out, in), differentiable."""
+        parts = [getattr(module, name) for name in self.weight_names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def bias(self, module: nn.Module) -> Any:
+        """[out], or None."""
+        parts = [getattr(module, name) for name in self.bias_names]
+        if not parts:
+            return None
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
+        """Give the weight's gradient to its parameter, or to its parts."""
+        if gradient is None:
+            return
+        sizes = list(self.parts.values()) or [self.out_features]
+        for name, part in zip(self.weight_names, gradient.split(sizes), strict=True):
+            add_gradient(getattr(module, name), part)

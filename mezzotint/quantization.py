@@ -1,0 +1,306 @@
+"""Where quantization is switched on: `autocast`, `quantized_model_init`, and the one mutable state behind them.
+
+Modules read the state once per call. Delayed scaling: a module that ran in a region waits in `pending`; when the
+outermost region ends, every one of them updates its forward scales in one op, in eager code or inside the graph that
+the region lies in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint import hw
+from mezzotint.constants import DType
+from mezzotint.kernels.delayed import delayed_update_
+from mezzotint.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+)
+
+__all__ = [
+    "STATE",
+    "CustomRecipe",
+    "DelayedScalingRequest",
+    "QuantizerRequest",
+    "QuantizerRole",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "quantized_model_init",
+]
+
+
+class Pending:
+    """A module that waits for its update, and those before it. A chain, not a list: a graph that adds to it does not
+    look at, and so does not guard on, how many there are."""
+
+    __slots__ = ("before", "module")
+
+    def __init__(self, module: Any, before: Any) -> None:
+        self.module, self.before = module, before
+
+
+@dataclass(slots=True)
+class State:
+    """What `autocast` and `quantized_model_init` set. One instance, `STATE`."""
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Any = None
+    depth: int = 0
+    init_enabled: bool = False
+    init_recipe: Recipe | None = None
+    preserves_init: bool = False
+    pending: Any = None
+    recomputation: Any = None
+    skip_weight_update: torch.Tensor | None = None
+
+
+STATE = State()
+
+
+class autocast:
+    """Modules that run inside quantize as `recipe` says. Regions nest; the same object can be entered again later.
+
+    `calibrating` without `enabled` computes in high precision and gathers statistics. `amax_reduction_group` is the
+    process group over which delayed scaling takes its maxima.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()"
+            )
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
+        self.group = amax_reduction_group
+        self.graph = _graph
+        self.outer: Any = None
+
+    def __enter__(self) -> "autocast":
+        if self.outer is not None:
+            raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
+        self.outer = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
+        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = (
+            self.enabled,
+            self.calibrating,
+            self.recipe,
+            self.group,
+        )
+        STATE.depth += 1
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = self.outer
+        self.outer = None
+        STATE.depth -= 1
+        if STATE.depth == 0:
+            update_pending(kind is None and not self.graph and torch.is_grad_enabled(), self.group)
+
+
+def update_pending(updates: bool, group: Any) -> None:
+    """End of a region: every module that ran in it takes its new forward scales, if it `updates`, and waits no more."""
+    waiting, STATE.pending = STATE.pending, None
+    batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
+    while waiting is not None:
+        module = waiting.module
+        module._is_pending = False
+        if updates:
+            scale, history, request = module._forward_state()
+            check_group(group, request)
+            if is_own_rule(request):
+                apply_own_rule(history, scale, request, forward=True)
+            else:
+                key = request.amax_compute_algo == "most_recent"
+                scales, histories, tops = batches.setdefault(key, ([], [], []))
+                scales.append(scale)
+                histories.append(history)
+                tops.append(scaled_max(request, True))
+        waiting = waiting.before
+    for most_recent, (scales, histories, tops) in batches.items():
+        delayed_update_(scales, histories, tops, most_recent)
+
+
+def check_group(group: Any, request: DelayedScalingRequest) -> None:
+    """Reducing over more than one process is not there yet, and must not be left out in silence."""
+    if group is not None and request.reduce_amax and torch.distributed.get_world_size(group) > 1:
+        raise NotImplementedError(
+            f"amax_reduction_group has {torch.distributed.get_world_size(group)} processes: delayed scaling does not "
+            "reduce over processes yet; use Float8CurrentScaling, or reduce_amax=False"
+        )
+
+
+def scaled_max(request: DelayedScalingRequest, forward: bool) -> float:
+    """The format's largest value · 2^-margin."""
+    top = request.fp8_format.value.max_fwd if forward else request.fp8_format.value.max_bwd
+    return float(top) * 2.0**-request.margin
+
+
+def is_own_rule(request: DelayedScalingRequest) -> bool:
+    """Whether a user's functions take the place of the update."""
+    return callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
+
+
+def apply_own_rule(
+    history: torch.Tensor, scale: torch.Tensor, request: DelayedScalingRequest, *, forward: bool
+) -> None:
+    """The update with a user's `amax_compute_algo(history)` or `scaling_factor_compute_algo(amax, scale, max, …)`."""
+    value = request.fp8_format.value
+    _amax_and_scale_update(history, scale, value.max_fwd if forward else value.max_bwd, request)
+
+
+def _default_amax(history: torch.Tensor, algorithm: Any) -> torch.Tensor:
+    if callable(algorithm):
+        return algorithm(history)
+    return history[0].clone() if algorithm == "most_recent" else history.amax(0)
+
+
+def _default_sf_compute(
+    amax: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: float,
+    margin: int,
+    _fp32_max: float = torch.finfo(torch.float32).max,
+) -> torch.Tensor:
+    """(fp8_max / amax) / 2^margin; as it was for 0, infinity and NaN; the largest FP32 where it overflows."""
+    fresh = torch.full_like(amax, float(fp8_max)).div(amax) / (2.0**margin)
+    fresh = torch.where(amax > 0.0, fresh, scale)
+    fresh = torch.where(torch.isfinite(amax), fresh, scale)
+    return torch.where(torch.isinf(fresh), torch.full_like(fresh, _fp32_max), fresh)
+
+
+def _amax_and_scale_update(amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any) -> None:
+    """In plain torch, in place, with functions of the user's in it; it rolls every column."""
+    amax = _default_amax(amax_history, recipe.amax_compute_algo)
+    if recipe.scaling_factor_compute_algo is None:
+        fresh = _default_sf_compute(amax, scale, fp8_max, recipe.margin)
+    else:
+        fresh = recipe.scaling_factor_compute_algo(amax, scale, fp8_max, recipe)
+    scale.copy_(fresh)
+    if amax_history.shape[0] > 1:
+        amax_history.copy_(amax_history.roll(-1, 0))
+    amax_history[0].zero_()
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """`autocast` by its former name."""
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+class quantized_model_init:
+    """Modules made inside keep their weights quantized, as `recipe` says, without a copy in high precision.
+
+    `preserve_high_precision_init_val` keeps the initial values on the CPU: `param.get_high_precision_init_val()`.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()"
+            )
+        self.enabled = enabled
+        self.recipe = get_default_recipe() if recipe is None else recipe
+        self.preserves = preserve_high_precision_init_val
+        self.outer: list[Any] = []
+
+    def __enter__(self) -> "quantized_model_init":
+        self.outer.append((STATE.init_enabled, STATE.init_recipe, STATE.preserves_init))
+        STATE.init_enabled, STATE.init_recipe, STATE.preserves_init = self.enabled, self.recipe, self.preserves
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        STATE.init_enabled, STATE.init_recipe, STATE.preserves_init = self.outer.pop()
+
+
+fp8_model_init = quantized_model_init
+
+
+def get_default_recipe() -> Recipe:
+    """What this machine does best: MXFP8 natively, else FP8 with one scale per tensor."""
+    cc = hw.capability()
+    if cc is not None and (10, 0) <= cc < (12, 0):
+        return MXFP8BlockScaling()
+    return Float8CurrentScaling() if cc is not None and cc >= (12, 0) else DelayedScaling()
+
+
+def _gate(name: str) -> Callable[..., Any]:
+    def available(return_reason: bool = False) -> Any:
+        found, reason = hw.available(name)
+        return (found, reason) if return_reason else found
+
+    available.__doc__ = f"Whether {name} runs here, natively or emulated; with `return_reason`, also how."
+    return available
+
+
+is_fp8_available = _gate("float8")
+is_mxfp8_available = _gate("mxfp8")
+is_fp8_block_scaling_available = _gate("float8_block")
+is_fp8_rowwise_available = _gate("float8_rowwise")
+is_nvfp4_available = _gate("nvfp4")
+
+
+def is_bf16_available(return_reason: bool = False) -> Any:
+    """BF16 runs on the CPU and on every GPU that this package runs on."""
+    return (True, "") if return_reason else True
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current GPU; (0, 0) without one."""
+    return hw.capability() or (0, 0)
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
+    cc = get_device_compute_capability()
+    return (10, 0) <= cc < (12, 0) or cc >= (13, 0)
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """Rows of a group of tokens are padded to a multiple of this."""
+    return recipe.alignment()
+
+
+def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
+    """The element type of a recipe's forward, or backward, tensors."""
+    is_e5m2 = fp8_recipe.fp8_format is Format.E5M2 or (fp8_recipe.fp8_format is Format.HYBRID and not fprop_tensor)
+    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+
+
+def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dtype:
+    """As torch names it."""
+    is_e5m2 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) == DType.kFloat8E5M2
+    return torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
+
+
+def get_fp8_max(fp8_recipe: Any, fprop_tensor: bool = True) -> float:
+    """The largest value of that type."""
+    return 57344.0 if get_fp8_te_dtype(fp8_recipe, fprop_tensor) == DType.kFloat8E5M2 else 448.0
