@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from mezzotint import dynamo, recipe
+from mezzotint import custom_recipes, dynamo, recipe
 from mezzotint.checkpoint import checkpoint
 from mezzotint.constants import DType
 from mezzotint.dynamo import (
@@ -104,6 +104,7 @@ __all__ = [
     "TensorProto",
     "autocast",
     "checkpoint",
+    "custom_recipes",
     "dynamo",
     "fp8_autocast",
     "fp8_model_init",

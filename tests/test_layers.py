@@ -26,6 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("recipe",),
     ("functional",),
+    ("custom_recipes",),
     ("quantization",),
     ("module", "ops"),
     ("attention", "transformer", "checkpoint", "convert", "offload"),

@@ -30,11 +30,7 @@ from tests.quantizer_formats import (
 
 opaque_object = pytest.importorskip("torch._library.opaque_object")
 
-pytestmark = [
-    pytest.mark.compile,
-    # Dynamo makes an instance of every autograd.Function that it traces.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.compile
 
 # One of each kind: per tensor, stateful, blocks, Hadamard, two formats.
 SOME = ("float8_current", "float8_delayed", "mxfp8", "nvfp4_rht_stochastic", "hybrid")

@@ -1,0 +1,5 @@
+"""What a user's quantizer with `custom = True` and a `qgemm` of its own is told."""
+
+from mezzotint.functional.gemm import GEMMType, MMParams
+
+__all__ = ["GEMMType", "MMParams"]
