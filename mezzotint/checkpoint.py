@@ -20,12 +20,13 @@ class _Recomputation:
 
     def __init__(self) -> None:
         self.is_second, self.position = False, 0
-        self.scales: list[torch.Tensor] = []
+        self.scales: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def keep_scales(self, scales: torch.Tensor) -> None:
+    def keep_scales(self, scales: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Those of this call, and those that kept weights were quantized with."""
         self.scales.append(scales)
 
-    def next_scales(self) -> torch.Tensor:
+    def next_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
         scales = self.scales[self.position]
         self.position += 1
         return scales

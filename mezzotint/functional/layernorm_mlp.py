@@ -111,7 +111,6 @@ def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> Layer
     for fc in (a.fc1, a.fc2):
         # What is made again, and what this object holds already.
         fc.x = fc.x_q = fc.weight = fc.bias = None
-    a.grad_state = None
     return a
 
 

@@ -44,6 +44,7 @@ class Call:
     numerics: Numerics
     request: DelayedScalingRequest | None
     scales: torch.Tensor | None  # forward, FP32 [3 per GEMM]
+    weight_scales: torch.Tensor | None  # those that kept weights were quantized with
     grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]
     grad_state: GradState | None
     records: bool  # amaxes enter the history
@@ -72,6 +73,7 @@ class TransformerEngineBaseModule(nn.Module):
         self._output_role: QuantizerRole | None = None
         self._grad_input_role: QuantizerRole | None = None
         self._workspaces: tuple[Any, ...] | None = None
+        self._weight_scales: torch.Tensor | None = None
         self._is_pending = False
         self._request: DelayedScalingRequest | None = None
         self._recipe: Recipe | None = None
@@ -270,7 +272,7 @@ class TransformerEngineBaseModule(nn.Module):
         if recipe is None:
             none = LinearQuantizers(None, None, None, None, None)
             numerics = Numerics(dtype, False, False, False, None, False)
-            return Call((none,) * len(needs), needs, numerics, None, None, None, None, False, False, False)
+            return Call((none,) * len(needs), needs, numerics, None, None, None, None, None, False, False, False)
         key = tuple([(need.input, need.weight) for need in needs])
         if torch.compiler.is_compiling():
             quantizers, request = self._resolve(recipe, key)  # at trace time; a memo would be state to guard on
@@ -282,11 +284,12 @@ class TransformerEngineBaseModule(nn.Module):
         fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
         numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
         self._recipe = recipe
-        caches = is_first_microbatch is not None and STATE.recomputation is None
-        reuses = caches and not is_first_microbatch
-        if request is None:
-            return Call(quantizers, needs, numerics, None, None, None, None, False, caches, reuses)
-        return self._start_delayed(Call(quantizers, needs, numerics, request, None, None, None, True, caches, reuses))
+        is_second = STATE.recomputation is not None and STATE.recomputation.is_second
+        caches = is_first_microbatch is not None and not is_second
+        call = Call(
+            quantizers, needs, numerics, request, None, None, None, None, False, caches, is_first_microbatch is False
+        )
+        return call if request is None else self._start_delayed(call)
 
     def _start_delayed(self, call: Call) -> Call:
         request = call.request
@@ -295,14 +298,21 @@ class TransformerEngineBaseModule(nn.Module):
         self._grow_history(request.amax_history_len)
         recomputation = STATE.recomputation
         is_first = not self._is_pending
+        call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
         call.scales = self.scale_fwd.clone() if self._requantizes() else self.scale_fwd
         if recomputation is not None and recomputation.is_second:
             # The scales of the first run, whose maxima have been entered.
-            call.scales, call.records, is_first = recomputation.next_scales(), False, True
+            call.scales, call.weight_scales = recomputation.next_scales()
+            call.records, is_first = False, True
         else:
+            call.weight_scales = call.scales
+            if call.reuses:
+                call.weight_scales = call.scales if self._weight_scales is None else self._weight_scales
+            elif call.caches:
+                self._weight_scales = self.scale_fwd.clone()
             if recomputation is not None:
-                recomputation.keep_scales(self.scale_fwd.clone())
+                recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone()))
             if is_first and STATE.depth > 0:
                 self._is_pending = True
                 STATE.pending = Pending(self, STATE.pending)
@@ -325,7 +335,7 @@ class TransformerEngineBaseModule(nn.Module):
 
     def _weights_q(self, call: Call, weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
-        held = self._workspaces if call.reuses else None
+        held = self._workspaces if call.reuses and call.caches else None
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
@@ -335,7 +345,7 @@ class TransformerEngineBaseModule(nn.Module):
                 weight,
                 call.quantizers[gemm].weight,
                 workspace,
-                scale=_slot(call.scales, len(FORWARD_SLOTS) * gemm + 1),
+                scale=_slot(call.weight_scales, len(FORWARD_SLOTS) * gemm + 1),
                 cache=call.caches,
                 update_workspace=False,
             )
