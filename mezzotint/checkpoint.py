@@ -72,6 +72,10 @@ def checkpoint(
     if distribute_saved_activations:
         raise NotImplementedError("distribute_saved_activations: tensor parallelism is not there yet; leave it False")
     if torch.compiler.is_compiling():
-        # The compiler recomputes operations, not Python: nothing is entered twice there.
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        # The compiler recomputes operations, not Python: there is no second run. But it would read delayed scaling's
+        # scales again, after they were written: modules refuse that.
+        outer, STATE.recomputes_in_graph = STATE.recomputes_in_graph, True
+        made = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        STATE.recomputes_in_graph = outer
+        return made
     return torch_checkpoint(_Run(function), *args, use_reentrant=use_reentrant, **kwargs)

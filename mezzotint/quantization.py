@@ -63,6 +63,7 @@ class State:
     preserves_init: bool = False
     pending: Any = None
     recomputation: Any = None
+    recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None
 
 

@@ -18,7 +18,8 @@ def as_storage(x: Any) -> Any:
     # not call methods of a tensor subclass.
     cls, held = type(x)._STORAGE, x.detach()
     fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
-    fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES})
+    # Without the quantizer: nobody quantizes into this holder, and that of an alias is nothing the compiler knows.
+    fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES if kwarg != "quantizer"})
     return cls._build(x.shape, x.dtype, fields)
 
 

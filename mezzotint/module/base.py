@@ -280,10 +280,10 @@ class TransformerEngineBaseModule(nn.Module):
             memo = self._resolved
             if memo is None or memo[1] != key or (memo[0] is not recipe and memo[0] != recipe):
                 memo = self._resolved = (recipe, key, *self._resolve(recipe, key))
+                self._recipe = recipe
             quantizers, request = memo[2], memo[3]
         fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
         numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
-        self._recipe = recipe
         is_second = STATE.recomputation is not None and STATE.recomputation.is_second
         caches = is_first_microbatch is not None and not is_second
         call = Call(
@@ -294,6 +294,12 @@ class TransformerEngineBaseModule(nn.Module):
     def _start_delayed(self, call: Call) -> Call:
         request = call.request
         assert request is not None
+        if STATE.recomputes_in_graph:
+            raise RuntimeError(
+                "delayed scaling in a checkpoint inside a compiled function: its scales are written before backward "
+                "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
+                "recipe without state such as Float8CurrentScaling"
+            )
         self._request = request
         self._grow_history(request.amax_history_len)
         recomputation = STATE.recomputation

@@ -80,9 +80,7 @@ def test_layernorm_mlp(recipe: str, activation: str) -> None:
 @over_recipes
 def test_grouped_linear(recipe: str) -> None:
     whole = make("grouped_linear")
-    linears = [
-        take(make("linear"), whole, {"weight": f"weight{i}", "bias": f"bias{i}"}) for i in range(GROUPS)
-    ]
+    linears = [take(make("linear"), whole, {"weight": f"weight{i}", "bias": f"bias{i}"}) for i in range(GROUPS)]
     for seed in range(2):
         x = sample(seed=seed)
         got = step(whole, x, RECIPES[recipe])

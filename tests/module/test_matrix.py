@@ -92,9 +92,7 @@ def reference(module: Any, name: str, x: torch.Tensor) -> dict[str, torch.Tensor
         )
     else:
         parts = x.split(splits(x.shape[0]))
-        y = torch.cat(
-            [torch.nn.functional.linear(parts[i], p[f"weight{i}"], p.get(f"bias{i}")) for i in range(GROUPS)]
-        )
+        y = torch.cat([torch.nn.functional.linear(parts[i], p[f"weight{i}"], p.get(f"bias{i}")) for i in range(GROUPS)])
     gradient(y).backward()
     assert x.grad is not None
     zero = {key: torch.zeros_like(value) if value.grad is None else value.grad for key, value in p.items()}
