@@ -103,8 +103,9 @@ def _gated(x: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, P
 
 
 def _input(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """FP32, with the bias added and rounded."""
-    return x.float() if bias is None else (x.float() + bias.float()).to(x.dtype).float()
+    """FP32, with the bias added and rounded. Dense, and so is all that is made of it."""
+    value = x.contiguous()
+    return value.float() if bias is None else (value.float() + bias.float()).to(x.dtype).float()
 
 
 def activation_forward_reference(
@@ -122,7 +123,7 @@ def activation_backward_reference(
     dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
 ) -> torch.Tensor:
     """The gradient of x, in its shape and dtype."""
-    value, grad = _input(x, bias), dy.float()
+    value, grad = _input(x, bias), dy.contiguous().float()
     if not is_gated(name):
         return (grad * PLAIN[name](value)[1]).to(x.dtype)
     (first, slope), (second, second_slope) = _gated(value, name, params)
@@ -146,16 +147,19 @@ activation_forward = leaf(
     "activation_forward(Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
     fake=_forward_fake,
     cpu=activation_forward_reference,
+    cuda="activation:forward",
 )
 
 activation_backward = leaf(
     "activation_backward(Tensor dy, Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
     fake=_backward_fake,
     cpu=activation_backward_reference,
+    cuda="activation:backward",
 )
 
 column_sum = leaf(
     "column_sum(Tensor x, ScalarType dtype) -> Tensor",
     fake=lambda x, dtype: x.new_empty((x.shape[-1],), dtype=dtype),
     cpu=column_sum_reference,
+    cuda="activation:column_sum",
 )

@@ -13,15 +13,17 @@ from collections.abc import Sequence
 import torch
 
 from mezzotint.constants import FP32_MAX
-from mezzotint.kernels._lib import leaf
+from mezzotint.kernels._lib import Late, define, leaf
 from mezzotint.kernels.elements import div
 
 
 def delayed_saw_reference(seen: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
-    """seen [n], a history's row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots."""
+    """seen [n], a history's row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots.
+
+    One launch on CUDA, without waiting for it.
+    """
     if amaxes:
-        index = torch.tensor(list(slots), device=seen.device)
-        seen.index_copy_(0, index, torch.maximum(seen.index_select(0, index), torch.cat(list(amaxes))))
+        torch._foreach_maximum_([seen.narrow(0, slot, 1) for slot in slots], list(amaxes))
 
 
 def delayed_update_reference(
@@ -41,14 +43,25 @@ def delayed_update_reference(
         history.copy_(torch.where(last != 0, rolled, history))
 
 
+_late = Late("delayed:update", lambda device, *args: delayed_update_reference(*args))
+
+
+def _update_on_cuda(
+    scales: Sequence[torch.Tensor], histories: Sequence[torch.Tensor], tops: Sequence[float], most_recent: bool
+) -> None:
+    _late(scales[0], scales, histories, tops, most_recent)
+
+
 delayed_saw_ = leaf(
     "delayed_saw_(Tensor(a!) seen, Tensor[] amaxes, int[] slots) -> ()",
     fake=lambda seen, amaxes, slots: None,
     cpu=delayed_saw_reference,
 )
 
-delayed_update_ = leaf(
+# At least one state: without a tensor there is no device.
+delayed_update_ = define(
     "delayed_update_(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] tops, bool most_recent) -> ()",
-    fake=lambda scales, histories, tops, most_recent: None,
-    cpu=delayed_update_reference,
+    lambda scales, histories, tops, most_recent: None,
+    delayed_update_reference,
+    _update_on_cuda,
 )

@@ -5,7 +5,7 @@
 
 g is gamma, or 1 + gamma (in FP32) when `zero_centered`. mu and rs are FP32 [rows]; RMSNorm has mu of size 0. The
 normalised dimension is the last one. Statistics and what is made of them are two ops, so that a quantization can
-take the second one in (`source.py`).
+take the second one in (`quantize_ops.py`).
 """
 
 import torch
@@ -29,8 +29,8 @@ def gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
 
 
 def _normalised(x: torch.Tensor, mu: torch.Tensor, rs: torch.Tensor, rms: bool) -> torch.Tensor:
-    """FP32 (M, K): rs · (x - mu), a new tensor."""
-    value = as_matrix(x).float()
+    """FP32 (M, K): rs · (x - mu), a new tensor, dense as all that is made of it."""
+    value = as_matrix(x).contiguous().float()
     return rs[:, None] * (value if rms else value - mu[:, None])
 
 
@@ -64,7 +64,7 @@ def norm_backward_reference(
 
     With h = rs · (x - mu) and d = g · dy: dx = rs · (d - mean(d) - h · mean(d · h)), without mean(d) for RMSNorm.
     """
-    grad, h = as_matrix(dy).float(), _normalised(x, mu, rs, rms)
+    grad, h = as_matrix(dy).contiguous().float(), _normalised(x, mu, rs, rms)
     width = max(h.shape[1], 1)
     dgamma = (grad * h).sum(0).to(gamma.dtype)
     dbeta = grad.sum(0).to(gamma.dtype) if has_beta else gamma.new_empty(0)
@@ -101,12 +101,14 @@ norm_stats = leaf(
     "norm_stats(Tensor x, float eps, bool rms) -> (Tensor, Tensor)",
     fake=_stats_fake,
     cpu=norm_stats_reference,
+    cuda="norm:stats",
 )
 
 norm_apply = leaf(
     "norm_apply(Tensor x, Tensor mu, Tensor rs, Tensor gamma, Tensor? beta, bool zero_centered, bool rms) -> Tensor",
     fake=_apply_fake,
     cpu=norm_apply_reference,
+    cuda="norm:apply",
 )
 
 norm_backward = leaf(
@@ -114,4 +116,5 @@ norm_backward = leaf(
     " bool has_beta) -> (Tensor, Tensor, Tensor)",
     fake=_backward_fake,
     cpu=norm_backward_reference,
+    cuda="norm:backward",
 )

@@ -3,15 +3,21 @@
 A norm, an activation or its backward in front of a GEMM need not write its result in high precision: the quantization
 takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. What it gives is, bit for
 bit, what the two ops one after the other give: the producer's result is rounded to its dtype in between.
+
+On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`Made`) where it would read x. For the
+others, and where Triton does not run, the producer's own op writes x first.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from mezzotint.kernels._lib import Buffers, Late, define
+from mezzotint import hw
+from mezzotint.kernels._lib import Buffers, Late, define, load_triton
 from mezzotint.kernels.activation import (
     activation_backward,
     activation_backward_reference,
@@ -22,7 +28,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.norm import norm_apply, norm_apply_reference
 
-__all__ = ["SOURCES", "fused", "quantize_ops"]
+__all__ = ["SOURCES", "Made", "fused", "quantize_ops"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,31 @@ SOURCES = {
     ),
 }
 
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a source would make of its arguments. `sums`: where the column sums of that go, in this tensor's dtype."""
+
+    source: str
+    args: tuple[Any, ...]
+    sums: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.args[0].device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return SOURCES[self.source].shape(*self.args)
+
+    def tensor(self) -> torch.Tensor:
+        """Made, by the source's own op, and summed."""
+        made = SOURCES[self.source].op(*self.args)
+        if self.sums is not None:
+            self.sums.copy_(column_sum(made, self.sums.dtype))
+        return made
+
+
 # Quantization → source → the op of both.
 _FUSED: dict[torch._ops.OpOverload, dict[str, torch._ops.OpOverload]] = {}
 
@@ -99,20 +130,29 @@ def quantize_ops(
         for buffer, fresh in zip(out, reference(x, *args), strict=True):
             buffer.copy_(fresh)
 
-    late = in_place if cuda is None else Late(cuda, in_place)
+    late: Callable[..., None] = in_place if cuda is None else Late(cuda, in_place)
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         out = allocate(x, *args)
         late(x, out, None, *args)
         return out
 
+    def made_on_cuda(made: Made, out: list[torch.Tensor], *args: Any) -> None:
+        late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
+
     functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
     schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
     _FUSED[functional] = {
-        key: _fused_op(f"{name}_of_{key}", options, source, geometry, reference, on_cuda)
-        for key, source in SOURCES.items()
+        key: _fused_op(f"{name}_of_{key}", options, key, geometry, reference, made_on_cuda) for key in SOURCES
     }
     return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
+
+
+@cache
+def _takes_sources(cuda: str | None) -> bool:
+    if cuda is None or not hw.has_triton_kernels():
+        return False
+    return getattr(sys.modules[load_triton(cuda).__module__], "TAKES_SOURCES", False)
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], geometry: Callable[..., Buffers], args: Any) -> Any:
@@ -122,33 +162,40 @@ def _empty(like: torch.Tensor, shape: tuple[int, ...], geometry: Callable[..., B
 def _fused_op(
     name: str,
     options: str,
-    source: Source,
+    key: str,
     geometry: Callable[..., Buffers],
     reference: Callable[..., "list[torch.Tensor]"],
-    on_cuda: Callable[..., "list[torch.Tensor]"],
+    launch: Callable[..., None],
 ) -> torch._ops.OpOverload:
     """Buffers of what the source makes; with `sums`, its FP32 column sums in that dtype behind them."""
+    source = SOURCES[key]
     count = source.count
 
+    def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        """The source's arguments, the dtype of the sums, the options."""
+        return args[: count - source.sums], args[count - 1] if source.sums else None, args[count:]
+
     def fake(*args: Any) -> list[torch.Tensor]:
-        shape = source.shape(*args[:count])
-        buffers = _empty(args[0], shape, geometry, args[count:])
+        given, sums, rest = split(args)
+        shape = source.shape(*given)
+        buffers = _empty(args[0], shape, geometry, rest)
         if source.sums:
-            sums = args[count - 1]
             buffers.append(args[0].new_empty(0 if sums is None else shape[-1], dtype=sums or torch.float32))
         return buffers
 
-    def run(make: Callable[..., torch.Tensor], quantize: Callable[..., "list[torch.Tensor]"], args: Any) -> Any:
-        made = make(*args[: count - 1 if source.sums else count])
-        buffers = quantize(made, *args[count:])
+    def on_cpu(*args: Any) -> list[torch.Tensor]:
+        given, sums, rest = split(args)
+        made = source.make(*given)
+        buffers = reference(made, *rest)
         if source.sums:
-            sums = args[count - 1]
             buffers = [*buffers, made.new_empty(0, dtype=torch.float32) if sums is None else column_sum(made, sums)]
         return buffers
 
-    return define(
-        f"{name}({source.arguments}, {options}) -> Tensor[]",
-        fake,
-        lambda *args: run(source.make, reference, args),
-        lambda *args: run(source.op, on_cuda, args),
-    )
+    def on_cuda(*args: Any) -> list[torch.Tensor]:
+        given, sums, rest = split(args)
+        buffers = fake(*args)
+        made = Made(key, given, None if sums is None else buffers[-1])
+        launch(made, buffers[:-1] if source.sums else buffers, *rest)
+        return buffers
+
+    return define(f"{name}({source.arguments}, {options}) -> Tensor[]", fake, on_cpu, on_cuda)

@@ -7,6 +7,7 @@ a shorter history uses the first rows. What was learnt is saved under `_extra_st
 (1 + L, 5 per GEMM): scales, then histories; a module that has learnt nothing saves nothing.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -498,8 +499,16 @@ class TransformerEngineBaseModule(nn.Module):
             missing_keys.remove(key)
         self._workspaces = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        restore_attributes(made, copy.deepcopy(attributes_of(self), memo))
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(super().__getstate__()) if hasattr(super(), "__getstate__") else dict(self.__dict__)
+        state = dict(self.__dict__)
         state.update(_workspaces=None, _resolved=None, _is_pending=False)
         return state
 

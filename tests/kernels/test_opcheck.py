@@ -13,10 +13,14 @@ import pytest
 import torch
 
 import mezzotint.kernels
+from mezzotint.kernels.activation import ACTIVATIONS, PARAMETERS, activation_backward, activation_forward, column_sum
+from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
-from tests.formats import HIGH, VARIANTS, Variant
+from mezzotint.kernels.quantize_ops import SOURCES, fused
+from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
 FAST = ("test_schema", "test_faketensor")
@@ -138,6 +142,73 @@ def test_draw_rng() -> None:
     assert not torch.equal(first, second)
 
 
+def sources(x: torch.Tensor, name: str = "swiglu", rms: bool = False) -> dict[str, tuple[Any, ...]]:
+    """Source → its arguments, made of x (…, K). The backward's ask for sums."""
+    gamma = sample(x.shape[-1:], torch.float32)
+    beta, bias, params = None if rms else gamma, None if rms else gamma, list(PARAMETERS.get(name, {}).values())
+    dy = activation_forward(x, bias, name, params)
+    return {
+        "norm": (x, *norm_stats(x, 1e-5, rms), gamma, beta, rms, rms),
+        "activation": (x, bias, name, params),
+        "activation_backward": (dy, x, bias, name, params, x.dtype if rms else None),
+    }
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+@pytest.mark.parametrize("rms", [False, True])
+def test_norm(rms: bool, dtype: torch.dtype) -> None:
+    for shape, utils in zip((*SHAPES, (0, 16)), (ALL, FAST, FAST), strict=True):
+        x = sample(shape, dtype)
+        norm = sources(x, rms=rms)["norm"]
+        torch.library.opcheck(norm_stats, (x, 1e-5, rms), test_utils=utils)
+        torch.library.opcheck(norm_apply, norm, test_utils=utils)
+        torch.library.opcheck(norm_backward, (x, *norm[:4], rms, rms, not rms), test_utils=utils)
+        if len(shape) == 2:
+            turned = x.t().contiguous().t()
+            torch.library.opcheck(norm_apply, (turned, *norm[1:]), test_utils=FAST)
+            torch.library.opcheck(norm_backward, (turned, turned, *norm[1:4], rms, rms, True), test_utils=FAST)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(name: str) -> None:
+    for shape, dtype, utils in zip((*SHAPES, (0, 16)), HIGH, (ALL, FAST, FAST), strict=True):
+        x = sample(shape, dtype)
+        made = sources(x, name)
+        torch.library.opcheck(activation_forward, made["activation"], test_utils=utils)
+        torch.library.opcheck(activation_backward, made["activation_backward"][:-1], test_utils=utils)
+        turned = (x.transpose(0, 1).contiguous().transpose(0, 1), *made["activation"][1:])
+        torch.library.opcheck(activation_forward, turned, test_utils=FAST)
+        torch.library.opcheck(activation_backward, (made["activation_backward"][0], *turned), test_utils=FAST)
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+def test_column_sum(dtype: torch.dtype) -> None:
+    for shape in (*SHAPES, (0, 16), (1, 16), (24,)):
+        torch.library.opcheck(column_sum, (sample(shape, dtype), dtype), test_utils=ALL)
+
+
+def test_delayed() -> None:
+    state = torch.ones(3), torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
+    other = torch.ones(2), torch.rand(1, 2, generator=torch.Generator().manual_seed(1))
+    amaxes = [torch.tensor([5.0]), torch.tensor([0.25])]
+    torch.library.opcheck(delayed_saw_, (torch.zeros(3), amaxes, [0, 2]), test_utils=ALL)
+    arguments = ([state[0], other[0]], [state[1], other[1]], [448.0, 57344.0], False)
+    torch.library.opcheck(delayed_update_, arguments, test_utils=ALL)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_fused(name: str, source: str) -> None:
+    """The first option set of each format traced, in both directions; the others with their fake."""
+    for index, variant in enumerate(variants_of(name)):
+        arguments = variant.arguments("cpu", variant.usages()[-1])
+        for shape, rms in zip(SHAPES, (False, True), strict=True):
+            made = sources(sample(shape, variant.dtypes[0]), rms=rms)[source]
+            utils = ALL if index == 0 and not rms else FAST
+            torch.library.opcheck(fused(variant.quantize, source), (*made, *arguments), test_utils=utils)
+
+
 def library_ops() -> set[str]:
     """Every op of the `mezzotint` namespace, all files of the kernels loaded."""
     for found in pkgutil.iter_modules(mezzotint.kernels.__path__):
@@ -155,6 +226,9 @@ def test_every_op_has_a_case() -> None:
         if variant.format != "identity":
             here |= {called_op(variant, way, x)[0].name() for way in variant.directions}
     here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
+    here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
+    here |= {op.name() for op in (column_sum, delayed_saw_, delayed_update_)}
+    here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)
     assert here | set(ELSEWHERE) == library_ops()

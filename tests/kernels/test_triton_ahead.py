@@ -37,15 +37,23 @@ def kernels_of(module: ModuleType) -> Iterator[str]:
             yield name
 
 
-def compile_ahead(kernel: Any, signature: dict[str, str], constants: dict[str, Any], capability: int) -> Any:
-    """Pointers and counts are multiples of 16, as they are for the shapes that matter."""
+def compile_ahead(kernel: Any, signature: dict[str, Any], constants: dict[str, Any], capability: int) -> Any:
+    """Pointers and counts are multiples of 16, as they are for the shapes that matter. A tuple's constants are None."""
     names = list(kernel.arg_names)
     options = {"enable_fp_fusion": False} | {k: v for k, v in constants.items() if k not in names}
-    constants = {k: v for k, v in constants.items() if k in names}
-    assert set(signature) | set(constants) == set(names), f"{kernel.__name__}: {names}"
+    values: dict[tuple[int, ...], Any] = {(names.index(k),): v for k, v in constants.items() if k in names}
+    assert set(signature) | set(constants) >= set(names), f"{kernel.__name__}: {names}"
+    assert set(signature) <= set(names), f"{kernel.__name__}: {names}"
     types = {name: signature.get(name, "constexpr") for name in names}
-    aligned = [p.num for p in kernel.params if types[p.name][0] in "*i" and not p.do_not_specialize]
-    source = ASTSource(kernel, types, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    aligned = []
+    for param in kernel.params:
+        found = types[param.name]
+        paths = [((param.num,), found)]
+        if isinstance(found, tuple):
+            paths = [((param.num, index), inner) for index, inner in enumerate(found)]
+            values |= {path: None for path, inner in paths if inner == "constexpr"}
+        aligned += [path for path, inner in paths if inner[0] in "*i" and not param.do_not_specialize]
+    source = ASTSource(kernel, types, values, {path: [["tt.divisibility", 16]] for path in aligned})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

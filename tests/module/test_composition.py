@@ -99,7 +99,7 @@ def test_grouped_linear(recipe: str) -> None:
 def warm_up(*modules: Any, recipe: Any) -> None:
     """Delayed scaling learns a weight's scale in the first step; a kept weight has the scale that it was kept with."""
     for module in modules:
-        for key, parameter in module.named_parameters():
+        for parameter in module.parameters():
             if module.fuse_wgrad_accumulation and parameter.dim() == 2:
                 parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
         step(module, sample(), recipe)

@@ -223,21 +223,30 @@ def natural_span(BM: int, BN: int, num_warps: int, width: int = 16) -> int:
     return max(1, BM * BN // (32 * width * num_warps))
 
 
-def ahead(kernel: Any, pointers: str, **constexprs: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32), or `eps` (fp32).
+def ahead(
+    kernel: Any, pointers: str, given: str | None = None, /, **constexprs: Any
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32), or `eps`, `top` (fp32).
 
-    `pointers`: element types of the leading arguments in order; "-" is None.
+    `pointers`: element types of the leading arguments in order; "-" is None. `given`: the types of that tuple, "*" in
+    front of a pointer's.
     """
-    signature: dict[str, str] = {}
+    signature: dict[str, Any] = {}
     types = pointers.split()
+    constexprs = {name: None for name in ("SOURCE",) if name in kernel.arg_names} | constexprs
     for index, name in enumerate(kernel.arg_names):
         if name in constexprs:
             continue
-        if index < len(types):
+        if name == "given":
+            if given is None:
+                constexprs[name] = None
+            else:
+                signature[name] = tuple("constexpr" if t == "-" else t for t in given.split())
+        elif index < len(types):
             if types[index] == "-":
                 constexprs[name] = None
             else:
                 signature[name] = "*" + types[index]
         else:
-            signature[name] = "fp32" if name == "eps" else "i32"
+            signature[name] = "fp32" if name in ("eps", "top") else "i32"
     return kernel, signature, constexprs

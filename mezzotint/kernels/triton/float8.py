@@ -1,10 +1,12 @@
 """FP8 with one scale per tensor on CUDA.
 
-Current scaling, two launches. `_amax_kernel` reads x and leaves one partial maximum per program: nothing to zero, no
-atomics. Every program of the cast then reduces these few partials itself (they sit in the L2 cache) instead of waiting
-for a third launch. The cast walks x backwards: what the first pass read last is still in the cache.
+Current scaling, two launches. The first (`float8_amax.py`) leaves a few partial maxima, which every program of the cast
+reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards: what the
+first pass read last is still in the cache.
 
 Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
+
+With a source (`_jit_source.py`) both passes go by tiles and compute what they do not read.
 
 The cast reads each element once. Without a transposed copy it is flat, 1-D. With one, a program holds a tile and writes
 it in both directions; see `spread` for the order of its rows.
@@ -17,16 +19,15 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
-    as_rows,
     cast_fp8,
     decode_fp8,
     drop_nan,
     for_inf,
     inverse,
-    load_tile,
     natural_span,
     scale_from_amax,
     spread,
@@ -34,13 +35,13 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
+from mezzotint.kernels.triton._jit_source import Input, load_input, read, store_sums
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, finish_source
+from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
 
-PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
+__all__ = ["PARTIALS", "amax", "amax_partials", "dequantize", "quantize", "quantize_scaled"]
 
-
-def amax_config() -> dict[str, int]:
-    """Elements that a program reads at a time."""
-    return {"BLOCK": 8192, "num_warps": 8}
+TAKES_SOURCES = True
 
 
 def flat_config() -> dict[str, int]:
@@ -53,28 +54,6 @@ def tile_config(rowwise: bool) -> dict[str, int]:
     if rowwise:
         return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
     return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 4}
-
-
-@triton.jit
-def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
-    """Program p reads every P-th block of x and writes partials[p]."""
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    pid = tl.program_id(0)
-    end = tl.cast(numel, tl.int64)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    top = tl.zeros([BLOCK], tl.float32)
-    for start in range(pid.to(tl.int64) * BLOCK, end, step):
-        i = start + tl.arange(0, BLOCK)
-        value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
-        top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
-    tl.store(partials + pid, tl.max(top))
-
-
-@triton.jit
-def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
-    p = tl.arange(0, BP)
-    tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
 
 
 @triton.jit
@@ -156,11 +135,13 @@ def _cast_tile_kernel(
     source,
     amax,
     noop,
+    given,
     M,
     K,
     stride,
     count,
     eps,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
@@ -178,7 +159,8 @@ def _cast_tile_kernel(
     row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN, False)
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    store_sums(given, value, row, c, K, SOURCE)
     scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
@@ -199,52 +181,33 @@ def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: 
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < numel)
 
 
-def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
-    """Partial maxima of a contiguous tensor, at most PARTIALS."""
-    options = amax_config()
-    count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
-    partials = x.new_empty(count, dtype=torch.float32)
-    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
-    return partials
-
-
-def amax(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [1]: max |x|, NaN dropped."""
-    partials = amax_partials(x.contiguous(), None)
-    if partials.numel() == 1:
-        return partials
-    out = partials.new_empty(1)
-    _amax_finish_kernel[(1,)](partials, out, partials.numel(), BP=PARTIALS, num_warps=4, enable_fp_fusion=False)
-    return out
-
-
 def _cast(
-    x: torch.Tensor,
+    source: Input,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
-    source: torch.Tensor,
+    scaling: torch.Tensor,
     rowwise: bool,
     columnwise: bool,
     config: dict[str, int] | None,
     eps: float = 0.0,
     **constants: Any,
 ) -> None:
-    """One launch: x, a matrix, into data, transpose, scale_inv and, with a given scale, amax."""
+    """One launch: a matrix into data, transpose, scale_inv and, with a given scale, amax."""
     data = out[0] if rowwise else None
     transpose = out[rowwise] if columnwise else None
     scale_inv = out[rowwise + columnwise]
     amax = out[-1] if constants["SCALED"] else None
-    M, K = x.shape
-    numel, count = M * K, source.numel()
+    x, M, K = source.x, source.M, source.K
+    numel, count = M * K, scaling.numel()
     # An empty tensor has a scale too: one program, all masked.
-    if numel == 0 or (transpose is None and x.is_contiguous()):
+    if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
         grid = (max(1, cdiv(numel, options["BLOCK"])),)
         _cast_kernel[grid](
             x,
             data,
             scale_inv,
-            source,
+            scaling,
             amax,
             noop,
             numel,
@@ -258,28 +221,32 @@ def _cast(
     options = config or tile_config(rowwise)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+    partials = source.partials(cdiv(M, options["BM"]))
     _cast_tile_kernel[grid](
         x,
         data,
         transpose,
         scale_inv,
-        source,
+        scaling,
         amax,
         noop,
+        source.given(partials),
         M,
         K,
         x.stride(0),
         count,
         eps or None,
+        SOURCE=source.kind,
         **constants,
         **options,
         EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
         enable_fp_fusion=False,
     )
+    finish_source(source, partials)
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     amax: torch.Tensor | None,
@@ -291,13 +258,16 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """Current scaling."""
-    x = as_rows(x)
     given = amax is not None
+    source = read(x, passes=1 if given else 2)
     if amax is None:
-        x = x.contiguous()
-        amax = amax_partials(x, noop)
+        if source.kind is None:
+            source = source._replace(x=source.x.contiguous())
+            amax = amax_partials(source.x, noop)
+        else:
+            amax = source_partials(source)
     _cast(
-        x,
+        source,
         out,
         noop,
         amax,
@@ -314,7 +284,7 @@ def quantize(
 
 
 def quantize_scaled(
-    x: torch.Tensor,
+    x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     scale: torch.Tensor,
@@ -329,7 +299,7 @@ def quantize_scaled(
     else:
         _clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-    _cast(as_rows(x), out, noop, scale, rowwise, columnwise, config, **constants)
+    _cast(read(x), out, noop, scale, rowwise, columnwise, config, **constants)
 
 
 def dequantize(
@@ -360,9 +330,6 @@ _TILE = tile_config(True)
 _TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
 
 AHEAD = [
-    *(ahead(_amax_kernel, f"{t} fp32 -", **amax_config()) for t in ("bf16", "fp16", "fp32")),
-    ahead(_amax_kernel, "bf16 fp32 fp32", **amax_config()),
-    ahead(_amax_finish_kernel, "fp32 fp32", BP=PARTIALS),
     ahead(_clear_kernel, "fp32 fp32"),
     ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
     ahead(_cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
@@ -371,6 +338,19 @@ AHEAD = [
     ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
     ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
     ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
+    *(
+        ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", given, SOURCE=kind, **_CURRENT, **_TILE, EVEN=True)
+        for given, kind in ((RMSNORM, ("norm", False)), (ACTIVATION, ("activation", "gelu", False)))
+    ),
+    ahead(
+        _cast_tile_kernel,
+        "bf16 u8 - fp32 fp32 fp32 -",
+        BACKWARD,
+        SOURCE=("activation_backward", "silu", True),
+        **_DELAYED,
+        **_TILE,
+        EVEN=False,
+    ),
     ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),
     ahead(_dequantize_kernel, "u8 fp32 fp32", DTYPE=E5M2, **flat_config()),
 ]

@@ -13,15 +13,14 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, FP8_BLOCK, cdiv
+from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
-    as_rows,
     cast_fp8,
     drop_nan,
     for_inf,
     inverse,
-    load_tile,
     natural_span,
     scale_from_amax,
     spread,
@@ -29,17 +28,24 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
+from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
+
+TAKES_SOURCES = True
 
 
-def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, Any]:
-    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. ONCE: see `load_tile`."""
+def tile_config(two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False) -> dict[str, Any]:
+    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. ONCE: see `load_tile`.
+
+    A source needs registers of its own, hence more threads.
+    """
     if two_d:
         return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8, "ONCE": rowwise and columnwise}
     if not columnwise:
         return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2, "ONCE": True}
     if not rowwise:
         return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4, "ONCE": False}
-    return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 4, "ONCE": False}
+    return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 8 if sourced else 4, "ONCE": False}
 
 
 @triton.jit
@@ -50,10 +56,12 @@ def _block_kernel(
     transpose,
     col_scales,
     noop,
+    given,
     M,
     K,
     stride,
     eps,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
@@ -70,7 +78,8 @@ def _block_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN, ONCE)
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, ONCE)
+    store_sums(given, value, row, c, K, SOURCE)
     # Both maxima before the first store: what is left then waits for nothing.
     if data is not None:
         row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
@@ -106,10 +115,12 @@ def _square_kernel(
     transpose,
     col_scales,
     noop,
+    given,
     M,
     K,
     stride,
     eps,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
@@ -126,7 +137,8 @@ def _square_kernel(
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN, ONCE)
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, ONCE)
+    store_sums(given, value, row, c, K, SOURCE)
     scale = scale_from_amax(drop_nan(tl.max(tl.abs(value))), eps, DTYPE, POW2, FOR_INF)
     scale_inv = inverse(scale, POW2)
     code = cast_fp8(value * scale, DTYPE)
@@ -139,7 +151,7 @@ def _square_kernel(
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     dtype: int,
@@ -150,33 +162,37 @@ def quantize(
     columnwise: bool,
     config: dict[str, Any] | None = None,
 ) -> None:
-    x = as_rows(x)
-    M, K = x.shape
+    source = read(x)
+    M, K = source.M, source.K
     if M * K == 0 or not out:
         return
     data, scales = out[:2] if rowwise else (None, None)
     transpose, col_scales = out[-2:] if columnwise else (None, None)
-    options = dict(config or tile_config(two_d, rowwise, columnwise))
+    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None))
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+    partials = source.partials(cdiv(M, options["BM"]))
     kernel = _square_kernel if two_d else _block_kernel
     kernel[(cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)](
-        x,
+        source.x,
         data,
         scales,
         transpose,
         col_scales,
         noop,
+        source.given(partials),
         M,
         K,
-        x.stride(0),
+        source.x.stride(0),
         eps or None,
+        SOURCE=source.kind,
         DTYPE=dtype,
         POW2=pow2,
-        FOR_INF=for_inf(x.dtype, pow2),
+        FOR_INF=for_inf(source.x.dtype, pow2),
         **options,
         EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
         enable_fp_fusion=False,
     )
+    finish_source(source, partials)
 
 
 def dequantize(
@@ -194,16 +210,18 @@ def dequantize(
     return dequantize_tiles(data, scale_inv, dtype, out_dtype, transposed=transposed, **strides)
 
 
-def _case(kernel: Any, pointers: str, pow2: bool) -> tuple[Any, dict[str, str], dict[str, Any]]:
+def _case(
+    kernel: Any, pointers: str, pow2: bool, given: str | None = None, kind: tuple[Any, ...] | None = None
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     x, data, _, transpose, *_ = pointers.split()
-    options = tile_config(kernel is _square_kernel, data != "-", transpose != "-")
+    options = tile_config(kernel is _square_kernel, data != "-", transpose != "-", kind is not None)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     maximum = for_inf(torch.float16 if x == "fp16" else torch.float32, pow2)
     constants: dict[str, Any] = {"DTYPE": E4M3 if pow2 else E5M2, "POW2": pow2, "FOR_INF": maximum, **options}
     constants["EVEN"] = pow2
     if pow2:
         constants["eps"] = None
-    return ahead(kernel, pointers, **constants)
+    return ahead(kernel, pointers, given, SOURCE=kind, **constants)
 
 
 AHEAD = [
@@ -214,4 +232,9 @@ AHEAD = [
     _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True),
     _case(_square_kernel, "fp32 u8 fp32 - - fp32", False),
     _case(_square_kernel, "fp16 - - u8 fp32 -", True),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, NORM, ("norm", False)),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, ACTIVATION, ("activation", "silu", True)),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "silu", True)),
+    _case(_block_kernel, "bf16 u8 fp32 - - -", False, RMSNORM, ("norm", True)),
+    _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "gelu", False)),
 ]

@@ -16,15 +16,14 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
-    as_rows,
     cast_fp8,
     drop_nan,
     for_inf,
     inverse,
-    load_tile,
     natural_span,
     scale_from_amax,
     spread,
@@ -32,7 +31,10 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
+from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source, sum_columns
 
+TAKES_SOURCES = True
 WHOLE_ROW = 16384  # the longest row that is held in registers
 
 
@@ -66,10 +68,12 @@ def _rows_kernel(
     data,
     scale_inv,
     noop,
+    given,
     M,
     K,
     stride,
     eps,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
@@ -82,28 +86,25 @@ def _rows_kernel(
         return
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, BK)
-    at = x + r[:, None] * stride
     to = data + r[:, None] * K
     high = (r < M)[:, None]
     if WHOLE:
-        mask = high & (c < K)[None, :]
-        value = tl.load(at + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = load_input(x, given, r, c, M, K, stride, SOURCE, False, False)
         top = tl.max(tl.abs(value), 1)
     else:
         tops = tl.zeros([BM, BK], tl.float32)
         for start in range(0, tl.cast(K, tl.int64), BK):
-            mask = high & (start + c < K)[None, :]
-            value = tl.load(at + start + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            value = load_input(x, given, r, start + c, M, K, stride, SOURCE, False, False)
             tops = tl.maximum(tops, tl.abs(value))
         top = tl.max(tops, 1)
     scale = scale_from_amax(drop_nan(top), eps, DTYPE, POW2, FOR_INF)
     tl.store(scale_inv + r, inverse(scale, POW2), mask=r < M)
     if WHOLE:
-        tl.store(to + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+        tl.store(to + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=high & (c < K)[None, :])
     else:
         for start in range(0, tl.cast(K, tl.int64), BK):
             mask = high & (start + c < K)[None, :]
-            value = tl.load(at + start + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            value = load_input(x, given, r, start + c, M, K, stride, SOURCE, False, False)
             tl.store(to + start + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
 
 
@@ -113,9 +114,11 @@ def _partial_kernel(
     rows,
     cols,
     noop,
+    given,
     M,
     K,
     stride,
+    SOURCE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     STRIP: tl.constexpr,
@@ -129,8 +132,7 @@ def _partial_kernel(
     tops = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the maxima
         r = strip * STRIP + start + tl.arange(0, BM)
-        mask = (r < M)[:, None] & (c < K)[None, :]
-        value = tl.abs(tl.load(x + r[:, None] * stride + c[None, :], mask=mask, other=0.0).to(tl.float32))
+        value = tl.abs(load_input(x, given, r, c, M, K, stride, SOURCE, False, False))
         if cols is not None:
             tops = tl.maximum(tops, value)
         if rows is not None:
@@ -208,9 +210,11 @@ def _cast_kernel(
     row_scale,
     col_scale,
     noop,
+    given,
     M,
     K,
     stride,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -223,7 +227,8 @@ def _cast_kernel(
     row, col = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_tile(x, r, c, M, K, stride, EVEN, False)
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    store_sums(given, value, row, c, K, SOURCE)
     if data is not None:
         scale = tl.load(row_scale + r, mask=r < M, other=0.0)
         store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
@@ -232,7 +237,7 @@ def _cast_kernel(
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     dtype: int,
@@ -243,8 +248,8 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """`config` overrides the cast's, or with row-wise alone the only kernel's."""
-    x = as_rows(x)
-    M, K = x.shape
+    source = read(x, passes=2 if columnwise or x.shape[-1] > WHOLE_ROW else 1)
+    x, M, K = source.x, source.M, source.K
     data, row_inv = out[:2] if rowwise else (None, None)
     scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
     if not columnwise:
@@ -256,15 +261,19 @@ def quantize(
                 data,
                 row_inv,
                 noop,
+                source.given(),
                 M,
                 K,
                 x.stride(0),
                 eps or None,
+                SOURCE=source.kind,
                 **scaling,
                 WHOLE=options["BK"] >= K,
                 **options,
                 enable_fp_fusion=False,
             )
+        if source.sums is not None:  # a program has too few rows for sums of its own
+            sum_columns(source, source.sums)
         return
     transpose, col_inv = out[-2:]
     options = partial_config()
@@ -273,7 +282,19 @@ def quantize(
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     rows, row_scale = more or (None, None)
     if strips * tiles:
-        _partial_kernel[(strips * tiles,)](x, rows, cols, noop, M, K, x.stride(0), **options, enable_fp_fusion=False)
+        _partial_kernel[(strips * tiles,)](
+            x,
+            rows,
+            cols,
+            noop,
+            source.given(),
+            M,
+            K,
+            x.stride(0),
+            SOURCE=source.kind,
+            **options,
+            enable_fp_fusion=False,
+        )
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
     if blocks:
@@ -298,6 +319,7 @@ def quantize(
         options = config or tile_config(rowwise)
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
         grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+        partials = source.partials(cdiv(M, options["BM"]))
         _cast_kernel[grid](
             x,
             data,
@@ -305,14 +327,17 @@ def quantize(
             row_scale,
             col_scale,
             noop,
+            source.given(partials),
             M,
             K,
             x.stride(0),
+            SOURCE=source.kind,
             DTYPE=dtype,
             **options,
             EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
             enable_fp_fusion=False,
         )
+        finish_source(source, partials)
 
 
 def dequantize(
@@ -339,4 +364,24 @@ AHEAD = [
     ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
     ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE, EVEN=False),
     ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE, EVEN=False),
+    ahead(_rows_kernel, "bf16 u8 fp32 -", NORM, SOURCE=("norm", True), **_POW2, WHOLE=True, **rows_config(4096)),
+    ahead(
+        _rows_kernel,
+        "bf16 u8 fp32 -",
+        BACKWARD,
+        SOURCE=("activation_backward", "silu", True),
+        **_POW2,
+        WHOLE=True,
+        **rows_config(4096),
+    ),
+    ahead(_partial_kernel, "bf16 fp32 fp32 -", RMSNORM, SOURCE=("norm", False), **partial_config()),
+    ahead(_partial_kernel, "bf16 fp32 fp32 -", ACTIVATION, SOURCE=("activation", "silu", True), **partial_config()),
+    *(
+        ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=kind, DTYPE=E4M3, **_TILE, EVEN=True)
+        for given, kind in (
+            (NORM, ("norm", False)),
+            (ACTIVATION, ("activation", "silu", True)),
+            (BACKWARD, ("activation_backward", "gelu", False)),
+        )
+    ),
 ]

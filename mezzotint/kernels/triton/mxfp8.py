@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv, rup
+from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import (
     ahead,
-    as_rows,
     cast_fp8,
     decode_fp8,
     drop_nan,
@@ -27,18 +27,24 @@ from mezzotint.kernels.triton._jit import (
     e8m0_from_amax,
     e8m0_inverse,
     eights,
-    load_tile,
     store_tile,
     swizzled,
     tile_of,
 )
+from mezzotint.kernels.triton._jit_source import load_input, produce, read, store_sums
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
+
+TAKES_SOURCES = True
 
 
-def tile_config(two_d: bool, rowwise: bool, columnwise: bool) -> dict[str, int]:
-    """Rows alone: BM rows by BN columns. Else: 32 rows by BN columns for each warp; EIGHTS: see `eights`."""
+def tile_config(two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False) -> dict[str, int]:
+    """Rows alone: BM rows by BN columns. Else: 32 rows by BN columns for each warp; EIGHTS: see `eights`.
+
+    A source needs registers of its own, hence fewer elements for each thread.
+    """
     if not two_d and not columnwise:
         return {"BM": 8, "BN": 1024, "num_warps": 4}
-    if not two_d and not rowwise:
+    if not two_d and not rowwise and not sourced:
         return {"BN": 128, "num_warps": 4, "EIGHTS": True}
     return {"BN": 64, "num_warps": 8, "EIGHTS": False}
 
@@ -91,9 +97,11 @@ def _rows_kernel(
     data,
     scales,
     noop,
+    given,
     M,
     K,
     stride,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     FLOOR: tl.constexpr,
     SWIZZLED: tl.constexpr,
@@ -109,7 +117,9 @@ def _rows_kernel(
     row, col = tile_of(tl.program_id(0), high, wide, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
-    blocks = tl.reshape(load_tile(x, r, c, M, K, stride, EVEN, False), [BM, BN // 32, 32])
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    store_sums(given, value, row, c, K, SOURCE)
+    blocks = tl.reshape(value, [BM, BN // 32, 32])
     byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
     code = cast_fp8(blocks * e8m0_inverse(byte)[:, :, None], DTYPE)
     store_tile(data, tl.reshape(code, [BM, BN]), r, c, M, K, EVEN)
@@ -127,10 +137,12 @@ def _groups_kernel(
     col_data,
     col_scales,
     noop,
+    given,
     M,
     K,
     stride,
     zero,
+    SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     FLOOR: tl.constexpr,
     TWO_D: tl.constexpr,
@@ -151,8 +163,15 @@ def _groups_kernel(
     first = window * (BN * GROUPS) + group * BN
     n = tl.arange(0, BN)
     mask = (r < M)[:, None] & (first[:, None] + n[None, :] < K)
-    at = x + (r * stride + first)[:, None] + n[None, :]
-    value = (tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)).to(tl.float32)
+    if SOURCE is None:
+        at = x + (r * stride + first)[:, None] + n[None, :]
+        value = (tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)).to(tl.float32)
+    else:
+        value = produce(x, given, r, first[:, None] + n[None, :], M, K, stride, SOURCE, EVEN)
+        if given[0] is not None:
+            c = window * (BN * GROUPS) + tl.arange(0, BN * GROUPS)
+            sums = tl.sum(tl.sum(tl.reshape(value, [32 // LANES, GROUPS, LANES, BN]), 0), 1)
+            tl.store(given[0] + row * K + c, tl.reshape(sums, [BN * GROUPS]), mask=c < K)
     blocks = tl.reshape(value, [32 * GROUPS, BLOCKS, 32])
     to = (r * K + first)[:, None] + (n if zero is None else eights(n, zero))[None, :]
 
@@ -235,7 +254,7 @@ def _dequantize_kernel(
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     dtype: int,
@@ -246,24 +265,34 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    x = as_rows(x)
-    M, K = x.shape
+    source = read(x)
+    x, M, K = source.x, source.M, source.K
     if M * K == 0 or not out:
         return
     data, scales = out[:2] if rowwise else (None, None)
     col_data, col_scales = out[-2:] if columnwise else (None, None)
-    options = dict(config or tile_config(two_d, rowwise, columnwise))
-    constants = {"DTYPE": dtype, "FLOOR": floor, "SWIZZLED": swizzled, "enable_fp_fusion": False}
+    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None))
+    constants = {
+        "SOURCE": source.kind,
+        "DTYPE": dtype,
+        "FLOOR": floor,
+        "SWIZZLED": swizzled,
+        "enable_fp_fusion": False,
+    }
     rows, cols = rup(M, 128), rup(K, 128)
     if not two_d and not columnwise:
         high, wide = options["BM"], options["BN"]
         even = rows == M and K % max(wide, 128) == 0
         grid = (cdiv(rows, high) * cdiv(cols, wide),)
-        _rows_kernel[grid](x, data, scales, noop, M, K, x.stride(0), **constants, **options, EVEN=even)
+        partials = source.partials(cdiv(rows, high))
+        given = source.given(partials)
+        _rows_kernel[grid](x, data, scales, noop, given, M, K, x.stride(0), **constants, **options, EVEN=even)
+        finish_source(source, partials)
         return
     zero = 0 if options.pop("EIGHTS") else None
     groups = options["num_warps"]
     wide = options["BN"] * groups
+    partials = source.partials(rows // 32)
     _groups_kernel[(rows // 32 * cdiv(cols, wide),)](
         x,
         data,
@@ -271,6 +300,7 @@ def quantize(
         col_data,
         col_scales,
         noop,
+        source.given(partials),
         M,
         K,
         x.stride(0),
@@ -281,6 +311,7 @@ def quantize(
         **options,
         EVEN=rows == M and K % wide == 0,
     )
+    finish_source(source, partials)
 
 
 def dequantize(
@@ -315,16 +346,24 @@ def dequantize(
 
 
 def _case(
-    pointers: str, dtype: int, floor: bool, two_d: bool, swizzled: bool, even: bool
-) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    pointers: str,
+    dtype: int,
+    floor: bool,
+    two_d: bool,
+    swizzled: bool,
+    even: bool,
+    given: str | None = None,
+    kind: tuple[Any, ...] | None = None,
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     _, data, _, *rest = pointers.split()
     constants: dict[str, Any] = {"DTYPE": dtype, "FLOOR": floor, "SWIZZLED": swizzled, "EVEN": even}
+    constants["SOURCE"] = kind
     if len(rest) == 1:
-        return ahead(_rows_kernel, pointers, **constants, **tile_config(False, True, False))
-    options = tile_config(two_d, data != "-", rest[0] != "-")
+        return ahead(_rows_kernel, pointers, given, **constants, **tile_config(False, True, False))
+    options = tile_config(two_d, data != "-", rest[0] != "-", kind is not None)
     if not options.pop("EIGHTS"):
         constants["zero"] = None
-    return ahead(_groups_kernel, pointers, **constants, **options, TWO_D=two_d, GROUPS=options["num_warps"])
+    return ahead(_groups_kernel, pointers, given, **constants, **options, TWO_D=two_d, GROUPS=options["num_warps"])
 
 
 _BACK = dequantize_config()
@@ -337,6 +376,12 @@ AHEAD = [
     _case("bf16 - - u8 u8 -", E4M3, False, False, False, True),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, False),
     _case("fp32 u8 u8 - - fp32", E5M2, True, True, False, True),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, NORM, ("norm", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, ACTIVATION, ("activation", "silu", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, BACKWARD, ("activation_backward", "silu", True)),
+    _case("bf16 u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "gelu", False)),
+    _case("bf16 - - u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "silu", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, True, RMSNORM, ("norm", False)),
     ahead(_dequantize_kernel, "u8 u8 bf16", DTYPE=E4M3, SWIZZLED=False, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp32", DTYPE=E5M2, SWIZZLED=True, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp16", DTYPE=E4M3, SWIZZLED=True, COLUMNWISE=True, **_BACK),

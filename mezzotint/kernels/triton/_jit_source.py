@@ -1,0 +1,249 @@
+"""What a kernel reads: x itself, or the tile that a producer in front of it would have written.
+
+A kernel that takes sources has two arguments more: SOURCE, which is None for x itself, and `given`, a tuple with all
+that the source reads beside x. It calls `load_input` where it would call `load_tile`.
+
+    SOURCE                                       given, after the partial column sums (see `store_sums`) or None
+    ("norm", zero_centered)                      mu or None (RMSNorm), rs, gamma, beta or None
+    ("norm_gamma", None)                         mu or None, rs, dy, its stride        not rounded: dgamma's summands
+    ("activation", act, gated)                   bias or None, p0, p1, p2
+    ("activation_backward", act, gated)          bias or None, p0, p1, p2, dy, its stride
+
+Every operation is rounded once, in the order of the reference, so that what is pointwise has the reference's bits;
+exponentials differ from it in the last two bits. The kernels that only write (`_produce.py`) call the same functions.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.kernels.activation import GATED, is_gated
+from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.triton._jit import as_rows, load_tile
+
+_LOG2E = tl.constexpr(1.44269502162933349609375)  # the FP32 number
+_LOG2E_REST = tl.constexpr(1.925963033500952e-08)
+_LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _exp(x):
+    """e^x. The rounding of x · log2(e), which grows with x, is put right afterwards."""
+    x = tl.where(x > 128.0, 128.0, tl.where(x < -128.0, -128.0, x))  # infinity and 0 already; NaN stays
+    rest = tl.fma(x, _LOG2E, -(x * _LOG2E)) + x * _LOG2E_REST
+    return tl.exp(x) * (1.0 + rest * _LN2)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + _exp(-x))
+
+
+@triton.jit
+def _tanh(x):
+    """Near 0 a polynomial: the exponential's way would lose the small number's bits."""
+    s = x * x
+    p = tl.fma(s, tl.fma(s, -0.005704042501747608, 0.020637862384319305), -0.05373915657401085)
+    p = tl.fma(s, tl.fma(s, p, 0.133314311504364), -0.3333328068256378)
+    far = 1.0 - 2.0 / (1.0 + _exp(2.0 * tl.abs(x)))
+    return tl.where(tl.abs(x) < 0.625, x + x * (s * p), tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def act(x, ACT: tl.constexpr):
+    """(value, derivative), as `PLAIN` has them."""
+    if ACT == "gelu":
+        square = x * x
+        t = _tanh(x * (0.79788456 + 0.03567741 * square))
+        half = 0.5 + 0.5 * t
+        return x * half, 0.5 * x * ((1.0 - t * t) * (0.79788456 + 0.1070322243 * square)) + half
+    elif ACT == "qgelu":
+        s = _sigmoid(1.702 * x)
+        return x * s, 1.702 * x * s * (1.0 - s) + s
+    elif ACT == "silu":
+        s = _sigmoid(x)
+        return x * s, x * s * (1.0 - s) + s
+    elif ACT == "sigmoid":
+        s = _sigmoid(x)
+        return s, s * (1.0 - s)
+    elif ACT == "relu":
+        return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)  # NaN and -0 come through
+    else:
+        tl.static_assert(ACT == "srelu")
+        positive = tl.where(x < 0, 0.0, x)
+        return positive * positive, 2.0 * positive
+
+
+@triton.jit
+def gates(x1, x2, p0, p1, p2, ACT: tl.constexpr):
+    """(value, derivative) of either half; the output is the product of the values."""
+    if ACT == "clamped_swiglu":
+        limit, alpha, offset = tl.cast(p0, tl.float32), tl.cast(p1, tl.float32), tl.cast(p2, tl.float32)
+        a = tl.where(x1 > limit, limit, x1)
+        s = _sigmoid(alpha * a)
+        slope = tl.where(x1 <= limit, s + a * alpha * s * (1.0 - s), 0.0)
+        gate = tl.where(x2 > limit, limit, tl.where(x2 < -limit, -limit, x2))
+        return a * s, slope, gate + offset, tl.where((x2 >= -limit) & (x2 <= limit), 1.0, 0.0)
+    elif ACT == "situglu":
+        beta1, beta2 = tl.cast(p0, tl.float32), tl.cast(p1, tl.float32)
+        t, s, u = _tanh(tl.div_rn(x1, beta1)), _sigmoid(x1), _tanh(tl.div_rn(x2, beta2))
+        return beta1 * t * s, (1.0 - t * t) * s + beta1 * t * (s * (1.0 - s)), beta2 * u, 1.0 - u * u
+    else:
+        value, slope = act(x1, ACT)
+        return value, slope, x2, tl.full(x2.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def load(at, mask):
+    """FP32, 0 where the mask says so."""
+    if mask is None:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_biased(rows, bias, c, mask):
+    """Columns c of rows of x with their bias added, rounded as if it had been written."""
+    value = load(rows + c, mask)
+    if bias is not None:
+        value = (value + load(bias + c, mask)).to(rows.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def normalised(x, mu, rs, r, c, M, stride, inside):
+    """rs · (x - mu)."""
+    rows = None if inside is None else r < M
+    value = load(x + r[:, None] * stride + c, inside)
+    if mu is not None:
+        value = value - load(mu + r, rows)[:, None]
+    return load(rs + r, rows)[:, None] * value
+
+
+@triton.jit
+def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr):
+    """What the source writes at rows r [R], columns c (1, C) or (R, C), as FP32; 0 outside of (M, K)."""
+    KIND: tl.constexpr = SOURCE[0]
+    HOW: tl.constexpr = SOURCE[1]
+    inside = None if EVEN else (r < M)[:, None] & (c < K)
+    at = r[:, None] * stride
+    if KIND == "norm":
+        cols = None if EVEN else c < K
+        g = load(given[3] + c, cols)
+        if HOW:
+            g = g + 1.0
+        value = normalised(x, given[1], given[2], r, c, M, stride, inside) * g
+        if given[4] is not None:
+            value = value + load(given[4] + c, cols)
+    elif KIND == "norm_gamma":
+        value = normalised(x, given[1], given[2], r, c, M, stride, inside)
+        value = load(given[3] + r[:, None] * given[4] + c, inside) * value
+    elif KIND == "activation":
+        value = load_biased(x + at, given[1], c, inside)
+        if SOURCE[2]:
+            second = load_biased(x + at, given[1], c + K, inside)
+            value, _slope, second, _flat = gates(value, second, given[2], given[3], given[4], HOW)
+            value = value * second
+        else:
+            value, _slope = act(value, HOW)
+    else:
+        if SOURCE[2]:
+            # A column of the result says which half it is the gradient of; both halves are read.
+            N = K // 2
+            j = tl.where(c < N, c, c - N)
+            x1 = load_biased(x + at, given[1], j, inside)
+            x2 = load_biased(x + at, given[1], j + N, inside)
+            grad = load(given[5] + r[:, None] * given[6] + j, inside)
+            d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], HOW)
+            value = tl.where(c < N, d1, d2)
+        else:
+            _value, slope = act(load_biased(x + at, given[1], c, inside), HOW)
+            value = load(given[5] + r[:, None] * given[6] + c, inside) * slope
+    if KIND != "norm_gamma":
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    if inside is not None:
+        value = tl.where(inside, value, 0.0)
+    return value
+
+
+@triton.jit
+def gated_gradients(grad, x1, x2, p0, p1, p2, ACT: tl.constexpr):
+    """Of either half."""
+    first, slope, second, second_slope = gates(x1, x2, p0, p1, p2, ACT)
+    return grad * slope * second, grad * first * second_slope
+
+
+@triton.jit
+def load_input(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """The tile of x, or of what the source makes of it, as FP32; 0 outside of (M, K)."""
+    if SOURCE is None:
+        return load_tile(x, r, c, M, K, stride, EVEN, ONCE)
+    else:
+        return produce(x, given, r, c[None, :], M, K, stride, SOURCE, EVEN)
+
+
+@triton.jit
+def store_sums(given, value, row, c, K, SOURCE: tl.constexpr):
+    """Column sums of the tile in row `row` of tiles: one row of the partial sums (tiles, K), where these are wanted."""
+    if SOURCE is not None and given[0] is not None:
+        tl.store(given[0] + row * K + c, tl.sum(value, 0), mask=c < K)
+
+
+class Input(NamedTuple):
+    """What a launch hands to its kernels: x (M, …) with its rows dense, and the source."""
+
+    x: torch.Tensor
+    M: int
+    K: int
+    kind: tuple[Any, ...] | None = None
+    arguments: tuple[Any, ...] = ()
+    sums: torch.Tensor | None = None  # FP32 column sums of the result go here, cast to its dtype
+
+    def given(self, partials: torch.Tensor | None = None) -> tuple[Any, ...] | None:
+        return None if self.kind is None else (partials, *self.arguments)
+
+    def partials(self, tiles: int) -> torch.Tensor | None:
+        """Where `store_sums` writes, for this many rows of tiles."""
+        return None if self.sums is None else self.x.new_empty((tiles, self.K), dtype=torch.float32)
+
+
+def read(x: torch.Tensor | Made, passes: int = 1) -> Input:
+    """Of a tensor or a source; launches that take two passes over x compute a source twice."""
+    if isinstance(x, Made):
+        # Each half of a gated gradient takes both halves to compute: twice that is more than writing it costs.
+        dear = passes > 1 and x.source == "activation_backward" and is_gated(x.args[3])
+        if not dear and 0 not in x.shape:
+            return _sourced(x)
+        x = x.tensor()
+    x = as_rows(x)
+    return Input(x, *x.shape)
+
+
+def _sourced(made: Made) -> Input:
+    args, (*_, K) = made.args, made.shape
+    if made.source == "norm":
+        x, mu, rs, gamma, beta, zero_centered, rms = args
+        kind: tuple[Any, ...] = ("norm", bool(zero_centered))
+        arguments: tuple[Any, ...] = (None if rms else mu, rs, gamma, beta)
+    elif made.source == "activation":
+        x, bias, name, params = args
+        kind, arguments = ("activation", *_act(name)), (bias, *_three(params))
+    else:
+        dy, x, bias, name, params, *_ = args
+        dy = as_rows(dy)
+        kind, arguments = ("activation_backward", *_act(name)), (bias, *_three(params), dy, dy.stride(0))
+    x = as_rows(x)
+    dense = tuple(a.contiguous() if isinstance(a, torch.Tensor) and a.dim() == 1 else a for a in arguments)
+    return Input(x, x.shape[0], K, kind, dense, made.sums)
+
+
+def _act(name: str) -> tuple[str, bool]:
+    """What `gates` or `act` knows it by."""
+    return GATED.get(name, name), is_gated(name)
+
+
+def _three(params: Any) -> tuple[float, ...]:
+    return (*map(float, params), 0.0, 0.0, 0.0)[:3]

@@ -1,0 +1,110 @@
+"""The largest magnitude of a tensor on CUDA, NaN dropped.
+
+Each program leaves one partial maximum: nothing to zero, no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import cdiv
+from mezzotint.kernels.triton._jit import ahead, tile_of
+from mezzotint.kernels.triton._jit_source import Input, load_input
+from mezzotint.kernels.triton._produce import ACTIVATION, NORM
+
+PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
+
+
+def amax_config() -> dict[str, int]:
+    """Elements that a program reads at a time."""
+    return {"BLOCK": 8192, "num_warps": 8}
+
+
+def amax_tile_config() -> dict[str, int]:
+    """The tile that a program makes at a time, of a source."""
+    return {"BM": 32, "BN": 256, "num_warps": 8}
+
+
+@triton.jit
+def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
+    """Program p reads every P-th block of x and writes partials[p]."""
+    if noop is not None and tl.load(noop) == 1.0:
+        return
+    pid = tl.program_id(0)
+    end = tl.cast(numel, tl.int64)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    top = tl.zeros([BLOCK], tl.float32)
+    for start in range(pid.to(tl.int64) * BLOCK, end, step):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
+        top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
+    tl.store(partials + pid, tl.max(top))
+
+
+@triton.jit
+def _amax_tile_kernel(
+    x, partials, given, M, K, stride, tiles, SOURCE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The same of what a source makes: program p takes every P-th tile."""
+    pid = tl.program_id(0)
+    top = tl.zeros([BM, BN], tl.float32)
+    for tile in range(pid, tiles, tl.num_programs(0)):
+        row, col = tile_of(tile, M, K, BM, BN, 1)
+        r = row * BM + tl.arange(0, BM)
+        c = col * BN + tl.arange(0, BN)
+        top = tl.maximum(top, tl.abs(load_input(x, given, r, c, M, K, stride, SOURCE, False, False)))
+    tl.store(partials + pid, tl.max(top))
+
+
+@triton.jit
+def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
+    p = tl.arange(0, BP)
+    tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
+
+
+def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
+    """Partial maxima of a contiguous tensor, at most PARTIALS."""
+    options = amax_config()
+    count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
+    partials = x.new_empty(count, dtype=torch.float32)
+    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
+    return partials
+
+
+def source_partials(source: Input) -> torch.Tensor:
+    """The same of what a source makes."""
+    options = amax_tile_config()
+    tiles = cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"])
+    partials = source.x.new_empty(min(PARTIALS, tiles), dtype=torch.float32)
+    _amax_tile_kernel[(partials.numel(),)](
+        source.x,
+        partials,
+        source.given(),
+        source.M,
+        source.K,
+        source.x.stride(0),
+        tiles,
+        SOURCE=source.kind,
+        **options,
+        enable_fp_fusion=False,
+    )
+    return partials
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [1]: max |x|, NaN dropped."""
+    partials = amax_partials(x.contiguous(), None)
+    if partials.numel() == 1:
+        return partials
+    out = partials.new_empty(1)
+    _amax_finish_kernel[(1,)](partials, out, partials.numel(), BP=PARTIALS, num_warps=4, enable_fp_fusion=False)
+    return out
+
+
+AHEAD = [
+    *(ahead(_amax_kernel, f"{t} fp32 -", **amax_config()) for t in ("bf16", "fp16", "fp32")),
+    ahead(_amax_kernel, "bf16 fp32 fp32", **amax_config()),
+    ahead(_amax_finish_kernel, "fp32 fp32", BP=PARTIALS),
+    ahead(_amax_tile_kernel, "bf16 fp32", NORM, SOURCE=("norm", True), **amax_tile_config()),
+    ahead(_amax_tile_kernel, "bf16 fp32", ACTIVATION, SOURCE=("activation", "silu", True), **amax_tile_config()),
+]

@@ -1,0 +1,264 @@
+"""LayerNorm and RMSNorm on CUDA.
+
+A program holds whole rows in registers, so each of x and dy is read once; wider rows than that are walked in pieces,
+once per reduction. dgamma and dbeta: programs add up the rows that they visit and leave one row of partial sums each,
+which a second small launch adds: the order is fixed, no atomics. Rows too wide for that have column sums of their own.
+`apply` is a source's `write`, so that a quantization that takes the norm in has the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mezzotint.constants import cdiv
+from mezzotint.kernels.norm import norm_stats_reference
+from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.triton._jit import ahead, as_rows
+from mezzotint.kernels.triton._jit_source import Input, load
+from mezzotint.kernels.triton._produce import finish_sums, sum_columns, write
+
+WHOLE_STATS, WHOLE_BACKWARD = 16384, 8192  # the longest rows that are held in registers
+PROGRAMS = 264  # of the backward, at most: two on each of 132 multiprocessors
+
+
+def stats_config(K: int) -> dict[str, int]:
+    """Rows per program, their padded length."""
+    BK = min(max(triton.next_power_of_2(K), 128), WHOLE_STATS)
+    BM = max(1, 2048 // BK)
+    return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
+
+
+def backward_config(K: int) -> dict[str, int]:
+    """Rows at a time, their padded length; five numbers of each are alive."""
+    BK = min(max(triton.next_power_of_2(K), 128), WHOLE_BACKWARD)
+    BM = max(1, 2048 // BK)
+    return {"BM": BM, "BK": BK, "num_warps": min(16, max(2, BM * BK // 512))}
+
+
+@triton.jit
+def _stats_kernel(x, mu, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """BM rows. The mean first, then what is centred: no cancellation."""
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    c = tl.arange(0, BK)
+    high = (r < M)[:, None]
+    at = x + r[:, None] * stride
+    width = tl.cast(K, tl.float32)
+    if WHOLE:
+        wide = (c < K)[None, :]
+        value = load(at + c[None, :], high & wide)
+        if mu is not None:
+            mean = tl.div_rn(tl.sum(value, 1), width)
+            value = tl.where(wide, value - mean[:, None], 0.0)
+        total = tl.sum(value * value, 1)
+    else:
+        end = tl.cast(K, tl.int64)
+        if mu is not None:
+            sums = tl.zeros([BM, BK], tl.float32)
+            for start in range(0, end, BK):
+                sums += load(at + start + c[None, :], high & (start + c < K)[None, :])
+            mean = tl.div_rn(tl.sum(sums, 1), width)
+        squares = tl.zeros([BM, BK], tl.float32)
+        for start in range(0, end, BK):
+            wide = (start + c < K)[None, :]
+            value = load(at + start + c[None, :], high & wide)
+            if mu is not None:
+                value = tl.where(wide, value - mean[:, None], 0.0)
+            squares += value * value
+        total = tl.sum(squares, 1)
+    if mu is not None:
+        tl.store(mu + r, mean, mask=r < M)
+    tl.store(rs + r, tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(total, width) + tl.cast(eps, tl.float32))), mask=r < M)
+
+
+@triton.jit
+def _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTERED: tl.constexpr):
+    """dy, h = rs · (x - mu) and d = g · dy, 0 outside of (M, K)."""
+    wide = (c < K)[None, :]
+    inside = (r < M)[:, None] & wide
+    grad = load(dy + r[:, None] * dy_stride + c[None, :], inside)
+    h = load(x + r[:, None] * stride + c[None, :], inside)
+    if mean is not None:
+        h = tl.where(wide, h - mean[:, None], 0.0)
+    g = load(gamma + c, c < K)
+    if ZERO_CENTERED:
+        g = g + 1.0
+    return grad, scale[:, None] * h, grad * g[None, :]
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    x,
+    mu,
+    rs,
+    gamma,
+    dx,
+    dgammas,
+    dbetas,
+    M,
+    K,
+    dy_stride,
+    stride,
+    ZERO_CENTERED: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Every P-th group of BM rows; row p of dgammas and dbetas (P, K) holds the sums over those of program p."""
+    pid = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BK)
+    width = tl.cast(K, tl.float32)
+    if WHOLE:
+        dgamma = tl.zeros([BM, BK], tl.float32)
+        dbeta = tl.zeros([BM, BK], tl.float32)
+    for first in range(pid * BM, tl.cast(M, tl.int64), tl.num_programs(0).to(tl.int64) * BM):
+        r = first + tl.arange(0, BM)
+        scale = tl.load(rs + r, mask=r < M, other=0.0)
+        mean = None if mu is None else tl.load(mu + r, mask=r < M, other=0.0)
+        to = dx + r[:, None] * K
+        if WHOLE:
+            grad, h, d = _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTERED)
+            value = d - h * tl.div_rn(tl.sum(d * h, 1), width)[:, None]
+            if mean is not None:
+                value = value - tl.div_rn(tl.sum(d, 1), width)[:, None]
+            value = (value * scale[:, None]).to(dx.dtype.element_ty)
+            tl.store(to + c[None, :], value, mask=(r < M)[:, None] & (c < K)[None, :])
+            dgamma += grad * h
+            dbeta += grad
+        else:
+            products = tl.zeros([BM, BK], tl.float32)
+            sums = tl.zeros([BM, BK], tl.float32)
+            for start in range(0, tl.cast(K, tl.int64), BK):
+                grad, h, d = _terms(dy, x, mean, scale, gamma, r, start + c, M, K, dy_stride, stride, ZERO_CENTERED)
+                products += d * h
+                sums += d
+            along = tl.div_rn(tl.sum(products, 1), width)[:, None]
+            middle = tl.div_rn(tl.sum(sums, 1), width)[:, None]
+            for start in range(0, tl.cast(K, tl.int64), BK):
+                grad, h, d = _terms(dy, x, mean, scale, gamma, r, start + c, M, K, dy_stride, stride, ZERO_CENTERED)
+                value = d - h * along
+                if mean is not None:
+                    value = value - middle
+                value = (value * scale[:, None]).to(dx.dtype.element_ty)
+                tl.store(to + start + c[None, :], value, mask=(r < M)[:, None] & (start + c < K)[None, :])
+    if WHOLE:
+        tl.store(dgammas + pid * K + c, tl.sum(dgamma, 0), mask=c < K)
+        if dbetas is not None:
+            tl.store(dbetas + pid * K + c, tl.sum(dbeta, 0), mask=c < K)
+
+
+def stats(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x = as_rows(x)
+    M, K = x.shape
+    if M * K == 0:
+        return norm_stats_reference(x, eps, rms)
+    rs = x.new_empty(M, dtype=torch.float32)
+    mu = rs.new_empty(0 if rms else M)
+    options = stats_config(K)
+    _stats_kernel[(cdiv(M, options["BM"]),)](
+        x,
+        None if rms else mu,
+        rs,
+        M,
+        K,
+        x.stride(0),
+        eps,
+        WHOLE=options["BK"] >= K,
+        **options,
+        enable_fp_fusion=False,
+    )
+    return mu, rs
+
+
+def apply(
+    x: torch.Tensor,
+    mu: torch.Tensor,
+    rs: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    zero_centered: bool,
+    rms: bool,
+) -> torch.Tensor:
+    return write(Made("norm", (x, mu, rs, gamma, beta, zero_centered, rms)))
+
+
+def backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mu: torch.Tensor,
+    rs: torch.Tensor,
+    gamma: torch.Tensor,
+    zero_centered: bool,
+    rms: bool,
+    has_beta: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx = x.new_empty(x.shape)
+    dgamma, dbeta = gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if has_beta else 0)
+    dy, x, gamma = as_rows(dy), as_rows(x), gamma.contiguous()
+    M, K = x.shape
+    if K == 0:
+        return dx, dgamma, dbeta
+    mean = None if rms else mu.contiguous()
+    rs = rs.contiguous()
+    options = backward_config(K)
+    whole = options["BK"] >= K
+    programs = min(PROGRAMS, cdiv(M, options["BM"])) if whole else M
+    sums = x.new_empty((1 + has_beta, programs if whole else 0, K), dtype=torch.float32)
+    if M:
+        _backward_kernel[(programs,)](
+            dy,
+            x,
+            mean,
+            rs,
+            gamma,
+            dx,
+            sums[0],
+            sums[1] if has_beta else None,
+            M,
+            K,
+            dy.stride(0),
+            x.stride(0),
+            ZERO_CENTERED=zero_centered,
+            WHOLE=whole,
+            **options,
+            enable_fp_fusion=False,
+        )
+    if whole:
+        finish_sums(sums[0], dgamma)
+        if has_beta:
+            finish_sums(sums[1], dbeta)
+    else:
+        sum_columns(Input(x, M, K, ("norm_gamma", None), (mean, rs, dy, dy.stride(0))), dgamma)
+        if has_beta:
+            sum_columns(Input(dy, M, K), dbeta)
+    return dx, dgamma, dbeta
+
+
+_WIDE = WHOLE_STATS + 1
+
+AHEAD = [
+    ahead(_stats_kernel, "bf16 fp32 fp32", WHOLE=True, **stats_config(4096)),
+    ahead(_stats_kernel, "fp32 - fp32", WHOLE=True, **stats_config(100)),
+    ahead(_stats_kernel, "fp16 fp32 fp32", WHOLE=False, **stats_config(_WIDE)),
+    ahead(
+        _backward_kernel,
+        "bf16 bf16 fp32 fp32 fp32 bf16 fp32 fp32",
+        ZERO_CENTERED=True,
+        WHOLE=True,
+        **backward_config(4096),
+    ),
+    ahead(
+        _backward_kernel,
+        "fp32 fp32 - fp32 bf16 fp32 fp32 -",
+        ZERO_CENTERED=False,
+        WHOLE=True,
+        **backward_config(100),
+    ),
+    ahead(
+        _backward_kernel,
+        "fp16 fp16 fp32 fp32 fp16 fp16 fp32 fp32",
+        ZERO_CENTERED=False,
+        WHOLE=False,
+        **backward_config(_WIDE),
+    ),
+]

@@ -1,0 +1,134 @@
+"""Delayed scaling's state against the rules of the history written out slot by slot in plain Python."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
+
+FLT_MAX = float(np.finfo(np.float32).max)
+TOPS = {"e4m3": 448.0, "e5m2": 57344.0, "margin": 448.0 / 8}
+
+
+def update_slot(scale: float, column: list[float], top: float, most_recent: bool) -> tuple[float, list[float]]:
+    """One slot: its scale, and its history from row 0 (this iteration) over row 1 (oldest) to row L-1 (latest)."""
+    last, past = column[0], column[1:]
+    if last == 0:
+        return scale, column
+    amax = last if most_recent else max(last, *past) if past else last
+    rolled = [0.0, *past[1:], last] if past else [0.0]
+    if amax > 0 and math.isfinite(amax):
+        with np.errstate(over="ignore"):
+            quotient = np.float32(top) / np.float32(amax)
+        scale = FLT_MAX if np.isinf(quotient) else float(quotient)
+    return scale, rolled
+
+
+def expected(
+    scale: torch.Tensor, history: torch.Tensor, top: float, most_recent: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    slots = [
+        update_slot(s, column, top, most_recent) for s, column in zip(scale.tolist(), history.t().tolist(), strict=True)
+    ]
+    return torch.tensor([s for s, _ in slots]), torch.tensor([h for _, h in slots]).t().contiguous()
+
+
+def check(
+    states: list[tuple[torch.Tensor, torch.Tensor]], tops: list[float], most_recent: bool, device: str = "cpu"
+) -> None:
+    want = [expected(s, h, top, most_recent) for (s, h), top in zip(states, tops, strict=True)]
+    scales, histories = [s.to(device, copy=True) for s, _ in states], [h.to(device, copy=True) for _, h in states]
+    delayed_update_(scales, histories, tops, most_recent)
+    for got_scale, got_history, (scale, history) in zip(scales, histories, want, strict=True):
+        assert torch.equal(got_scale.cpu(), scale)
+        assert torch.equal(got_history.cpu(), history)
+
+
+def draw_state(length: int, slots: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    history = torch.rand(length, slots, generator=generator) * 10
+    history[torch.rand(length, slots, generator=generator) < 0.2] = 0.0
+    return torch.rand(slots, generator=generator) + 0.5, history
+
+
+# Row 0 first. Untouched, all untouched, infinite now, infinite before, the quotient overflows, tiny but finite.
+COLUMNS = [
+    [0.0, 3.0, 4.0, 5.0],
+    [0.0, 0.0, 0.0, 0.0],
+    [math.inf, 1.0, 2.0, 3.0],
+    [1.0, math.inf, 2.0, 3.0],
+    [2.0, 1.0, 2.0, math.inf],
+    [1e-38, 0.0, 0.0, 0.0],
+    [1e-45, 0.0, 0.0, 1e-44],
+    [7.0, 0.0, 0.0, 0.0],
+    [0.3, 100.0, 0.0, 0.1],
+]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("top", TOPS.values(), ids=TOPS)
+def test_rules(top: float, most_recent: bool) -> None:
+    history = torch.tensor(COLUMNS).t().contiguous()
+    scale = torch.linspace(0.5, 2.0, len(COLUMNS))
+    check([(scale, history)], [top], most_recent)
+
+
+def test_what_the_rules_say() -> None:
+    """The same in numbers, for one state: nothing is left to a helper."""
+    history = torch.tensor(COLUMNS).t().contiguous()
+    scale = torch.full((len(COLUMNS),), 3.0)
+    delayed_update_([scale], [history], [448.0], False)
+    assert scale.tolist() == [3, 3, 3, 3, 3, FLT_MAX, FLT_MAX, 64, float(np.float32(448) / np.float32(100))]
+    columns = history.t().tolist()
+    assert columns[0] == [0, 3, 4, 5]  # nothing seen: not rolled
+    assert columns[2] == [0, 2, 3, math.inf]
+    assert columns[3] == [0, 2, 3, 1]  # the oldest goes
+    assert columns[7] == [0, 0, 0, 7]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 3, 16, 1024])
+def test_lengths(length: int, most_recent: bool) -> None:
+    check([draw_state(length, 6, length)], [448.0], most_recent)
+
+
+def test_length_one() -> None:
+    """Row 0 is all there is: it is cleared."""
+    scale, history = torch.ones(2), torch.tensor([[2.0, 0.0]])
+    delayed_update_([scale], [history], [448.0], False)
+    assert scale.tolist() == [224.0, 1.0]
+    assert history.tolist() == [[0.0, 0.0]]
+
+
+def test_many_states_of_all_sizes() -> None:
+    states = [draw_state(length, slots, slots) for length in (1, 4, 16) for slots in (2, 3, 6, 33)]
+    check(states, [(448.0, 57344.0, 56.0)[i % 3] for i in range(len(states))], False)
+
+
+def test_the_window_forgets() -> None:
+    """A peak counts for L updates, then no longer."""
+    scale, history = torch.ones(1), torch.zeros(4, 1)
+    seen = []
+    for amax in (8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        delayed_saw_(history[0], [torch.tensor([amax])], [0])
+        delayed_update_([scale], [history], [448.0], False)
+        seen.append(scale.item())
+    assert seen == [56.0] * 4 + [448.0] * 2
+
+
+def test_saw() -> None:
+    seen = torch.tensor([0.0, 5.0, 1.0, 2.0])
+    amaxes = [torch.tensor([v]) for v in (3.0, 4.0, math.inf)]
+    delayed_saw_(seen, amaxes, [0, 1, 3])
+    assert seen.tolist() == [3.0, 5.0, 1.0, math.inf]
+    delayed_saw_(seen, [], [])
+    delayed_saw_(seen, [torch.tensor([9.0])], [2])
+    assert seen.tolist() == [3.0, 5.0, 9.0, math.inf]
+
+
+def test_saw_a_row_of_a_history() -> None:
+    history = torch.zeros(3, 4)
+    delayed_saw_(history[0], [torch.tensor([2.5])], [1])
+    assert history.tolist() == [[0, 2.5, 0, 0], [0] * 4, [0] * 4]

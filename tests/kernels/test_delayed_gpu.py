@@ -1,0 +1,67 @@
+"""Delayed scaling's state on a GPU: the same rules, bit for bit, and nobody waits for the GPU."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
+from tests.kernels.test_delayed import COLUMNS, TOPS, check, draw_state
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def _no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+def test_rules(most_recent: bool) -> None:
+    history = torch.tensor(COLUMNS).t().contiguous()
+    for top in TOPS.values():
+        check([(torch.linspace(0.5, 2.0, len(COLUMNS)), history)], [top], most_recent, "cuda")
+
+
+def test_many_states() -> None:
+    """More than one launch of `torch._foreach_copy_` takes, of all sizes."""
+    states = [draw_state(length, slots, slots) for length in (1, 2, 16, 1024) for slots in (2, 3, 6, 33)] * 20
+    check(states, [(448.0, 57344.0, 56.0)[i % 3] for i in range(len(states))], False, "cuda")
+
+
+@pytest.mark.usefixtures("_no_waiting")
+def test_no_host_synchronization() -> None:
+    scales = [torch.ones(3, device="cuda") for _ in range(4)]
+    histories = [torch.ones(8, 3, device="cuda") for _ in range(4)]
+    amaxes = [torch.ones(1, device="cuda") for _ in range(2)]
+    delayed_saw_(histories[0][0], amaxes, [0, 2])
+    delayed_update_(scales, histories, [448.0] * 4, False)
+
+
+def test_a_graph_captures_it() -> None:
+    """A CUDA graph replays both ops on the same buffers."""
+    amax, scale, history = (torch.zeros(size, device="cuda") for size in ((1,), (1,), (4, 1)))
+
+    def step() -> None:
+        delayed_saw_(history[0], [amax], [0])
+        delayed_update_([scale], [history], [448.0], False)
+
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    seen = []
+    for value in (8.0, 1.0, 1.0, 1.0, 1.0, 0.0):
+        amax.fill_(value)
+        graph.replay()
+        seen.append(scale.item())
+    assert seen == [56.0] * 4 + [448.0] * 2
+
+
+def test_saw() -> None:
+    seen = torch.tensor([0.0, 5.0, 1.0, 2.0], device="cuda")
+    delayed_saw_(seen, [torch.tensor([v], device="cuda") for v in (3.0, 4.0, math.inf)], [0, 1, 3])
+    assert seen.tolist() == [3.0, 5.0, 1.0, math.inf]
