@@ -24,7 +24,7 @@ from mezzotint.kernels.nvfp4 import (
     nvfp4_quantize,
     nvfp4_quantize_,
 )
-from mezzotint.kernels.triton._jit_fp4 import block_scale, philox16, round8, round8_stochastic
+from mezzotint.kernels.triton._jit_fp4 import block_scale, philox16, philox_key, round8, round8_stochastic, sign_pairs
 from tests import exact
 from tests.values import CONTENTS, VIEWS, as_view, fill, raw
 
@@ -130,6 +130,16 @@ def test_special_values(dtype: torch.dtype) -> None:
 def test_special_values_transformed_and_stochastic(content: str) -> None:
     x = fill((512, 256), BF16, content, 1)
     assert_same(x, x.cuda(), options(rng=RNG, rht=True, swizzled=True), BOTH, content)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("rng", [None, RNG])
+def test_nan_has_no_sign(dtype: torch.dtype, rng: Any) -> None:
+    x = fill((256, 128), dtype, "nan", 4)
+    bits = raw(x).view(torch.int32 if dtype == FP32 else torch.int16).view(x.shape)
+    bits[x.isnan()] |= torch.iinfo(bits.dtype).min
+    x = bits.view(dtype)
+    assert_same(x, x.cuda(), options(rng=rng), BOTH, "negative NaN")
 
 
 def test_small_and_empty() -> None:
@@ -247,7 +257,7 @@ def philox(block: torch.Tensor, direction: int) -> torch.Tensor:
 
 
 @triton.jit
-def _round_kernel(x, noise, out, BLOCK: tl.constexpr):
+def _round_kernel(x, noise, out, NATURAL: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = ()
     for j in tl.static_range(8):
@@ -255,7 +265,10 @@ def _round_kernel(x, noise, out, BLOCK: tl.constexpr):
     if noise is None:
         tl.store(out + i, round8(v))
     else:
-        tl.store(out + i, round8_stochastic(v, tl.load(noise + i * 2), tl.load(noise + i * 2 + 1)))
+        # Pairs of neighbours are what `sign_pairs` makes of this order.
+        signs = sign_pairs((v[0], v[4], v[1], v[5], v[2], v[6], v[3], v[7]) if NATURAL else v)
+        low, high = tl.load(noise + i * 2), tl.load(noise + i * 2 + 1)
+        tl.store(out + i, round8_stochastic(v, 1.0, low, high, signs, NATURAL))
 
 
 @triton.jit
@@ -270,7 +283,9 @@ def _scale_kernel(d, s_dec, sf, value, factor, BLOCK: tl.constexpr):
 @triton.jit
 def _philox_kernel(rng, block, out, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
-    w0, w1, w2, w3 = philox16(rng, tl.load(block + i), 1)
+    counter = tl.load(block + i)
+    low, high = (counter & 0xFFFFFFFF).to(tl.uint32), (counter >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = philox16(philox_key(rng), low, high, low, 1)
     for j in tl.static_range(4):
         word = w0 if j == 0 else (w1 if j == 1 else (w2 if j == 2 else w3))
         tl.store(out + i * 4 + j, word)
@@ -287,7 +302,7 @@ def test_nearest_rounding_of_every_float(sign: float) -> None:
     """From 2^-4 to 16, where every decision falls."""
     x = patterns(2.0**-4, 16.0) * sign
     out = torch.empty(x.numel() // 8, dtype=torch.int32, device="cuda")
-    _round_kernel[(out.numel() // 1024,)](x, None, out, BLOCK=1024, enable_fp_fusion=False)
+    _round_kernel[(out.numel() // 1024,)](x, None, out, NATURAL=False, BLOCK=1024, enable_fp_fusion=False)
     assert torch.equal(out.view(torch.uint8), pack_fp4(cast_e2m1(x)))
 
 
@@ -305,8 +320,10 @@ def test_stochastic_rounding_where_it_decides(seed: int) -> None:
     x = code - noise.float() * step / 256
     x = (x.view(torch.int32) + randint(-3, 4) * (8**seed)).view(FP32).nan_to_num() * (1 - 2.0 * randint(0, 2))
     out = torch.empty(x.numel() // 8, dtype=torch.int32, device="cuda")
-    _round_kernel[(out.numel() // 1024,)](x, noise.view(torch.int32), out, BLOCK=1024, enable_fp_fusion=False)
-    assert torch.equal(out.view(torch.uint8), pack_fp4(round_e2m1_stochastic(x, noise)))
+    for natural in (False, True):
+        args = (x, noise.view(torch.int32), out, natural)
+        _round_kernel[(out.numel() // 1024,)](*args, BLOCK=1024, enable_fp_fusion=False)
+        assert torch.equal(out.view(torch.uint8), pack_fp4(round_e2m1_stochastic(x, noise)))
 
 
 @pytest.mark.parametrize("exponent", [-128, -127, -126, -100, 0, 100, 116])

@@ -1,7 +1,7 @@
 """The PTX that rounds, packs and scales NVFP4 on a GPU, run instruction by instruction in NumPy against the reference.
 
 No GPU is needed: each instruction that the texts use is modelled below, its rounding and its NaN rules as PTX documents
-them. `div.approx` is modelled as rounded correctly: what the hardware approximates instead is tested on a GPU.
+them. `rcp.approx` is modelled as rounded correctly: what the hardware approximates instead is tested on a GPU.
 """
 
 import re
@@ -14,6 +14,7 @@ import torch
 from mezzotint.constants import E4M3, FP32_MAX
 from mezzotint.kernels.elements import cast_e2m1, cast_fp8, decode_fp8, div, pack_fp4, round_e2m1_stochastic
 from mezzotint.kernels.triton import _jit_fp4
+from tests import exact
 
 U32, F32, F16 = np.uint32, np.float32, np.float16
 Words = np.ndarray  # every register is 32 bits, uint32
@@ -85,6 +86,28 @@ def f16_from_e4m3(pair: Words) -> Words:
     return pack(decode_fp8(codes, E4M3).half().numpy())
 
 
+def fma_toward_zero(a: Words, b: Words, c: Words) -> Words:
+    """With a product that is a number of 64 bits, as by a power of two."""
+    return bits(toward_zero(f32(a).astype(np.longdouble) * f32(b) + f32(c), F32))
+
+
+def fma_halves(a: Words, b: Words, c: Words, dtype: torch.dtype) -> Words:
+    """x · 1 - 0 of two 16-bit floats; what is NaN becomes 0x7FFF."""
+    one = int(torch.ones(1, dtype=dtype).view(torch.int16))
+    assert set(b.view(np.uint16)) == {one}
+    assert set(c.view(np.uint16)) == {0x8000}
+    x = a.view(np.uint16)
+    nan = torch.from_numpy(x.view(np.int16).copy()).view(dtype).isnan().numpy()
+    return np.where(nan, np.uint16(0x7FFF), x).view(U32)
+
+
+def reciprocal(a: Words) -> Words:
+    """No subnormal reaches it, nor is one its result."""
+    x = np.abs(f32(a))
+    assert np.all((x == 0) | (x >= 2.0**-126) & (x < 2.0**126) | np.isnan(x))
+    return bits(F32(1) / f32(a))
+
+
 INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "mov.b32": lambda a: a,
     "abs.f32": lambda a: a & U32(0x7FFFFFFF),
@@ -93,15 +116,23 @@ INSTRUCTIONS: dict[str, Callable[..., Words]] = {
     "fma.rn.f32": fma,
     "add.rz.f32": lambda a, b: bits(toward_zero(f32(a).astype(np.longdouble) + f32(b), F32)),
     "min.f32": lambda a, b: bits(np.fmin(f32(a), f32(b))),
-    "div.approx.f32": lambda a, b: bits(f32(a) / f32(b)),
+    "fma.rz.f32": fma_toward_zero,
+    "rcp.approx.ftz.f32": reciprocal,
     "cvt.rz.f16x2.f32": half_toward_zero,
     "abs.f16x2": lambda a: a & U32(0x7FFF7FFF),
     "min.f16x2": lambda a, b: pack(np.fmin(f16x2(a), f16x2(b))),
+    "min.xorsign.abs.f16x2": lambda a, b: (
+        pack(np.fmin(np.abs(f16x2(a)), np.abs(f16x2(b)))) | ((a ^ b) & U32(0x80008000))
+    ),
+    "fma.rn.bf16x2": lambda a, b, c: fma_halves(a, b, c, torch.bfloat16),
+    "fma.rn.f16x2": lambda a, b, c: fma_halves(a, b, c, torch.float16),
     "cvt.rn.satfinite.e4m3x2.f32": e4m3x2,
     "cvt.rn.f16x2.e4m3x2": f16_from_e4m3,
     "cvt.f32.f16": lambda a: bits(a.astype(np.uint16).view(F16).astype(F32)),
     "cvt.u32.u16": lambda a: a & U32(0xFFFF),
+    "add.u32": lambda a, b: a + b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
+    "mul.wide.u32": lambda a, b: a.astype(np.uint64) * b,
     "shl.b32": lambda a, b: a << b,
     "shr.u32": lambda a, b: a >> b,
     "and.b32": lambda a, b: a & b,
@@ -127,8 +158,10 @@ def run(text: str, inputs: list[np.ndarray], outputs: int) -> list[Words]:
             continue
         name, rest = statement.split(None, 1)
         if halves := re.fullmatch(r"\{(\w+), (\w+)\}, (\w+)", rest):
-            registers[halves[1]] = value(halves[3]) & U32(0xFFFF)
-            registers[halves[2]] = value(halves[3]) >> 16
+            whole = value(halves[3])
+            width = 32 if whole.dtype == np.uint64 else 16
+            registers[halves[1]] = (whole & whole.dtype.type((1 << width) - 1)).astype(U32)
+            registers[halves[2]] = (whole >> whole.dtype.type(width)).astype(U32)
             continue
         target, *operands = (operand.strip() for operand in rest.split(","))
         with np.errstate(all="ignore"):
@@ -174,7 +207,44 @@ def test_nearest_rounding() -> None:
     assert np.array_equal(got, words(pack_fp4(cast_e2m1(torch.from_numpy(x)))))
 
 
-def test_stochastic_rounding() -> None:
+def stochastic(x: np.ndarray, factor: np.ndarray, byte: np.ndarray, natural: bool) -> Words:
+    """x (n, 8), factor (n,), byte (n, 8): the code words that the kernel makes, signs taken from the upper halves."""
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)] if natural else _jit_fp4._PAIRS
+    halves = (x * factor[:, None]).view(U32) >> 16
+    halves[np.isnan(x)] = 0x7FFF  # `neighbours`, or the cast to BF16 before
+    signs = [halves[:, low] | halves[:, high] << 16 for low, high in pairs]
+    noise = byte.view(U32)
+    text = _jit_fp4._STOCHASTIC_NATURAL if natural else _jit_fp4._STOCHASTIC
+    return run(text.value, [*x.T, factor, noise[:, 0], noise[:, 1], *signs], 1)[0]
+
+
+def magnitudes(codes: Words) -> np.ndarray:
+    """(n,) words → (n, 8) codes without their signs."""
+    return (codes[:, None] >> np.arange(0, 32, 4, dtype=U32)) & 7
+
+
+@pytest.mark.parametrize("natural", [False, True])
+def test_stochastic_rounding_of_every_float_and_byte(natural: bool) -> None:
+    """For each byte and code, the smallest float that reaches it, and the float before, which does not.
+
+    Each instruction of the text, and each step of the reference, is monotonic in |v|: nothing else can differ.
+    """
+    byte = np.repeat(np.arange(256, dtype=np.uint8), 8)
+    code = np.tile(np.arange(8), 256)  # 0 finds 0.0, which has no float before
+    below, first = np.full(byte.size, -1, dtype=np.int64), np.full(byte.size, 0x7F7FFFFF, dtype=np.int64)
+    while (first - below).max() > 1:
+        middle = (below + first) // 2
+        x = torch.from_numpy(np.maximum(middle, 0).astype(np.int32).view(F32))
+        reached = round_e2m1_stochastic(x, torch.from_numpy(byte)).numpy() >= code
+        first, below = np.where(reached, middle, first), np.where(reached, below, middle)
+    for at, less in ((first, False), (below, True)):
+        x = np.maximum(at, 0).astype(np.int32).view(F32).reshape(-1, 8)
+        got = magnitudes(stochastic(x, np.ones(len(x), dtype=F32), byte.reshape(-1, 8), natural)).reshape(-1)
+        assert np.all((got < code) | (code == 0) if less else got >= code)
+
+
+@pytest.mark.parametrize("natural", [False, True])
+def test_stochastic_rounding(natural: bool) -> None:
     rng = np.random.default_rng(0)
     byte = rng.integers(0, 256, 1 << 21).astype(np.uint8)
     code = np.array([0.5, 1, 1.5, 2, 3, 4, 6])[rng.integers(0, 7, byte.size)]
@@ -184,13 +254,34 @@ def test_stochastic_rounding() -> None:
     x[::3] = rng.uniform(0, 8, x[::3].size).astype(F32)
     x *= rng.choice(np.array([-1, 1], dtype=F32), x.size)
     classes = special()
-    x[1::7] = np.resize(np.where(np.isnan(classes), F32(np.nan), classes), x[1::7].size)  # FMUL's NaN is positive
-    x = in_rows(x)
-    byte = byte.reshape(-1, 8)
-    noise = byte.view(U32)
-    (got,) = run(_jit_fp4._STOCHASTIC.value, [*x.T, noise[:, 0], noise[:, 1]], 1)
-    expected = pack_fp4(round_e2m1_stochastic(torch.from_numpy(x), torch.from_numpy(byte)))
-    assert np.array_equal(got, words(expected))
+    x[1::7] = np.resize(classes, x[1::7].size)
+    x, byte = in_rows(x), byte.reshape(-1, 8)
+    for factor in (np.ones(len(x), dtype=F32), rng.uniform(0.5, 2, len(x)).astype(F32), np.full(len(x), FP32_MAX, F32)):
+        with np.errstate(all="ignore"):
+            scaled = x * factor[:, None]
+            got = stochastic(x, factor, byte, natural)
+        expected = pack_fp4(round_e2m1_stochastic(torch.from_numpy(scaled), torch.from_numpy(byte)))
+        assert np.array_equal(got, words(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_neighbours_lose_nothing_but_the_sign_of_nan(dtype: torch.dtype) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16)
+    text = _jit_fp4._CANONICAL_BF16 if dtype == torch.bfloat16 else _jit_fp4._CANONICAL_FP16
+    low, high = run(text.value, [every.view(U32)], 2)
+    nan = torch.from_numpy(every.view(np.int16)).view(dtype).isnan().numpy()
+    assert np.array_equal(low, high)
+    assert np.array_equal(low.view(np.uint16), np.where(nan, 0x7FFF, every))
+
+
+def test_random_words() -> None:
+    """Counters and keys with every bit in use, against the model."""
+    rng = np.random.default_rng(0)
+    counter, key = rng.integers(0, 1 << 32, (4, 64), dtype=U32), rng.integers(0, 1 << 32, (2, 64), dtype=U32)
+    got = run(_jit_fp4._PHILOX.value, [*counter, *key, counter[0]], 4)
+    for i in range(64):
+        expected = exact.philox4x32(tuple(map(int, counter[:, i])), tuple(map(int, key[:, i])))
+        assert tuple(int(word[i]) for word in got) == expected
 
 
 @pytest.mark.parametrize("exponent", [-128, -127, -120, -20, 0, 20, 116])
@@ -201,7 +292,8 @@ def test_block_scale(exponent: int) -> None:
     s_dec = np.clip(rng.uniform(1, 2, n) * 2.0**exponent, 2.94e-39, FP32_MAX / 2688).astype(F32)
     d = np.abs(rng.standard_normal(n) * 2.0 ** rng.integers(-14, 12, n)).astype(F32)
     d[:4] = 0.0, np.inf, 448.0, 2.0**-10
-    sf, value, factor = run(_jit_fp4._SCALE.value, [d, s_dec], 3)
+    away = np.where(s_dec < F32(2.0**-117), F32(2.0**24), F32(1))
+    sf, value, factor = run(_jit_fp4._SCALE.value, [d, s_dec, away], 3)
     codes = cast_fp8(torch.from_numpy(d.copy()), E4M3)
     decoded = decode_fp8(codes, E4M3)
     assert np.array_equal(sf, codes.numpy().astype(U32))

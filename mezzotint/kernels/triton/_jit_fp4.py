@@ -30,62 +30,98 @@ def _asm(*lines: str) -> tl.constexpr:
 # even code (0.25, 1.25, 2.5, 5) must first fall below themselves, those that go up to one (0.75, 1.75, 3.5) must not:
 #   v + v·c, c = fl32(2/3)·2^-24, rounded once, is the float after v where its mantissa is 1.5 or more, else v;
 #   that times (1 - 2^-24) is the float before; the factor 2^-14 comes along.
-# min drops NaN and saturates: 0x0EFF is the largest that rounds to 6. The sign is that of the converted value: NaN's is
-# positive. Codes are moved to the top of their bytes, and the even and the odd ones of the word gathered from there.
+# min drops NaN and saturates: 0x0EFF is the largest that rounds to 6. It keeps the sign of the converted value: NaN's
+# is positive. The upper byte of each half is then s000mmmg: sign, code, the bit that 256 is added to. Those of the even
+# and of the odd elements are gathered into a word each, and the rest is done four at a time; what ·8 pushes over the
+# edge of a byte stays below the codes.
 _PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
-_GATHER = (
-    "prmt.b32 n0, n0, n1, 0x7531;",
-    "prmt.b32 n2, n2, n3, 0x7531;",
-    "shr.u32 n0, n0, 4;",
-    "lop3.b32 $0, n2, n0, 0xF0F0F0F0, 0xE4;",
-)
 _NEAREST = _asm(
-    ".reg .f32 h<8>; .reg .b32 a, r, t, n<4>;",
+    ".reg .f32 h<8>; .reg .b32 c, e, o, r<4>, t;",
+    "mov.b32 c, 0x0EFF0EFF;",
     *(f"fma.rn.f32 h{i}, ${i + 1}, 0f332AAAAB, ${i + 1}; mul.rn.f32 h{i}, h{i}, 0f387FFFFF;" for i in range(8)),
     *(
-        f"cvt.rz.f16x2.f32 r, h{high}, h{low}; abs.f16x2 a, r; mov.b32 t, 0x0EFF0EFF; min.f16x2 a, a, t;"
-        f" mad.lo.u32 t, a, 8, 0x08000800; lop3.b32 n{j}, t, r, 0x7FFF7FFF, 0xE4;"
+        f"cvt.rz.f16x2.f32 r{j}, h{high}, h{low}; min.xorsign.abs.f16x2 r{j}, r{j}, c;"
         for j, (low, high) in enumerate(_PAIRS)
     ),
-    *_GATHER,
+    "prmt.b32 e, r0, r1, 0x7531; mad.lo.u32 t, e, 8, 0x08080808; lop3.b32 e, t, e, 0x7F7F7F7F, 0xE4;",
+    "prmt.b32 o, r2, r3, 0x7531; mad.lo.u32 t, o, 8, 0x08080808; lop3.b32 o, t, o, 0x7F7F7F7F, 0xE4;",
+    "shr.u32 e, e, 4; lop3.b32 $0, o, e, 0xF0F0F0F0, 0xE4;",
 )
 
 # Eight FP32 and eight random bytes → eight codes. fl32(|v| + byte·step/256) reaches the next code if and only if the
 # exact sum of |v|, 2^-26 and byte·step/256 does: from 0.25 on the sum of the first and the last is exact below the next
 # code, and a multiple of 2^-25; under 0.25 the only code in reach is 0.5, and fl32 rounds up to it from 0.5 - 2^-26. So
 # the sum is taken in the truncated FP16 bits, where a step is 512 and the byte counts twice. 0x0E00 is 6: nothing above
-# it matters. The nibble is moved to the top of its half on the way (·8), and the sign, lost in |v|, is put back.
-_STOCHASTIC = _asm(
-    ".reg .f32 h<8>; .reg .b32 b, r, s, t, n<4>;",
-    *(
-        f"abs.f32 h{i}, ${i + 1}; add.rz.f32 h{i}, h{i}, 0f32800000; mul.rn.f32 h{i}, h{i}, 0f38800000;"
-        for i in range(8)
-    ),
-    *(
-        f"cvt.rz.f16x2.f32 r, h{high}, h{low}; mov.b32 t, 0x0E000E00; min.f16x2 r, r, t;"
-        f" {'shr.u32' if low % 2 else 'shl.b32'} b, ${9 + low // 4}, 4; and.b32 b, b, 0x0FF00FF0;"
-        f" mad.lo.u32 t, r, 8, b; prmt.b32 s, ${low + 1}, ${high + 1}, 0x7030;"
-        f" lop3.b32 n{j}, t, s, 0x7FFF7FFF, 0xE4;"
-        for j, (low, high) in enumerate(_PAIRS)
-    ),
-    *_GATHER,
-)
+# it matters. Truncating twice is truncating once, so |v| + 2^-26 may be truncated with the factor 2^-14 in one FMA,
+# which knows no |v|: the multiplication before it takes |x|. The signs come from elsewhere, as words p: the pairs of
+# _PAIRS or, in `natural` order, of neighbours.
+
+
+def _stochastic(natural: bool) -> tl.constexpr:
+    signs = (
+        "prmt.b32 r0, $12, $13, 0x7351; prmt.b32 r1, $14, $15, 0x7351;",
+        "prmt.b32 p, r0, r1, 0x5410; prmt.b32 q, r0, r1, 0x7632;",
+    )
+    if not natural:
+        signs = ("prmt.b32 p, $12, $13, 0x7531; prmt.b32 q, $14, $15, 0x7531;",)
+    return _asm(
+        ".reg .f32 h<8>; .reg .b32 b, c, e, o, p, q, r<4>;",
+        "mov.b32 c, 0x0E000E00;",
+        *(
+            f"abs.f32 h{i}, ${i + 1}; mul.rn.f32 h{i}, h{i}, $9; fma.rz.f32 h{i}, h{i}, 0f38800000, 0f2B800000;"
+            for i in range(8)
+        ),
+        *(
+            f"cvt.rz.f16x2.f32 r{j}, h{high}, h{low}; min.f16x2 r{j}, r{j}, c;"
+            f" prmt.b32 b, ${10 + low // 4}, 0, {'0x4341' if low % 2 else '0x4240'}; mad.lo.u32 r{j}, b, 2, r{j};"
+            for j, (low, high) in enumerate(_PAIRS)
+        ),
+        "prmt.b32 e, r0, r1, 0x7531; prmt.b32 o, r2, r3, 0x7531;",
+        *signs,
+        "shl.b32 e, e, 3; lop3.b32 e, e, p, 0x7F7F7F7F, 0xE4;",
+        "shl.b32 o, o, 3; lop3.b32 o, o, q, 0x7F7F7F7F, 0xE4;",
+        "shr.u32 e, e, 4; lop3.b32 $0, o, e, 0xF0F0F0F0, 0xE4;",
+    )
+
+
+_STOCHASTIC, _STOCHASTIC_NATURAL = _stochastic(False), _stochastic(True)
 
 
 # E4M3 there and back, then a reciprocal. `satfinite` saturates, infinity too; PTX, because Triton's own cast before 3.7
 # goes through FP16 on sm_89. The reciprocal is what rcp.rn does, one Newton step on the hardware's approximation, but
-# without its branch for subnormals, which would keep blocks from overlapping: `div.approx` scales those. 1/0 ends as
-# NaN, which min drops: FLT_MAX, as for infinity. No value · s_dec reaches 2^126, where the approximation would fail.
+# without its branch for subnormals, which would keep blocks from overlapping: $5, a power of two, keeps them away from
+# the approximation, which flushes them. 1/0 ends as NaN, which min drops: FLT_MAX, as for infinity. No value · s_dec
+# reaches 2^126, where the approximation would fail.
 _SCALE = _asm(
     ".reg .f32 e, r, v, y; .reg .b16 p, l, h; .reg .b32 q;",
     "cvt.rn.satfinite.e4m3x2.f32 p, 0f00000000, $3; cvt.rn.f16x2.e4m3x2 q, p;",
-    "mov.b32 {l, h}, q; cvt.f32.f16 v, l; mul.rn.f32 y, v, $4; div.approx.f32 r, 0f3F800000, y; neg.f32 y, y;",
-    "fma.rn.f32 e, y, r, 0f3F800000; fma.rn.f32 r, r, e, r;",
+    "mov.b32 {l, h}, q; cvt.f32.f16 v, l; mul.rn.f32 y, v, $4; mul.rn.f32 y, y, $5; rcp.approx.ftz.f32 r, y;",
+    "neg.f32 y, y; fma.rn.f32 e, y, r, 0f3F800000; fma.rn.f32 r, r, e, r; mul.rn.f32 r, r, $5;",
     "min.f32 $2, r, 0f7F7FFFFF; mov.b32 $1, v; cvt.u32.u16 $0, p;",
+)
+
+# Philox: both words of a product come from one multiplication. $4..$7 is the counter, $8 and $9 the key.
+_PHILOX = _asm(
+    ".reg .b32 k, l, m<2>, c<4>; .reg .b64 p;",
+    "mov.b32 c0, $4; mov.b32 c1, $5; mov.b32 c2, $6; mov.b32 c3, $7;",
+    *(
+        f"mul.wide.u32 p, c0, 0xD2511F53; mov.b64 {{m0, m1}}, p; add.u32 k, $9, {i * 0xBB67AE85 & 0xFFFFFFFF};"
+        f" lop3.b32 m1, m1, c3, k, 0x96; mov.b32 c3, m0;"
+        f" mul.wide.u32 p, c2, 0xCD9E8D57; mov.b64 {{m0, l}}, p; add.u32 k, $8, {i * 0x9E3779B9 & 0xFFFFFFFF};"
+        f" lop3.b32 c0, l, c1, k, 0x96; mov.b32 c1, m0; mov.b32 c2, m1;"
+        for i in range(10)
+    ),
+    "mov.b32 $0, c0; mov.b32 $1, c1; mov.b32 $2, c2; mov.b32 $3, c3;",
 )
 
 _NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_CANONICAL_BF16 = _asm(
+    ".reg .b32 o, z; mov.b32 o, 0x3F803F80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $2, o, z; mov.b32 $1, $0;"
+)
+_CANONICAL_FP16 = _asm(
+    ".reg .b32 o, z; mov.b32 o, 0x3C003C00; mov.b32 z, 0x80008000; fma.rn.f16x2 $0, $2, o, z; mov.b32 $1, $0;"
+)
 _ABSMAX_BF16 = tl.constexpr("max.xorsign.abs.bf16x2 $0, $1, $2;")
 _ABSMAX_FP16 = tl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
 
@@ -159,23 +195,57 @@ def round8(v):
 
 
 @triton.jit
-def round8_stochastic(v, low, high):
-    """As `round8`, with the random bytes of elements 0..3 in `low` and of 4..7 in `high`."""
+def round8_stochastic(x, factor, low, high, signs, NATURAL: tl.constexpr):
+    """As `round8` of x · factor, with the random bytes of elements 0..3 in `low` and of 4..7 in `high`.
+
+    `signs`: four words that hold the signs of x, where x is NaN none: see `sign_pairs` and, NATURAL, `neighbours`.
+    """
     if _INTERPRETED:
         codes = ()
         for i in tl.static_range(8):
             word = low if i < 4 else high
-            codes += (_cast_e2m1_stochastic(v[i], (word >> (i % 4 * 8)) & 0xFF),)
+            codes += (_cast_e2m1_stochastic(x[i] * factor, (word >> (i % 4 * 8)) & 0xFF),)
         return pack8(codes)
     else:
         return tl.inline_asm_elementwise(
-            _STOCHASTIC,
-            "=r,r,r,r,r,r,r,r,r,r,r",
-            [v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7], low, high],
+            _STOCHASTIC_NATURAL if NATURAL else _STOCHASTIC,
+            "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+            [x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], factor, low, high, signs[0], signs[1], signs[2], signs[3]],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
+
+
+@triton.jit
+def _upper_halves(a, b):
+    if _INTERPRETED:
+        return b
+    else:
+        asm: tl.constexpr = "prmt.b32 $0, $1, $2, 0x7632;"
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def sign_pairs(v):
+    """Eight FP32 products, whose NaN has no sign, → the words of their signs."""
+    return (
+        _upper_halves(v[0], v[2]),
+        _upper_halves(v[4], v[6]),
+        _upper_halves(v[1], v[3]),
+        _upper_halves(v[5], v[7]),
+    )
+
+
+@triton.jit
+def neighbours(x):
+    """16-bit (…, 8) → int32 of the same shape: the pair (0, 1), twice, the pair (2, 3), twice, …; NaN has no sign."""
+    if _INTERPRETED:
+        return x.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        # x·1 - 0 is x, but for NaN: any that is computed is the canonical one.
+        asm: tl.constexpr = _CANONICAL_BF16 if x.dtype == tl.bfloat16 else _CANONICAL_FP16
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -191,7 +261,12 @@ def block_scale(d, s_dec):
         return sf, value, tl.minimum(tl.div_rn(1.0, value * s_dec), _FLT_MAX)
     else:
         return tl.inline_asm_elementwise(
-            _SCALE, "=r,=r,=r,r,r", [d, s_dec], dtype=(tl.int32, tl.float32, tl.float32), is_pure=True, pack=1
+            _SCALE,
+            "=r,=r,=r,r,r,r",
+            [d, s_dec, tl.where(s_dec < 6.018531076210112e-36, 16777216.0, 1.0)],  # 2^-117 · 2^-9 is still normal
+            dtype=(tl.int32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
         )
 
 
@@ -217,17 +292,77 @@ def widen(x):
 
 
 @triton.jit
-def narrow(x, like):
-    """FP32 → the type of `like`, nearest even, 16-bit types two at a time."""
-    if _INTERPRETED and like.dtype == tl.bfloat16:  # it truncates
+def _narrow(x, TYPE: tl.constexpr):
+    """FP32 → TYPE, nearest even."""
+    if _INTERPRETED and tl.bfloat16 == TYPE:  # it truncates
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif _INTERPRETED or like.dtype == tl.float32:
-        return x.to(like.dtype)
+    else:
+        return x.to(TYPE)
+
+
+@triton.jit
+def _narrow_pair(low, high, like):
+    """Two FP32 tensors → int32, both in the 16-bit type of `like`, nearest even; NaN has no sign."""
+    if _INTERPRETED:
+        low = _narrow(low, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
+        high = _narrow(high, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
+        return (low & 0xFFFF) | (high << 16)
     else:
         asm: tl.constexpr = _NARROW_BF16 if like.dtype == tl.bfloat16 else _NARROW_FP16
-        return tl.inline_asm_elementwise(asm, "=r,r,r", [x], dtype=like.dtype, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(asm, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def narrow_pairs(y, like):
+    """Sixteen FP32 tensors → eight words of two, paired as `round8_stochastic` wants the signs of each eight."""
+    words = ()
+    for i in tl.static_range(0, 16, 8):
+        words += (
+            _narrow_pair(y[i], y[i + 2], like),
+            _narrow_pair(y[i + 4], y[i + 6], like),
+            _narrow_pair(y[i + 1], y[i + 3], like),
+            _narrow_pair(y[i + 5], y[i + 7], like),
+        )
+    return words
+
+
+@triton.jit
+def _widen_pair(word, like):
+    """int32 → the two FP32 tensors it was narrowed from, as rounded."""
+    if like.dtype == tl.bfloat16:
+        return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low, high = word.to(tl.int16), (word >> 16).to(tl.int16)
+        return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def widen_pairs(words, like):
+    """The words of `narrow_pairs`, eight or the four of one half → FP32 tensors in the order of the elements."""
+    values = ()
+    for i in tl.static_range(0, len(words), 4):
+        v0, v2 = _widen_pair(words[i], like)
+        v4, v6 = _widen_pair(words[i + 1], like)
+        v1, v3 = _widen_pair(words[i + 2], like)
+        v5, v7 = _widen_pair(words[i + 3], like)
+        values += (v0, v1, v2, v3, v4, v5, v6, v7)
+    return values
+
+
+@triton.jit
+def absmax_pairs(words, like):
+    """FP32 max |y| over the words of `narrow_pairs`, NaN dropped."""
+    if _INTERPRETED:
+        return absmax(widen_pairs(words, like))
+    else:
+        asm: tl.constexpr = _ABSMAX_BF16 if like.dtype == tl.bfloat16 else _ABSMAX_FP16
+        top = words[0]
+        for i in tl.static_range(1, 8):
+            top = tl.inline_asm_elementwise(asm, "=r,r,r", [top, words[i]], dtype=tl.int32, is_pure=True, pack=1)
+        low, high = _widen_pair(top, like)
+        return tl.maximum(tl.maximum(tl.abs(low), tl.abs(high)), 0.0)
 
 
 @triton.jit
@@ -263,47 +398,106 @@ def absmax16(low, high):
 
 
 @triton.jit
-def hadamard16(x, SIGN_MASK: tl.constexpr):
-    """Sixteen tensors → sixteen of the same type: the butterfly of `kernels/hadamard.py`, in FP32, rounded once."""
+def _first_stage(x, SIGN_MASK: tl.constexpr, SCALE: tl.constexpr):
+    """Sixteen tensors → sixteen FP32: the sums and differences of neighbours, signed and scaled."""
     y = ()
-    for i in tl.static_range(16):
-        y += (widen(x[i]) * (-0.0625 if SIGN_MASK >> i & 1 else 0.0625),)
-    for stage in tl.static_range(4):
-        z = ()
-        for i in tl.static_range(16):
-            other = y[i ^ (1 << stage)]
-            z += (other - y[i] if i >> stage & 1 else y[i] + other,)
-        y = z
+    for i in tl.static_range(0, 16, 2):
+        first, second = widen(x[i]), widen(x[i + 1]) * (-SCALE if SIGN_MASK >> (i + 1) & 1 else SCALE)
+        if x[i].dtype == tl.float32:
+            first *= -SCALE if SIGN_MASK >> i & 1 else SCALE
+            y += (first + second, first - second)
+        else:  # 16-bit x · SCALE is exact, so the sum is the only rounding
+            scale = tl.full(first.shape, -SCALE if SIGN_MASK >> i & 1 else SCALE, tl.float32)
+            y += (tl.fma(first, scale, second), tl.fma(first, scale, second * -1.0))
+    return y
+
+
+@triton.jit
+def _stage(y, STAGE: tl.constexpr):
     z = ()
     for i in tl.static_range(16):
-        z += (narrow(y[i] * 4.0, x[i]),)
+        other = y[i ^ (1 << STAGE)]
+        z += (other - y[i] if i >> STAGE & 1 else y[i] + other,)
     return z
 
 
 @triton.jit
-def philox16(rng, block, DIRECTION: tl.constexpr):
-    """rng int64 [2], block index int64 → four uint32 words, the bytes of the block's 16 elements."""
-    seed, offset = tl.load(rng), tl.load(rng + 1)
-    c0 = (block & 0xFFFFFFFF).to(tl.uint32)
-    c1 = (block >> 32).to(tl.uint32)
-    c2 = tl.zeros_like(c0) + DIRECTION
-    c3 = tl.zeros_like(c0) + (offset & 0xFFFFFFFF).to(tl.uint32)
-    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
-        c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    return c0, c1, c2, c3
+def hadamard16(x, SIGN_MASK: tl.constexpr):
+    """Sixteen tensors → sixteen FP32: the butterfly of `kernels/hadamard.py`, not yet rounded to the type of x."""
+    y = _stage(_stage(_stage(_first_stage(x, SIGN_MASK, 0.0625), 1), 2), 3)
+    z = ()
+    for i in tl.static_range(16):
+        z += (y[i] * 4.0,)
+    return z
 
 
 @triton.jit
-def after(block, sf):
-    """`block`, held by the threads that hold `sf`, a byte. Else Triton lays Philox out anew and moves four words."""
-    return block + (sf >> 8)
+def hadamard16_small(x, SIGN_MASK: tl.constexpr):
+    """`hadamard16` where no |x| reaches 2^127, so that half of sixteen do not overflow when the scale is applied first.
+
+    Powers of two commute with the roundings: x is a multiple of 2^-133, and FP32 has those of 2^-149.
+    """
+    return _stage(_stage(_stage(_first_stage(x, SIGN_MASK, 0.25), 1), 2), 3)
+
+
+@triton.jit
+def hadamard_absmax(x, SIGN_MASK: tl.constexpr):
+    """Sixteen tensors → FP32 max |y| over the transformed, NaN dropped.
+
+    Of a + b and a - b, rounded, the larger magnitude is |a| + |b|, rounded; and the roundings and 4 · are monotonic.
+    """
+    y = _stage(_stage(_first_stage(x, SIGN_MASK, 0.0625), 1), 2)
+    top = tl.abs(y[0]) + tl.abs(y[8])
+    for i in tl.static_range(1, 8):
+        top = tl.maximum(top, tl.abs(y[i]) + tl.abs(y[i + 8]))
+    return tl.maximum(top, 0.0)
+
+
+@triton.jit
+def narrow_absmax(top, TYPE: tl.constexpr):
+    """The maxima that `hadamard_absmax` found, scaled and rounded as the transformed are."""
+    top = _narrow(top * 4.0, TYPE)
+    if _INTERPRETED and tl.bfloat16 == TYPE:  # it loses subnormals
+        return (top.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return top.to(tl.float32)
+
+
+@triton.jit
+def philox_key(rng):
+    """rng int64 [2] = (seed, offset) → three uint32: the key and the counter's last word."""
+    seed, offset = tl.load(rng), tl.load(rng + 1)
+    return (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32), (offset & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def philox16(key, low, high, like, DIRECTION: tl.constexpr):
+    """`philox_key`, block index as two uint32 → four uint32 words, the bytes of the block's 16 elements.
+
+    `like`: a tensor that threads hold as they shall hold the words. Else Triton lays Philox out anew and moves them.
+    """
+    k0, k1, c3 = key
+    if _INTERPRETED:
+        c0, c1 = low, tl.zeros_like(low) + high
+        c2 = tl.zeros_like(c0) + DIRECTION
+        c3 += tl.zeros_like(c0)
+        for _ in tl.static_range(10):
+            p0 = c0.to(tl.uint64) * 0xD2511F53
+            p1 = c2.to(tl.uint64) * 0xCD9E8D57
+            c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+            c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+            k0 += 0x9E3779B9
+            k1 += 0xBB67AE85
+        return c0, c1, c2, c3
+    else:
+        return tl.inline_asm_elementwise(
+            _PHILOX,
+            "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r",
+            [low, high, DIRECTION, c3, k0, k1, like],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -322,12 +516,42 @@ def split8(x):
 
 
 @triton.jit
+def wide_product(a, b):
+    """a, of 32 bits, and the number b → int64 a · b, neither negative: one multiplication where b has 32 bits, too."""
+    if (a * b).dtype == tl.int64:
+        return a.to(tl.int64) * b
+    else:
+        return (a.to(tl.uint32).to(tl.uint64) * tl.cast(b, tl.uint32).to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
 def scale_index(i, j, tiles, SWIZZLED: tl.constexpr):
     """Byte index of the scale (outer i, block j); `tiles` = padded blocks / 4."""
     if SWIZZLED:
         return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
     else:
         return i * (tiles * 4) + j
+
+
+@triton.jit
+def scale_index_in(i0, i, j0, j, tiles, SIZE: tl.constexpr, SWIZZLED: tl.constexpr):
+    """`scale_index` of (i0 + i, j0 + j): uint32 numbers and int32 tensors.
+
+    i stays below SIZE, a power of two that i0 is a multiple of, and so it is with j: what the scales of a tile have in
+    common is then counted once, in numbers.
+    """
+    if SWIZZLED:
+        common = (wide_product(i0 >> 7, tiles) + (j0 >> 2)) * 512
+        if SIZE < 128:
+            i += (i0 & 127).to(tl.int32)
+        j += (j0 & 3).to(tl.int32)
+        index = (j >> 2) * 512 + (i & 31) * 16 + ((i >> 5) & 3) * 4 + (j & 3)
+        if SIZE <= 128:
+            return common + index
+        else:
+            return common + (wide_product(i >> 7, tiles) * 512 + index)
+    else:
+        return wide_product(i0, tiles * 4) + j0 + (wide_product(i, tiles * 4) + j)
 
 
 def ahead(kernel: Any, pointers: Sequence[str | None], **constants: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:

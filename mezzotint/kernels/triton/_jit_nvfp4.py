@@ -5,10 +5,10 @@ Rows: a thread loads 16 neighbours of a row, one block, twice 8. Columns: a thre
 random bytes or its codes need another thread. Packed, a block is 8 bytes of the output. What is read outside x is 0 and
 has the scale 0, which is the padding.
 
-`amax_out`, `source`: where the amax is written and read, see `_amax_of`. Row-scaled, it is a vector.
+`scales`: amax, S_enc and S_dec, or empty: `_scales` then finds them, once the loads of x are on their way.
 """
 
-# mypy: disable-error-code="assignment, var-annotated"
+# mypy: disable-error-code="assignment, misc, var-annotated"
 # In a kernel a tuple grows: its type does, too.
 
 import triton
@@ -17,16 +17,22 @@ import triton.language as tl
 from mezzotint.kernels.triton._jit_fp4 import (
     absmax,
     absmax16,
-    after,
+    absmax_pairs,
     block_scale,
     encode_scale,
     hadamard16,
+    hadamard16_small,
+    narrow_pairs,
+    neighbours,
     philox16,
     round8,
     round8_stochastic,
-    scale_index,
+    scale_index_in,
+    sign_pairs,
     split8,
+    wide_product,
     widen,
+    widen_pairs,
 )
 from mezzotint.kernels.triton._jit_fp4_tiles import four_over_six, tile_max
 
@@ -41,12 +47,56 @@ def _block_factor(top, s_enc, s_dec, TWO_D: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _round8(v, words, FIRST: tl.constexpr):
-    """Eight scaled tensors → their codes, one word; FIRST is the first of their two random words, if there are any."""
-    if len(words) == 0:
-        return round8(v)
+def _round8(x, factor, signs, words, FIRST: tl.constexpr, NATURAL: tl.constexpr):
+    """Eight tensors, to be scaled → their codes, one word; FIRST is the first of their two random words, if any."""
+    if len(words) == 0 or len(signs) == 0:
+        v = ()
+        for i in tl.static_range(8):
+            v += (x[i] * factor,)
+        if len(words) == 0:
+            return round8(v)
+        else:
+            return round8_stochastic(v, 1.0, words[FIRST], words[FIRST + 1], sign_pairs(v), False)
     else:
-        return round8_stochastic(v, words[FIRST], words[FIRST + 1])
+        return round8_stochastic(x, factor, words[FIRST], words[FIRST + 1], signs, NATURAL)
+
+
+@triton.jit
+def _random_words(key, block0, block, like, DIRECTION: tl.constexpr, FAR: tl.constexpr):
+    """Of the blocks block0 + `block`, int64; one beyond the 32 bits of the counter's first word only where FAR."""
+    if len(key) == 0:
+        return ()
+    elif FAR:
+        block += block0
+        return philox16(key, (block & 0xFFFFFFFF).to(tl.uint32), (block >> 32).to(tl.uint32), like, DIRECTION)
+    else:
+        return philox16(key, block0.to(tl.uint32) + block.to(tl.uint32), 0, like, DIRECTION)
+
+
+@triton.jit
+def _transform(raw, amax, SIGN_MASK: tl.constexpr, OWN: tl.constexpr):
+    """The 16-bit tensors of a block → words of their transform. OWN: the amax is that of the transform."""
+    if raw[0].dtype == tl.float16:
+        return narrow_pairs(hadamard16_small(raw, SIGN_MASK), raw[0])
+    elif OWN:
+        # The transform keeps the sum of squares, so no |x| is above 4·amax, unless it ends as NaN either way.
+        if amax < 1.329227995784916e36:
+            words = narrow_pairs(hadamard16_small(raw, SIGN_MASK), raw[0])
+        else:
+            words = narrow_pairs(hadamard16(raw, SIGN_MASK), raw[0])
+        return words
+    else:
+        return narrow_pairs(hadamard16(raw, SIGN_MASK), raw[0])
+
+
+@triton.jit
+def _signs(x, key):
+    """Signs of (…, 8) elements, where random rounding wants them apart from FP32 values."""
+    if len(key) == 0 or x.dtype == tl.float32:
+        return ()
+    else:
+        words = split8(neighbours(x))
+        return words[0], words[2], words[4], words[6]
 
 
 @triton.jit
@@ -57,27 +107,65 @@ def _join(low, high):
 
 
 @triton.jit
-def _store_codes(data, codes, line, block, bytes, mask, WORDS: tl.constexpr):
-    """Write the 8 bytes of each block; `block` counts along the `line` of the output, `bytes` long."""
+def _store_codes(data, codes, line0, line, block0, block, bytes, mask, WORDS: tl.constexpr):
+    """Write the 8 bytes of each block; `block` counts along the `line` of the output, `bytes` long, from block0."""
     if WORDS:
-        at = data.to(tl.pointer_type(tl.uint64), bitcast=True) + (line * (bytes // 8) + block)
-        tl.store(at, codes, mask=mask)
+        at = data.to(tl.pointer_type(tl.uint64), bitcast=True) + (wide_product(line0, bytes // 8) + block0)
+        tl.store(at + (wide_product(line, bytes // 8) + block), codes, mask=mask)
     else:
+        at = data + (wide_product(line0, bytes) + block0 * 8) + (wide_product(line, bytes) + block * 8)
         for i in tl.static_range(8):
             byte = ((codes >> (8 * i)) & 0xFF).to(tl.uint8)
-            tl.store(data + line * bytes + block * 8 + i, byte, mask=mask & (block * 8 + i < bytes))
+            tl.store(at + i, byte, mask=mask & ((block0.to(tl.int64) + block) * 8 + i < bytes))
 
 
 @triton.jit
-def _amax_of(source, count, i, size, ROW_SCALED: tl.constexpr, BP: tl.constexpr):
-    """The amax: [1], given (BP = 0) or `count` partial maxima; or one for each of the rows `i`."""
-    if ROW_SCALED:
-        return tl.load(source + i, mask=i < size, other=0.0)
-    elif BP == 0:
-        return tl.load(source)
+def tensor_scales(source, amax_out, count, first, E4M3_MAX: tl.constexpr, BP: tl.constexpr):
+    """amax, S_enc and S_dec. The amax [1] is given (BP = 0) or `count` (None: BP) partial maxima; `first` writes it."""
+    if BP == 0:
+        amax = tl.load(source)
+    elif count is None:
+        amax = tl.max(tl.load(source + tl.arange(0, BP)))
     else:
         p = tl.arange(0, BP)
-        return tl.max(tl.load(source + p, mask=p < count, other=0.0))
+        amax = tl.max(tl.load(source + p, mask=p < count, other=0.0))
+    if first:
+        tl.store(amax_out, amax)
+    s_enc, s_dec = encode_scale(amax, E4M3_MAX * 6.0)
+    return amax, s_enc, s_dec
+
+
+@triton.jit
+def _row_scales(source, amax_out, i, size, first, E4M3_MAX: tl.constexpr):
+    """The same of the rows `i`, each with an amax of its own."""
+    amax = tl.load(source + i, mask=i < size, other=0.0)
+    if first:
+        tl.store(amax_out + i, amax, mask=i < size)
+    s_enc, s_dec = encode_scale(amax, E4M3_MAX * 6.0)
+    return amax[None, :], s_enc[None, :], s_dec[None, :]
+
+
+@triton.jit
+def _scales(
+    scales,
+    source,
+    amax_out,
+    count,
+    i,
+    size,
+    first,
+    row_first,
+    E4M3_MAX: tl.constexpr,
+    BP: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The given ones, or those of `source`: of the tensor or, VECTOR, of each of the rows `i`."""
+    if len(scales) > 0:
+        return scales
+    elif VECTOR:
+        return _row_scales(source, amax_out, i, size, row_first, E4M3_MAX)
+    else:
+        return tensor_scales(source, amax_out, count, first, E4M3_MAX, BP)
 
 
 @triton.jit
@@ -87,7 +175,8 @@ def quantize_rows(
     scale,
     amax_out,
     source,
-    rng,
+    scales,
+    key,
     row,
     col,
     M,
@@ -102,6 +191,7 @@ def quantize_rows(
     ROW_SCALED: tl.constexpr,
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,
+    FAR: tl.constexpr,
     BP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -109,50 +199,57 @@ def quantize_rows(
 ):
     NB: tl.constexpr = BN // 16
     t = tl.arange(0, BM)
-    r = row * BM + (t % (BM // SPAN) * SPAN + t // (BM // SPAN))
-    b = col * NB + tl.arange(0, NB)
+    t = t % (BM // SPAN) * SPAN + t // (BM // SPAN)
+    r0, b0 = row * BM, col * NB
     # Blocks come first in the shape because Triton lays the lanes of a warp along the first of two equal dimensions.
-    c = (b * 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
-    at = x + (r * stride)[None, :, None] + c
+    tb = tl.arange(0, NB)
+    c = (tb * 16)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    at = x + (wide_product(r0, stride) + b0 * 16) + (wide_product(t, stride)[None, :, None] + c)
+    r = r0.to(tl.int64) + t
     if EVEN:
         low, high = tl.load(at), tl.load(at + 8)
     else:
         inside = (r < M)[None, :, None]
-        low = tl.load(at, mask=inside & (c < K), other=0.0)
-        high = tl.load(at + 8, mask=inside & (c + 8 < K), other=0.0)
-    amax = _amax_of(source, count, r, M, ROW_SCALED, BP)
-    s_enc, s_dec = encode_scale(amax, E4M3_MAX * 6.0)
-    shared = (amax, s_enc, s_dec)
-    if ROW_SCALED:
-        if col == 0:
-            tl.store(amax_out + r, amax, mask=r < M)
-        amax, s_enc, s_dec = amax[None, :], s_enc[None, :], s_dec[None, :]
-    elif first:
-        tl.store(amax_out, amax)
+        low = tl.load(at, mask=inside & ((b0 * 16).to(tl.int64) + c < K), other=0.0)
+        high = tl.load(at + 8, mask=inside & ((b0 * 16).to(tl.int64) + c + 8 < K), other=0.0)
+    scales = _scales(scales, source, amax_out, count, r, M, first, col == 0, E4M3_MAX, BP, ROW_SCALED)
+    amax, s_enc, s_dec = scales
     blocks = (K + 15) // 16
-    r, b = r[None, :], b[:, None]
+    r, b = r[None, :], b0.to(tl.int64) + tb[:, None]
+    t, tb = t[None, :], tb[:, None]
     top = absmax16(low, high)
     if FOUR != 0:
         values = split8(widen(low)) + split8(widen(high))
         w0, w1, sf = four_over_six(values, top, s_enc, s_dec, amax, E4M3_MAX, FOUR, TWO_D)
     else:
         sf, factor = _block_factor(top, s_enc, s_dec, TWO_D, SPAN)
-        words = () if rng is None else philox16(rng, after(r * blocks + b, sf), 0)
+        words = _random_words(key, wide_product(r0, blocks) + b0, wide_product(t, blocks) + tb, sf, 0, FAR)
         # Widened late and one half at a time: FP32 takes twice the registers.
-        factor = factor[:, :, None]
-        w0 = _round8(split8(widen(low) * factor), words, 0)
-        w1 = _round8(split8(widen(high) * factor), words, 2)
+        w0 = _round8(split8(widen(low)), factor, _signs(low, key), words, 0, True)
+        w1 = _round8(split8(widen(high)), factor, _signs(high, key), words, 2, True)
     codes = _join(w0, w1)
     bytes = (K + 1) // 2
     tiles = (blocks + 3) // 4
-    at = scale + scale_index(r, b, tiles, SWIZZLED)
+    at = scale + scale_index_in(r0, t, b0, tb, tiles, BM, SWIZZLED)
     if EVEN:
-        _store_codes(data, codes, r, b, bytes, None, WORDS)
+        _store_codes(data, codes, r0, t, b0, tb, bytes, None, WORDS)
         tl.store(at, sf.to(tl.uint8))
     else:
-        _store_codes(data, codes, r, b, bytes, (r < M) & (b < blocks), WORDS)
+        _store_codes(data, codes, r0, t, b0, tb, bytes, (r < M) & (b < blocks), WORDS)
         tl.store(at, sf.to(tl.uint8), mask=(r < (M + 127) // 128 * 128) & (b < tiles * 4))
-    return shared
+    return scales
+
+
+@triton.jit
+def _values(raw, pairs, FIRST: tl.constexpr):
+    """Eight elements of each block, in FP32: of the words `pairs`, or of `raw` where there are none."""
+    if len(pairs) > 0:
+        return widen_pairs(pairs[FIRST // 2 : FIRST // 2 + 4], raw[0])
+    else:
+        values = ()
+        for i in tl.static_range(8):
+            values += (widen(raw[FIRST + i]),)
+        return values
 
 
 @triton.jit
@@ -162,8 +259,8 @@ def quantize_columns(
     scale,
     amax_out,
     source,
-    shared,
-    rng,
+    scales,
+    key,
     row,
     col,
     M,
@@ -180,59 +277,52 @@ def quantize_columns(
     SIGN_MASK: tl.constexpr,
     WORDS: tl.constexpr,
     EVEN: tl.constexpr,
+    FAR: tl.constexpr,
+    SHARED: tl.constexpr,
     BP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     G: tl.constexpr = BM // 16
-    g = (row * G + tl.arange(0, G))[:, None]
-    c = col * BN + tl.arange(0, BN)
-    at = x + g * 16 * stride + c[None, :]
+    tg, tc = tl.arange(0, G)[:, None], tl.arange(0, BN)
+    g0, c0 = row * G, col * BN
+    at = x + (wide_product(g0 * 16, stride) + c0) + (wide_product(tg * 16, stride) + tc[None, :])
+    g, c = g0.to(tl.int64) + tg, c0.to(tl.int64) + tc
     inside = (c < K)[None, :]
     raw = ()
     for i in tl.static_range(16):
         if EVEN:
-            raw += (tl.load(at + i * stride),)
+            raw += (tl.load(at),)
         else:
-            raw += (tl.load(at + i * stride, mask=(g * 16 + i < M) & inside, other=0.0),)
-    if len(shared) > 0:
-        amax, s_enc, s_dec = shared
-    else:
-        amax = _amax_of(source, count, c, K, ROW_SCALED, BP)
-        s_enc, s_dec = encode_scale(amax, E4M3_MAX * 6.0)
-    if ROW_SCALED:
-        if row == 0:
-            tl.store(amax_out + c, amax, mask=c < K)
-        amax, s_enc, s_dec = amax[None, :], s_enc[None, :], s_dec[None, :]
-    elif first:
+            raw += (tl.load(at, mask=(g * 16 + i < M) & inside, other=0.0),)
+        at += stride
+    scales = _scales(scales, source, amax_out, count, c, K, first, row == 0, E4M3_MAX, BP, ROW_SCALED)
+    amax, s_enc, s_dec = scales
+    if SHARED and first:  # they are those of the rows, who wrote to another place
         tl.store(amax_out, amax)
-    if RHT:
+    pairs = ()
+    if RHT and raw[0].dtype == tl.float32:
         raw = hadamard16(raw, SIGN_MASK)
+    elif RHT:
+        pairs = _transform(raw, amax, SIGN_MASK, BP > 0 and not ROW_SCALED)
     blocks = (M + 15) // 16
-    c = c[None, :]
-    top = absmax(raw)
+    c, tc = c[None, :], tc[None, :]
+    top = absmax_pairs(pairs, raw[0]) if len(pairs) > 0 else absmax(raw)
     if FOUR != 0:
-        values = ()
-        for i in tl.static_range(16):
-            values += (widen(raw[i]),)
+        values = _values(raw, pairs, 0) + _values(raw, pairs, 8)
         w0, w1, sf = four_over_six(values, top, s_enc, s_dec, amax, E4M3_MAX, FOUR, TWO_D)
     else:
         sf, factor = _block_factor(top, s_enc, s_dec, TWO_D, 1)
-        words = () if rng is None else philox16(rng, after(c * blocks + g, sf), 1)
-        low, high = (), ()
-        for i in tl.static_range(8):
-            low += (widen(raw[i]) * factor,)
-        w0 = _round8(low, words, 0)
-        for i in tl.static_range(8):
-            high += (widen(raw[8 + i]) * factor,)
-        w1 = _round8(high, words, 2)
+        words = _random_words(key, wide_product(c0, blocks) + g0, wide_product(tc, blocks) + tg, sf, 1, FAR)
+        w0 = _round8(_values(raw, pairs, 0), factor, pairs[:4], words, 0, False)
+        w1 = _round8(_values(raw, pairs, 8), factor, pairs[4:], words, 2, False)
     codes = _join(w0, w1)
     bytes = blocks * 8 if RHT or WORDS else (M + 1) // 2
     tiles = (blocks + 3) // 4
-    at = scale + scale_index(c, g, tiles, SWIZZLED)
+    at = scale + scale_index_in(c0, tc, g0, tg, tiles, BN, SWIZZLED)
     if EVEN:
-        _store_codes(data, codes, c, g, bytes, None, WORDS)
+        _store_codes(data, codes, c0, tc, g0, tg, bytes, None, WORDS)
         tl.store(at, sf.to(tl.uint8))
     else:
-        _store_codes(data, codes, c, g, bytes, (g < blocks) & inside, WORDS)
+        _store_codes(data, codes, c0, tc, g0, tg, bytes, (g < blocks) & inside, WORDS)
         tl.store(at, sf.to(tl.uint8), mask=(c < (K + 127) // 128 * 128) & (g < tiles * 4))

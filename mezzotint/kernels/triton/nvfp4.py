@@ -4,8 +4,9 @@ The amax pass (`nvfp4_amax.py`) leaves one partial maximum per program: nothing 
 the cast reduces these few partials itself (they sit in the L2 cache), and the cast walks x backwards: what the amax
 pass read last is still cached. Row-scaled amaxes are vectors, raised by atomics instead.
 
-A program of the cast owns a tile and treats its two directions one after the other, each with the layout that suits it
-(`_jit_nvfp4.py`); the second finds the tile in the L1 cache. The grid covers the padding of the scales.
+A program of the cast owns one tile or a few in a row and treats the two directions of each one after the other, with
+the layout that suits it (`_jit_nvfp4.py`); the second finds the tile in the L1 cache. The grid covers the padding of
+the scales.
 """
 
 import torch
@@ -14,8 +15,8 @@ import triton.language as tl
 
 from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
 from mezzotint.kernels.triton._jit import as_rows
-from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, scale_index
-from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows
+from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, philox_key, scale_index
+from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows, tensor_scales
 from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, partials, vectors
 
 __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
@@ -24,20 +25,24 @@ __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
 def tile_config(
     M: int, K: int, rowwise: bool, columnwise: bool, rht: bool, two_d: bool, four_over_six: int
 ) -> dict[str, int]:
-    """Tile of the cast: BM and BN powers of two, 16 or more.
+    """Tile of the cast: BM and BN powers of two, 16 or more; TILES, how many tiles a program takes.
 
     A thread holds BM·BN / (32·num_warps) elements: 128 make the fewest instructions, but the transform of so many does
     not fit the registers, and trying two scales on them takes long to compile. Rows alone are long: 32 scale bytes, a
-    whole sector, lie side by side.
+    whole sector, lie side by side. The transform's small tiles come four to a program, which then reduces the amaxes
+    and computes what depends on the thread alone once for all, as long as there are programs enough.
     """
     if four_over_six:
-        return {"BM": 128, "BN": 64, "num_warps": 8}
+        return {"BM": 128, "BN": 64, "num_warps": 8, "TILES": 1}
     if not columnwise:
         BN = 512 if K > 256 else 64
-        return {"BM": 16384 // BN, "BN": BN, "num_warps": 4}
-    if rowwise and not rht and M % 128 == 0 and K % 128 == 0:
-        return {"BM": 128, "BN": 128, "num_warps": 4 if two_d else 8}
-    return {"BM": 128 if rht else 256, "BN": 64, "num_warps": 4}
+        return {"BM": 16384 // BN, "BN": BN, "num_warps": 4, "TILES": 1}
+    if rht:
+        TILES = 4 if M * K >= 4096 * 128 * 64 else 1
+        return {"BM": 128, "BN": 64, "num_warps": 4, "TILES": TILES, "maxnreg": 128}
+    if rowwise and M % 128 == 0 and K % 128 == 0:
+        return {"BM": 128, "BN": 128, "num_warps": 4 if two_d else 8, "TILES": 1}
+    return {"BM": 256, "BN": 64, "num_warps": 4, "TILES": 1}
 
 
 def dequantize_config() -> dict[str, int]:
@@ -50,7 +55,7 @@ def span(config: dict[str, int]) -> int:
     return max(1, min(NVFP4_BLOCK, config["BM"] * config["BN"] // (512 * config["num_warps"])))
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["across", "tiles", "count"])
 def _quantize_kernel(
     x,
     row_data,
@@ -66,6 +71,8 @@ def _quantize_kernel(
     M,
     K,
     stride,
+    across,
+    tiles,
     count,
     E4M3_MAX: tl.constexpr,
     FOUR: tl.constexpr,
@@ -77,77 +84,94 @@ def _quantize_kernel(
     ROW_WORDS: tl.constexpr,
     COL_WORDS: tl.constexpr,
     EVEN: tl.constexpr,
+    FAR: tl.constexpr,
     SHARED: tl.constexpr,
     ROW_BP: tl.constexpr,
     COL_BP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    TILES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    tile = tl.num_programs(0) - 1 - pid
-    across = tl.maximum(((K + 127) // 128 * 128 + BN - 1) // BN, 1)
-    row = (tile // across).to(tl.int64)
-    col = (tile % across).to(tl.int64)
-    stride = tl.cast(stride, tl.int64)
-    if row_data is not None:
-        shared = quantize_rows(
-            x,
-            row_data,
-            row_scale,
-            row_amax,
-            row_source,
-            rng,
-            row,
-            col,
-            M,
-            K,
-            stride,
-            count,
-            pid == 0,
-            E4M3_MAX,
-            FOUR,
-            TWO_D,
-            SWIZZLED,
-            ROW_SCALED,
-            ROW_WORDS,
-            EVEN,
-            ROW_BP,
-            BM,
-            BN,
-            SPAN,
-        )
-    if col_data is not None:
-        quantize_columns(
-            x,
-            col_data,
-            col_scale,
-            col_amax,
-            col_source,
-            shared if SHARED else (),
-            rng,
-            row,
-            col,
-            M,
-            K,
-            stride,
-            count,
-            pid == 0,
-            E4M3_MAX,
-            FOUR,
-            TWO_D,
-            SWIZZLED,
-            ROW_SCALED,
-            RHT,
-            SIGN_MASK,
-            COL_WORDS,
-            EVEN,
-            COL_BP,
-            BM,
-            BN,
-        )
+    end = tiles - pid * TILES
+    start = tl.maximum(end - TILES, 0)
+    across = across.to(tl.uint32)
+    row, col = start.to(tl.uint32) // across, start.to(tl.uint32) % across
+    row_scales, col_scales = (), ()
+    if TILES > 1 and not ROW_SCALED:
+        if row_data is not None:
+            row_scales = tensor_scales(row_source, row_amax, count, pid == 0, E4M3_MAX, ROW_BP)
+        if col_data is not None and not SHARED:
+            col_scales = tensor_scales(col_source, col_amax, count, pid == 0, E4M3_MAX, COL_BP)
+    key = () if rng is None else philox_key(rng)
+    for _ in range(0, 1 if TILES == 1 else end - start):
+        if row_data is not None:
+            scales = quantize_rows(
+                x,
+                row_data,
+                row_scale,
+                row_amax,
+                row_source,
+                row_scales,
+                key,
+                row,
+                col,
+                M,
+                K,
+                stride,
+                count,
+                pid == 0,
+                E4M3_MAX,
+                FOUR,
+                TWO_D,
+                SWIZZLED,
+                ROW_SCALED,
+                ROW_WORDS,
+                EVEN,
+                FAR,
+                ROW_BP,
+                BM,
+                BN,
+                SPAN,
+            )
+        if col_data is not None:
+            quantize_columns(
+                x,
+                col_data,
+                col_scale,
+                col_amax,
+                col_source,
+                scales if SHARED else col_scales,
+                key,
+                row,
+                col,
+                M,
+                K,
+                stride,
+                count,
+                pid == 0,
+                E4M3_MAX,
+                FOUR,
+                TWO_D,
+                SWIZZLED,
+                ROW_SCALED,
+                RHT,
+                SIGN_MASK,
+                COL_WORDS,
+                EVEN,
+                FAR,
+                SHARED,
+                COL_BP,
+                BM,
+                BN,
+            )
+        if TILES > 1:
+            last = col + 1 == across
+            row += last.to(tl.uint32)
+            col = tl.where(last, 0, col + 1)
 
 
 @triton.jit
@@ -236,8 +260,9 @@ def quantize(
     col_words = col_data is None or ((rht or M % NVFP4_BLOCK == 0) and col_data.data_ptr() % 8 == 0)
     options = config or tile_config(M, K, rowwise, columnwise, rht, two_d, four_over_six)
     BM, BN = options["BM"], options["BN"]
-    grid = max(1, cdiv(rup(M, 128), BM)) * max(1, cdiv(rup(K, 128), BN))
-    _quantize_kernel[(grid,)](
+    across = max(1, cdiv(rup(K, 128), BN))
+    tiles = max(1, cdiv(rup(M, 128), BM)) * across
+    _quantize_kernel[(cdiv(tiles, options["TILES"]),)](
         x,
         row_data,
         row_scale,
@@ -252,7 +277,9 @@ def quantize(
         M,
         K,
         x.stride(0),
-        count,
+        across,
+        tiles,
+        None if count == PARTIALS else count,
         E4M3_MAX=e4m3_max,
         FOUR=four_over_six,
         SIGN_MASK=sign_mask if rht else 0,
@@ -263,6 +290,7 @@ def quantize(
         ROW_WORDS=row_words,
         COL_WORDS=col_words,
         EVEN=numel > 0 and row_words and col_words and M % max(BM, 128) == 0 and K % max(BN, 128) == 0,
+        FAR=rup(M, NVFP4_BLOCK) * rup(K, NVFP4_BLOCK) > NVFP4_BLOCK << 32,
         SHARED=rowwise and row_source is col_source and not row_scaled,
         ROW_BP=PARTIALS if missing[0] else 0,
         COL_BP=PARTIALS if missing[1] else 0,
@@ -312,11 +340,12 @@ def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int)
     """A case of the cast; `options` overrides the plain one."""
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
     two_d, four = bool(options.get("TWO_D")), options.get("FOUR", 0)
-    config = tile_config(4096, 4096, rowwise, columnwise, rht, two_d, four)
+    config = tile_config(8192, 8192, rowwise, columnwise, rht, two_d, four)
     row, col = ("u8" if wanted else None for wanted in (rowwise, columnwise))
     row_amax, col_amax = ("fp32" if wanted else None for wanted in (rowwise, columnwise))
     pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else None, "fp32"]
     constants = {
+        "count": None,
         "E4M3_MAX": 448,
         "FOUR": 0,
         "SIGN_MASK": 0xD7E8,
@@ -327,6 +356,7 @@ def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int)
         "ROW_WORDS": True,
         "COL_WORDS": True,
         "EVEN": True,
+        "FAR": False,
         "SHARED": rowwise and columnwise and not rht,
         "ROW_BP": PARTIALS,
         "COL_BP": PARTIALS,

@@ -1,8 +1,9 @@
 """The amax of each direction that NVFP4 scales by, on CUDA: one read of x for both.
 
 Without a transform both directions have the amax of x: FP8's flat pass, one partial maximum per program. With one, a
-thread holds 8 columns of 16 rows, so the transform runs between its registers and each program leaves two partial
-maxima. The launch that needs the amax reduces the partials. Row-scaled: vectors, raised by atomic maxima from 0.
+thread holds 4 columns of 16 rows, so the transform runs between its registers and each program leaves two partial
+maxima; only these are rounded to the type of x, since rounding keeps the order. The launch that needs the amax reduces
+the partials. Row-scaled: vectors, raised by atomic maxima from 0.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -14,13 +15,18 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import as_rows
-from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard16
+from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard_absmax, narrow_absmax, wide_product
 from mezzotint.kernels.triton.float8 import PARTIALS, amax_partials
 
 
 def tile_config() -> dict[str, int]:
     """Tile that a program reads at a time: 16·G rows, BN columns."""
     return {"G": 8, "BN": 64, "num_warps": 4}
+
+
+def even(M: int, K: int, config: dict[str, int]) -> bool:
+    """Whether no tile is cut."""
+    return M % (16 * config["G"]) == 0 and K % config["BN"] == 0
 
 
 @triton.jit
@@ -42,6 +48,7 @@ def _amax_tile_kernel(
     RHT: tl.constexpr,
     SIGN_MASK: tl.constexpr,
     ROW_SCALED: tl.constexpr,
+    EVEN: tl.constexpr,
     G: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -49,18 +56,29 @@ def _amax_tile_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
+    programs = tl.num_programs(0)
     across = tl.cdiv(K, BN)
     tiles = tl.cdiv(M, 16 * G) * across
-    stride = tl.cast(stride, tl.int64)
     rows = tl.zeros([G, BN], tl.float32)
     columns = tl.zeros([G, BN], tl.float32)
-    for tile in range(pid, tiles, tl.num_programs(0)):
-        g = ((tile // across).to(tl.int64) * G + tl.arange(0, G))[:, None]
-        c = (tile % across * BN + tl.arange(0, BN))[None, :]
-        at = x + g * 16 * stride + c
+    tg, tc = tl.arange(0, G)[:, None], tl.arange(0, BN)[None, :]
+    # Of the tile: counted on, because a division takes as long as a tenth of the tile.
+    down, right = programs // across, programs % across
+    row, col = pid // across, pid % across
+    for _ in range(pid, tiles, programs):
+        g0, c0 = row * G, col * BN
+        at = x + (wide_product(g0 * 16, stride) + c0) + (wide_product(tg * 16, stride) + tc)
+        g, c = g0.to(tl.int64) + tg, c0.to(tl.int64) + tc
         values = ()
         for i in tl.static_range(16):
-            values += (tl.load(at + i * stride, mask=(g * 16 + i < M) & (c < K), other=0.0),)
+            if EVEN:
+                values += (tl.load(at),)
+            else:
+                values += (tl.load(at, mask=(g * 16 + i < M) & (c < K), other=0.0),)
+            at += stride
+        col += right
+        row += down + (col >= across).to(tl.int32)
+        col = tl.where(col >= across, col - across, col)
         if ROW_SCALED and row_top is not None:
             for i in tl.static_range(16):
                 top = tl.max(absmax((values[i],)), axis=1, keep_dims=True)
@@ -68,17 +86,18 @@ def _amax_tile_kernel(
         elif row_top is not None:
             rows = tl.maximum(rows, absmax(values))
         if col_top is not None:
-            if RHT:
-                values = hadamard16(values, SIGN_MASK)
+            top = hadamard_absmax(values, SIGN_MASK) if RHT else absmax(values)
             if ROW_SCALED:
-                _raise(col_top + c, tl.max(absmax(values), axis=0, keep_dims=True), c < K)
+                top = tl.max(top, axis=0, keep_dims=True)
+                _raise(col_top + c, narrow_absmax(top, x.dtype.element_ty) if RHT else top, c < K)
             else:
-                columns = tl.maximum(columns, absmax(values))
+                columns = tl.maximum(columns, top)
     if not ROW_SCALED:
         if row_top is not None:
             tl.store(row_top + pid, tl.max(rows))
         if col_top is not None:
-            tl.store(col_top + pid, tl.max(columns))
+            top = tl.max(columns)
+            tl.store(col_top + pid, narrow_absmax(top, x.dtype.element_ty) if RHT else top)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -112,6 +131,7 @@ def partials(
         RHT=rht,
         SIGN_MASK=sign_mask,
         ROW_SCALED=False,
+        EVEN=even(M, K, options),
         enable_fp_fusion=False,  # where the reference rounds twice, so does the kernel
         **options,
     )
@@ -139,6 +159,7 @@ def vectors(
             RHT=rht,
             SIGN_MASK=sign_mask,
             ROW_SCALED=True,
+            EVEN=even(M, K, options),
             enable_fp_fusion=False,
             **options,
         )
@@ -168,6 +189,7 @@ AHEAD = [
         RHT=True,
         SIGN_MASK=0xD7E8,
         ROW_SCALED=False,
+        EVEN=True,
         **tile_config(),
     ),
     ahead(
@@ -176,6 +198,7 @@ AHEAD = [
         RHT=False,
         SIGN_MASK=0,
         ROW_SCALED=True,
+        EVEN=False,
         **tile_config(),
     ),
     ahead(_amax_finish_kernel, ["fp32"] * 4, BP=PARTIALS, num_warps=4),
