@@ -1,0 +1,188 @@
+"""Eager overhead: microseconds of one small Linear, forward and backward, and where they go.
+
+    python -m bench overhead [--device cuda] [--features 64] [--tokens 64] [--repeat 300] [--json out.json]
+
+A 64x64 Linear on 64 tokens computes next to nothing: what is measured is Python, the dispatcher and launches. Times are
+medians of wall-clock blocks, interleaved over the candidates; the split comes from one profile of each. `ops` is the
+time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside
+the CUDA launch calls, `python` what is left.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import mezzotint as mz
+from bench._peers import quiet_import
+from mezzotint import recipe
+
+OPERATORS = ("aten::", "mezzotint::")
+BLOCK = 20  # steps between two looks at the clock
+
+RECIPES: dict[str, recipe.Recipe | None] = {
+    "mezzotint, no recipe": None,
+    "mezzotint delayed": recipe.DelayedScaling(),
+    "mezzotint current": recipe.Float8CurrentScaling(),
+    "mezzotint rowwise": recipe.Float8RowwiseScaling(),
+    "mezzotint block": recipe.Float8BlockScaling(),
+    "mezzotint mxfp8": recipe.MXFP8BlockScaling(),
+    "mezzotint nvfp4": recipe.NVFP4BlockScaling(),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench overhead", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--features", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=300, help="steps of each candidate")
+    parser.add_argument("--json", help="also write the figures here")
+    args = parser.parse_args(argv)
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    report = measure(args.device, args.features, args.tokens, args.repeat)
+    show(report)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[], None]]:
+    """Name → one step."""
+    made: dict[str, Callable[[], None]] = {}
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
+    for name, chosen in RECIPES.items():
+        linear = mz.Linear(features, features, device=device, params_dtype=torch.bfloat16)
+        made[name] = _step(linear, tokens, chosen)
+    made["mezzotint current, kept weight"] = _step(
+        mz.Linear(features, features, device=device, params_dtype=torch.bfloat16),
+        tokens,
+        recipe.Float8CurrentScaling(),
+        is_first_microbatch=False,
+    )
+    if quiet_import():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        for kind in ("tensorwise", "rowwise"):
+            model = torch.nn.Sequential(torch.nn.Linear(features, features, **options))
+            config = Float8LinearConfig.from_recipe_name(kind)
+            made[f"torchao {kind}"] = _step(convert_to_float8_training(model, config=config), tokens)
+    return made
+
+
+def _step(module: torch.nn.Module, tokens: int, chosen: Any = None, **kwargs: Any) -> Callable[[], None]:
+    parameter = next(module.parameters())
+    x = torch.randn(tokens, parameter.shape[1], device=parameter.device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(tokens, parameter.shape[0], device=parameter.device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        if chosen is None:
+            y = module(x)
+        else:
+            with mz.autocast(recipe=chosen):
+                y = module(x, **kwargs)
+        y.backward(grad)
+
+    return step
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(device: str, features: int, tokens: int, repeat: int) -> dict[str, Any]:
+    """Rows: name, us, ops, launch, python, launches; an error where a candidate does not run here."""
+    steps = candidates(device, features, tokens)
+    errors: dict[str, str] = {}
+    for name, step in list(steps.items()):
+        try:
+            for _ in range(5):
+                step()
+            _synchronize(device)
+        except Exception as error:  # a peer that does not run on this machine
+            errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            del steps[name]
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    with Progress(transient=True, disable=not Console().is_terminal) as progress:
+        for _ in progress.track(range(max(repeat // BLOCK, 3)), description="steps"):
+            for name, step in steps.items():
+                _synchronize(device)
+                start = time.perf_counter()
+                for _ in range(BLOCK):
+                    step()
+                _synchronize(device)
+                times[name].append((time.perf_counter() - start) / BLOCK * 1e6)
+    rows = []
+    for name, step in steps.items():
+        us = statistics.median(times[name])
+        rows.append({"name": name, "us": us, **_split(step, us, device)})
+    rows += [{"name": name, "error": error} for name, error in errors.items()]
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
+    return {"device": where, "torch": torch.__version__, "features": features, "tokens": tokens, "rows": rows}
+
+
+def _split(step: Callable[[], None], us: float, device: str) -> dict[str, float]:
+    """Shares of a profile, of the unprofiled time."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        start = time.perf_counter()
+        for _ in range(BLOCK):
+            step()
+        _synchronize(device)
+        total = (time.perf_counter() - start) * 1e6
+    events = profile.events() or []
+    launches = [e for e in events if e.name.startswith(("cudaLaunch", "cuLaunch"))]
+    # Of nested operators the outermost; those that autograd's thread runs count like the others.
+    roots = [e for e in events if e.name.startswith(OPERATORS) and _is_root(e)]
+    in_ops = sum(e.cpu_time_total for e in roots)
+    in_launches = sum(e.cpu_time_total for e in launches)
+    return {
+        "ops": us * min(in_ops / total, 1.0),
+        "launch": us * min(in_launches / total, 1.0),
+        "python": us * max(1 - in_ops / total, 0.0),
+        "launches": len(launches) / BLOCK,
+        "operators": len(roots) / BLOCK,
+    }
+
+
+def _is_root(event: Any) -> bool:
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith(OPERATORS):
+            return False
+        parent = parent.cpu_parent
+    return True
+
+
+def show(report: dict[str, Any]) -> None:
+    """One table."""
+    title = f"Linear {report['features']}x{report['features']}, {report['tokens']} tokens, forward + backward, eager"
+    table = Table(title=f"{title}: {report['device']}, torch {report['torch']}", title_justify="left")
+    for name in ("", "us", "of nn.Linear", "ops us", "launch us", "python us", "operators", "launches"):
+        table.add_column(name, justify="left" if not name else "right")
+    base = next(row["us"] for row in report["rows"] if row["name"].startswith("nn.Linear"))
+    for row in report["rows"]:
+        if "error" in row:
+            table.add_row(row["name"], row["error"])
+            continue
+        table.add_row(
+            row["name"],
+            f"{row['us']:.0f}",
+            f"{row['us'] / base:.2f}",
+            *(f"{row[key]:.0f}" for key in ("ops", "launch", "python", "operators", "launches")),
+        )
+    Console(width=150 if not Console().is_terminal else None).print(table)
