@@ -1,6 +1,7 @@
 """Delayed scaling's state on a GPU: the same rules, bit for bit, and nobody waits for the GPU."""
 
 import math
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def _no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")
 

@@ -27,7 +27,7 @@ BOUNDS = {
     "rowwise": 0.02,
     "block": 0.02,
     "mxfp8": 0.02,
-    "nvfp4": 0.35,
+    "nvfp4": 0.5,
     "custom": 0.05,
 }
 
@@ -50,8 +50,7 @@ def test_cuda_is_cpu(name: str, recipe: str, bias: bool) -> None:
             if value is None or not value.any():
                 continue
             error = (got[key].cpu().float() - value.float()).norm() / value.float().norm()
-            bound = 0.35 if recipe == "nvfp4" else BOUNDS[recipe]
-            assert error <= bound, f"{key}: {error}"
+            assert error <= BOUNDS[recipe], f"{key}: {error}"
     if recipe in ("none", "delayed"):  # delayed: the second step's scale follows from GEMMs of the first
         return
     for mine, theirs in zip(cpu._workspaces, cuda._workspaces, strict=True):
@@ -74,6 +73,7 @@ def test_compiled_is_eager(name: str, recipe: str) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # how Inductor sets up its memory pool
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "rowwise", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("name", ["linear", "layernorm_mlp"])
 def test_cuda_graphs(name: str, recipe: str) -> None:

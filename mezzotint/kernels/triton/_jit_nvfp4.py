@@ -90,9 +90,12 @@ def _transform(raw, amax, SIGN_MASK: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
-def _signs(x, key):
-    """Signs of (…, 8) elements, where random rounding wants them apart from FP32 values."""
-    if len(key) == 0 or x.dtype == tl.float32:
+def _signs(x, key, EVEN: tl.constexpr):
+    """Signs of (…, 8) elements, where random rounding wants them apart from FP32 values.
+
+    Neighbours are packed as a thread holds them: only where loads are aligned are these neighbours in memory.
+    """
+    if len(key) == 0 or x.dtype == tl.float32 or not EVEN:
         return ()
     else:
         words = split8(neighbours(x))
@@ -225,8 +228,8 @@ def quantize_rows(
         sf, factor = _block_factor(top, s_enc, s_dec, TWO_D, SPAN)
         words = _random_words(key, wide_product(r0, blocks) + b0, wide_product(t, blocks) + tb, sf, 0, FAR)
         # Widened late and one half at a time: FP32 takes twice the registers.
-        w0 = _round8(split8(widen(low)), factor, _signs(low, key), words, 0, True)
-        w1 = _round8(split8(widen(high)), factor, _signs(high, key), words, 2, True)
+        w0 = _round8(split8(widen(low)), factor, _signs(low, key, EVEN), words, 0, True)
+        w1 = _round8(split8(widen(high)), factor, _signs(high, key, EVEN), words, 2, True)
     codes = _join(w0, w1)
     bytes = (K + 1) // 2
     tiles = (blocks + 3) // 4

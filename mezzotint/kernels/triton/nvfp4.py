@@ -262,6 +262,8 @@ def quantize(
     BM, BN = options["BM"], options["BN"]
     across = max(1, cdiv(rup(K, 128), BN))
     tiles = max(1, cdiv(rup(M, 128), BM)) * across
+    is_whole = numel > 0 and M % max(BM, 128) == 0 and K % max(BN, 128) == 0
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
     _quantize_kernel[(cdiv(tiles, options["TILES"]),)](
         x,
         row_data,
@@ -289,7 +291,7 @@ def quantize(
         ROW_SCALED=row_scaled,
         ROW_WORDS=row_words,
         COL_WORDS=col_words,
-        EVEN=numel > 0 and row_words and col_words and M % max(BM, 128) == 0 and K % max(BN, 128) == 0,
+        EVEN=is_whole and is_aligned and row_words and col_words,
         FAR=rup(M, NVFP4_BLOCK) * rup(K, NVFP4_BLOCK) > NVFP4_BLOCK << 32,
         SHARED=rowwise and row_source is col_source and not row_scaled,
         ROW_BP=PARTIALS if missing[0] else 0,
