@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
     PARAMETERS,
@@ -81,11 +81,11 @@ def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
 
 
 def activation_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor:
-    return activation_backward(dy, b.x, None, b.name, b.params)
+    return run_op(activation_backward, dy, b.x, None, b.name, b.params)
 
 
 def activate(a: ActivationFwdArgs) -> torch.Tensor:
-    return activation_forward(a.x, None, a.name, a.params)
+    return run_op(activation_forward, a.x, None, a.name, a.params)
 
 
 def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:

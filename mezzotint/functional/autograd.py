@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -101,15 +102,14 @@ class _Storage:
 
 
 class _Fields:
-    """A `Saved` without its saved fields, and the specs of those."""
+    """A `Saved` whose saved fields were taken out of it, and the specs of those."""
 
     __slots__ = ("like", "parts")
 
     def __init__(self, like: Any, parts: list[Any]) -> None:
-        stripped = object.__new__(type(like))
-        for name in like.__slots__:
-            setattr(stripped, name, None if name in like.SAVED else getattr(like, name))
-        self.like, self.parts = stripped, parts
+        for name in like.SAVED:
+            setattr(like, name, None)
+        self.like, self.parts = like, parts
 
 
 class _Apply(torch.autograd.Function):
@@ -149,12 +149,12 @@ class _Apply(torch.autograd.Function):
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     """Enter what backward saw, and update after the last backward of the iteration."""
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
-    delayed_saw_(state.history[0], [amax for amax in amaxes if amax is not None], slots)
+    run_op(delayed_saw_, state.history[0], [amax for amax in amaxes if amax is not None], slots)
     if state.is_first:
         if state.update is not None:
             state.update(state.history, state.scale)
         else:
-            delayed_update_([state.scale], [state.history], [state.top], state.most_recent)
+            run_op(delayed_update_, [state.scale], [state.history], [state.top], state.most_recent)
 
 
 def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:

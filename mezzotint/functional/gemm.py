@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.gemm import Operand, gemm
+from mezzotint.kernels.gemm import Operand, gemm_unchecked
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["GEMMType", "MMParams", "multiply", "operand"]
@@ -43,14 +43,7 @@ def multiply(
     """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
     if _is_custom(a) and _is_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
-    return gemm(
-        operand(a, a_columnwise),
-        operand(b, b_columnwise),
-        out_dtype=out_dtype,
-        bias=bias,
-        accumulate=accumulate,
-        fast_accum=fast,
-    )
+    return gemm_unchecked(operand(a, a_columnwise), operand(b, b_columnwise), out_dtype, bias, accumulate, fast)
 
 
 class GEMMType(Enum):

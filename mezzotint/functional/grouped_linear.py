@@ -22,6 +22,7 @@ from mezzotint.functional.linear import (
     needs_original,
     present,
 )
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.grouped_gemm import grouped_gemm, grouped_gemm_packed
 from mezzotint.tensor.quantize import quantize_scaled
@@ -144,7 +145,7 @@ def grouped_linear_backward(b: GroupedLinearBwdArgs, dy: Any) -> tuple[Any, ...]
     gs, amaxes = _quantized(dy, b.splits, [q.grad_output for q in b.quantizers], b.grad_scales)
     dbs: tuple[Any, ...] = (None,) * len(b.bias_dtypes)
     if b.needs.bias:
-        dbs = tuple([column_sum(part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
+        dbs = tuple([run_op(column_sum, part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
     dx = None
     if b.needs.input:
         weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in b.weights]

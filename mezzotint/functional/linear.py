@@ -15,7 +15,7 @@ import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.gemm import multiply
-from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
@@ -205,7 +205,7 @@ def linear_backward(
             g, amax = quantize_scaled(g, b.quantizers.grad_output, b.grad_scale)
     if b.needs.bias and db is None:
         assert b.bias_dtype is not None
-        db = column_sum(dy, b.bias_dtype)
+        db = run_op(column_sum, dy, b.bias_dtype)
     dx = None
     if b.needs.input:
         weight = in_high_precision(as_multiplied(b.weight, b.numerics), b.numerics)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
@@ -53,8 +53,8 @@ class NormMade:
 def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
     """y in x's shape and dtype."""
     options = a.options
-    mu, rs = norm_stats(a.x, options.eps, options.rms)
-    y = norm_apply(a.x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
+    mu, rs = run_op(norm_stats, a.x, options.eps, options.rms)
+    y = run_op(norm_apply, a.x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
     return y, NormMade(mu, rs)
 
 
@@ -63,7 +63,7 @@ def norm_forward_quantized(
 ) -> tuple[Any, torch.Tensor | None, NormMade]:
     """y (M, K) quantized, in one pass with the norm; its amax where the scale was given."""
     options, x = a.options, as_matrix(a.x)
-    mu, rs = norm_stats(x, options.eps, options.rms)
+    mu, rs = run_op(norm_stats, x, options.eps, options.rms)
     arguments = (x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
     y_q, amax, _ = quantize_source("norm", arguments, x.shape, x.dtype, quantizer, scale)
     return y_q, amax, NormMade(mu, rs)
@@ -76,7 +76,9 @@ def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
 def norm_gradients(b: NormBwdArgs, dy: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """dx, dgamma, dbeta."""
     options = b.options
-    dx, dgamma, dbeta = norm_backward(dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta)
+    dx, dgamma, dbeta = run_op(
+        norm_backward, dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta
+    )
     return dx, dgamma, dbeta if b.has_beta else None
 
 

@@ -48,7 +48,35 @@ def define(
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"mezzotint::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.mezzotint, name).default
+    op = getattr(torch.ops.mezzotint, name).default
+    _IMPLEMENTATIONS[op] = (cpu, cuda)
+    return op
+
+
+_IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
+    """The op. In plain eager code its implementation itself, which the dispatcher is slower to reach than to run."""
+    if torch.compiler.is_compiling():
+        return op(*args)
+    first = args[0][0] if isinstance(args[0], list) and args[0] else args[0]
+    if not is_plain(first):
+        return op(*args)
+    cpu, cuda = _IMPLEMENTATIONS[op]
+    return cuda(*args) if first.is_cuda else cpu(*args)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether nothing stands between a call on `x` and its implementation: no graph, no mode, no transform, no fake."""
+    return (
+        not torch.is_grad_enabled()
+        and type(x) in _PLAIN
+        and (x.is_cuda or x.is_cpu)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 class Late:
@@ -61,7 +89,10 @@ class Late:
     def __call__(self, *args: Any) -> Any:
         if self.launch is None:
             self.launch = load_triton(self.target) if hw.has_triton_kernels() else self.reference
-        with torch.cuda.device(args[0].device):  # Triton launches on the current device, whatever its arguments
+        device = args[0].device.index
+        if device == torch.cuda.current_device():
+            return self.launch(*args)
+        with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments
             return self.launch(*args)
 
 
@@ -73,12 +104,12 @@ def load_triton(target: str) -> Callable[..., Any]:
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """The 2-D view (M, K) of a tensor of any rank; a vector is one row."""
-    return x.reshape(_leading(x.shape), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(_leading(x.shape), x.shape[-1])
 
 
 def as_columns(data: torch.Tensor) -> torch.Tensor:
     """The 2-D view (K, M) of a column-wise copy (K, d0, …, dn-1)."""
-    return data.reshape(data.shape[0], _leading((*data.shape[1:], 1)))
+    return data if data.dim() == 2 else data.reshape(data.shape[0], _leading((*data.shape[1:], 1)))
 
 
 def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

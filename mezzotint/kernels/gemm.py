@@ -27,7 +27,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import E5M2, HIGH_PRECISION
 from mezzotint.kernels import scaled_mm
-from mezzotint.kernels._lib import leaf
+from mezzotint.kernels._lib import is_plain, leaf
 from mezzotint.kernels.operand import (
     Operand,
     as_stored,
@@ -200,6 +200,26 @@ def check_output(
         raise ValueError(f"accumulate{suffix} is {given}: expected {shape} on {device}")
     if accumulate is not None and accumulate.dtype not in HIGH_PRECISION:
         raise ValueError(f"accumulate{suffix} is {accumulate.dtype}: expected one of {HIGH_PRECISION}")
+
+
+def gemm_unchecked(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    accumulate: torch.Tensor | None,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """As `gemm`, of operands that storages made: nothing to check, and in plain eager code no op to go through."""
+    if torch.compiler.is_compiling() or not is_plain(a.data):
+        if accumulate is None:
+            return _gemm_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
+        _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
+        return accumulate
+    dtype = out_dtype if accumulate is None else accumulate.dtype
+    out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
+    multiply(out, a, b, bias, fast_accum)
+    return out if accumulate is None else accumulate.add_(out)
 
 
 def gemm(

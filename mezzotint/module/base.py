@@ -21,6 +21,7 @@ from mezzotint.constants import HIGH_PRECISION, DType
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.module.parameters import attributes_of, restore_attributes
@@ -368,7 +369,7 @@ class TransformerEngineBaseModule(nn.Module):
         slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
         if call.records and slots:
             with torch.no_grad():
-                delayed_saw_(self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
+                run_op(delayed_saw_, self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
 
     def _is_calibrating(self) -> bool:
         return STATE.calibrating and not STATE.enabled

@@ -22,11 +22,11 @@ def check_normalization(normalization: str) -> bool:
 
 
 def register_norm(
-    module: nn.Module, prefix: str, size: int, rms: bool, device: torch.device, dtype: torch.dtype
+    module: nn.Module, prefix: str, shape: int | tuple[int, ...], rms: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
     """`<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialised."""
-    module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
-    beta = None if rms else nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+    module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+    beta = None if rms else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     module.register_parameter(f"{prefix}bias", beta)
 
 
@@ -74,7 +74,7 @@ class _Norm(nn.Module):
         for extent in self.normalized_shape:
             size *= extent
         self.hidden_size = size
-        register_norm(self, "", size, self.rms, device, dtype)
+        register_norm(self, "", self.normalized_shape, self.rms, device, dtype)
         if device.type != "meta":
             self.reset_parameters()
 
@@ -84,16 +84,19 @@ class _Norm(nn.Module):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalised over the last dimensions, `normalized_shape`."""
-        shape = inp.shape
+        check_input(inp, self.normalized_shape[-1])
+        shape, gamma, beta = inp.shape, self.weight, self.bias
         x = dequantized(inp)
         if len(self.normalized_shape) > 1:
-            x = x.reshape(*shape[: len(shape) - len(self.normalized_shape)], self.hidden_size)
-        check_input(x, self.hidden_size)
+            leading = len(shape) - len(self.normalized_shape)
+            if leading < 0 or tuple(shape[leading:]) != self.normalized_shape:
+                raise ValueError(f"inp has shape {tuple(shape)}: its last dimensions must be {self.normalized_shape}")
+            x = x.reshape(*shape[:leading], self.hidden_size)
+            gamma, beta = gamma.flatten(), None if beta is None else beta.flatten()
         x = x.to(activation_dtype(x))
-        beta = self.bias
-        needs_grad = x.requires_grad or self.weight.requires_grad or (beta is not None and beta.requires_grad)
+        needs_grad = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
         options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-        (y,) = apply(NORM, NormFwdArgs(x, self.weight, beta, options), needs_grad)
+        (y,) = apply(NORM, NormFwdArgs(x, gamma, beta, options), needs_grad)
         return y.reshape(shape)
 
     def extra_repr(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mezzotint.constants import rup
+from mezzotint.module.parameters import check_features
 from mezzotint.quantization import STATE, get_default_recipe
 
 
@@ -23,17 +24,19 @@ class Fp8Padding(nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
+        _check_options(num_gemms, align_size)
         self.num_gemms, self.align_size = num_gemms, align_size
 
-    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """inp (Σ m, K) → (Σ padded, K), padded sizes."""
-        _check(inp, m_splits, self.num_gemms)
+    def forward(self, inp: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, list[int]]:
+        """inp (Σ m, K) → (Σ padded, K), padded sizes. `m_splits`: rows of each group, a list or a tensor."""
+        splits = _as_list(m_splits)
+        _check(inp, splits, self.num_gemms)
         align = _align_size(self.align_size)
-        sizes = [rup(size, align) for size in m_splits]
-        if sizes == list(m_splits):
+        sizes = [rup(size, align) for size in splits]
+        if sizes == splits:
             return inp, sizes
         parts: list[Any] = []
-        for part, size in zip(inp.split(list(m_splits)), sizes, strict=True):
+        for part, size in zip(inp.split(splits), sizes, strict=True):
             parts.append(torch.nn.functional.pad(part, (0, 0, 0, size - part.shape[0])))
         return torch.cat(parts), sizes
 
@@ -43,17 +46,26 @@ class Fp8Unpadding(nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
+        _check_options(num_gemms, align_size)
         self.num_gemms, self.align_size = num_gemms, align_size
 
-    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
+    def forward(self, inp: torch.Tensor, m_splits: Any) -> torch.Tensor:
         """inp (Σ padded, K) → (Σ m, K)."""
-        align = _align_size(self.align_size)
-        sizes = [rup(size, align) for size in m_splits]
+        splits, align = _as_list(m_splits), _align_size(self.align_size)
+        sizes = [rup(size, align) for size in splits]
         _check(inp, sizes, self.num_gemms)
-        if sizes == list(m_splits):
+        if sizes == splits:
             return inp
-        parts = zip(inp.split(sizes), m_splits, strict=True)
+        parts = zip(inp.split(sizes), splits, strict=True)
         return torch.cat([part[:size] for part, size in parts])
+
+
+def _as_list(m_splits: Any) -> list[int]:
+    return m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+
+
+def _check_options(num_gemms: int, align_size: int | None) -> None:
+    check_features(num_gemms=num_gemms, **({} if align_size is None else {"align_size": align_size}))
 
 
 def _check(inp: torch.Tensor, sizes: list[int], groups: int) -> None:

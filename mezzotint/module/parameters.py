@@ -65,8 +65,11 @@ def split_names(parameters_split: Any, features: int) -> dict[str, int]:
     """Names of the parts of one parameter → rows of each; {} for one part."""
     if not parameters_split:
         return {}
+    if isinstance(parameters_split, str):
+        raise TypeError(f"parameters_split is {parameters_split!r}: give a tuple of names, or a dict of names and sizes")
     if isinstance(parameters_split, dict):
         sizes = dict(parameters_split)
+        check_features(**{f"parameters_split[{name!r}]": size for name, size in sizes.items()})
     else:
         names = list(parameters_split)
         if features % len(names):
@@ -86,17 +89,32 @@ def forked_rng(tracker: Callable[[], Any] | None, name: str | None) -> Iterator[
         yield
 
 
+class _InitialValue:
+    """Its bound methods are what a parameter gets: a copy of the parameter then has its own."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value: torch.Tensor | None = value
+
+    def get(self) -> torch.Tensor | None:
+        return self.value
+
+    def clear(self) -> None:
+        self.value = None
+
+
 def high_precision_init(parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Keep the initial values of a quantized parameter on the CPU, with the two methods that give and drop them."""
-    held: dict[str, Any] = {"value": value.detach().cpu()}
-    parameter.get_high_precision_init_val = lambda: held.get("value")  # type: ignore[attr-defined]
-    parameter.clear_high_precision_init_val = lambda: held.pop("value", None)  # type: ignore[attr-defined]
+    held = _InitialValue(value.detach().cpu())
+    parameter.get_high_precision_init_val = held.get  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
 
 
-def quantized_parameter(value: torch.Tensor, quantizer: Any, preserves: bool) -> nn.Parameter:
+def quantized_parameter(
+    value: torch.Tensor, quantizer: Any, preserves: bool, requires_grad: bool = True
+) -> nn.Parameter:
     """A parameter that holds the weight quantized in both directions."""
     with torch.no_grad():
-        parameter = nn.Parameter(quantizer.quantize(value))
+        parameter = nn.Parameter(quantizer.quantize(value), requires_grad)
     if preserves:
         high_precision_init(parameter, value)
     return parameter

@@ -12,6 +12,7 @@ from mezzotint.module.parameters import (
     is_quantized_init,
     quantized_parameter,
     resolve_device,
+    restore_attributes,
     split_names,
 )
 from mezzotint.module.wgrad import add_gradient
@@ -85,7 +86,9 @@ class Weights:
         assert self.init_recipe is not None
         role = module._role(gemm, "weight")
         quantizer = module._live_quantizer(self.init_recipe, role, 3 * gemm + 1, True)
-        setattr(module, name, quantized_parameter(value, quantizer, self.preserves))
+        attributes = {name: dict(vars(old))}
+        setattr(module, name, quantized_parameter(value, quantizer, self.preserves, old.requires_grad))
+        restore_attributes(module, attributes)
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""

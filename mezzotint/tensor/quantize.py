@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.quantize_ops import SOURCES
@@ -70,13 +71,13 @@ def quantize_source(
     has_sums = SOURCES[source].sums
     plan = None if quantizer.is_custom() else quantizer.for_dtype(dtype)._plan_of(source)
     if plan is None:
-        made = SOURCES[source].op(*arguments)
+        made = run_op(SOURCES[source].op, *arguments)
         storage, amax = quantize_scaled(made, quantizer, scale)
         return storage, amax, column_sum(made, sums) if has_sums and sums is not None else None
     op, tensors, options = plan
     if has_sums:
         arguments = (*arguments, sums)
-    buffers = op(*arguments, *_tensor_arguments(arguments[0], tensors, {"scale": scale}), *options)
+    buffers = run_op(op, *arguments, *_tensor_arguments(arguments[0], tensors, {"scale": scale}), *options)
     summed, amax = None, None
     if has_sums:
         *buffers, summed = buffers
@@ -104,7 +105,7 @@ def quantize_buffers(
     if plan is None:
         return quantizer._quantize(x)  # type: ignore[attr-defined]
     op, tensors, options = plan
-    return op(x, *_tensor_arguments(x, tensors, given), *options)
+    return run_op(op, x, *_tensor_arguments(x, tensors, given), *options)
 
 
 def _plain(x: Any) -> torch.Tensor:

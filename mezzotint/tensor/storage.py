@@ -33,7 +33,9 @@ class QuantizedTensorStorage(Flattenable):
 
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
-        return cls(fake_dtype=dtype, **kwargs)
+        made = object.__new__(cls)
+        made._assign(dtype, kwargs)
+        return made
 
     # Format: each of these is written once per format
 
@@ -125,6 +127,15 @@ class QuantizedTensorStorage(Flattenable):
 
     def keep(self, *, rowwise: bool, columnwise: bool) -> "QuantizedTensorStorage":
         """A new storage of the same buffers with these directions only; a missing one is an error."""
+        dropped = (() if rowwise else self._ROWWISE) + (() if columnwise else self._COLUMNWISE)
+        shared = (self._ROWWISE if rowwise else ()) + (self._COLUMNWISE if columnwise else ())
+        if self._holds(shared):
+            fields = {
+                kwarg: None if name in dropped and name not in shared else getattr(self, name)
+                for name, kwarg in self._FLATTEN_TENSOR_BUFFERS
+            }
+            fields.update(self._plain_values())
+            return type(self)._build(self.shape, self._dtype, fields)
         other = type(self)._build(self.shape, self._dtype, self.get_metadata())
         other.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
         return other
