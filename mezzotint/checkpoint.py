@@ -5,6 +5,7 @@ run; it enters no maximum a second time and keeps no workspace.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +13,39 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mezzotint.quantization import STATE
 
+TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+Scales = tuple[torch.Tensor, torch.Tensor]
+
 
 class _Recomputation:
-    """The scales of delayed scaling that the modules of one region used, in order."""
+    """The scales of delayed scaling that the modules of one region used, in order; also those of a checkpoint inside.
 
-    __slots__ = ("is_second", "position", "scales")
+    `outer`: of the checkpoint around this one. When that runs again, this one is made anew, and runs with its scales.
+    """
 
-    def __init__(self) -> None:
-        self.is_second, self.position = False, 0
-        self.scales: list[tuple[torch.Tensor, torch.Tensor]] = []
+    __slots__ = ("has_run", "is_second", "outer", "position", "scales")
 
-    def keep_scales(self, scales: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, outer: Any) -> None:
+        self.outer = outer
+        self.has_run, self.is_second, self.position = False, False, 0
+        self.scales: list[Scales] = []
+
+    def start(self) -> None:
+        """A run. It is a second one, too, in the first run of a checkpoint that is inside of a second run."""
+        self.is_second = self.has_run or (self.outer is not None and self.outer.is_second)
+        self.position = 0
+
+    def keep_scales(self, scales: Scales) -> None:
         """Those of this call, and those that kept weights were quantized with."""
         self.scales.append(scales)
+        if self.outer is not None:
+            self.outer.keep_scales(scales)
 
-    def next_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_scales(self) -> Scales:
+        if not self.has_run:
+            self.scales.append(self.outer.next_scales())
         scales = self.scales[self.position]
         self.position += 1
         return scales
@@ -38,22 +57,20 @@ class _Run:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.state = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
-        self.recomputation = _Recomputation()
-        self.has_run = False
+        self.recomputation = _Recomputation(STATE.recomputation)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
         outer_recomputation = STATE.recomputation
-        recomputation = self.recomputation
-        recomputation.is_second, recomputation.position = self.has_run, 0
+        self.recomputation.start()
         STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = self.state
-        STATE.recomputation = recomputation
+        STATE.recomputation = self.recomputation
         try:
             return self.function(*args, **kwargs)
         finally:
             STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = outer
             STATE.recomputation = outer_recomputation
-            self.has_run = True
+            self.recomputation.has_run = True
 
 
 def checkpoint(
@@ -67,7 +84,7 @@ def checkpoint(
 ) -> Any:
     """`function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
 
-    Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`determinism_check`, `debug`, …) go to it.
+    Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to it.
     """
     if distribute_saved_activations:
         raise NotImplementedError("distribute_saved_activations: tensor parallelism is not there yet; leave it False")
@@ -78,4 +95,6 @@ def checkpoint(
         made = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         STATE.recomputes_in_graph = outer
         return made
+    if use_reentrant:  # torch takes no keyword arguments of the function then
+        function = partial(function, **{name: kwargs.pop(name) for name in [*kwargs] if name not in TORCH_OPTIONS})
     return torch_checkpoint(_Run(function), *args, use_reentrant=use_reentrant, **kwargs)

@@ -40,13 +40,13 @@ __all__ = [
 
 
 class Pending:
-    """A module that waits for its update, and those before it. A chain, not a list: a graph that adds to it does not
-    look at, and so does not guard on, how many there are."""
+    """A module that waits for its update, the group of the region that it ran in, and those before it. A chain, not a
+    list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
 
-    __slots__ = ("before", "module")
+    __slots__ = ("before", "group", "module")
 
     def __init__(self, module: Any, before: Any) -> None:
-        self.module, self.before = module, before
+        self.module, self.group, self.before = module, STATE.group, before
 
 
 @dataclass(slots=True)
@@ -114,28 +114,29 @@ class autocast:
         self.outer = None
         STATE.depth -= 1
         if STATE.depth == 0:
-            update_pending(kind is None and not self.graph and torch.is_grad_enabled(), self.group)
+            update_pending(kind is None and not self.graph and torch.is_grad_enabled())
 
 
-def update_pending(updates: bool, group: Any) -> None:
+def update_pending(updates: bool) -> None:
     """End of a region: every module that ran in it takes its new forward scales, if it `updates`, and waits no more."""
     waiting, STATE.pending = STATE.pending, None
-    batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
-    while waiting is not None:
-        module = waiting.module
-        module._is_pending = False
-        if updates:
-            scale, history, request = module._forward_state()
-            check_group(group, request)
-            if is_own_rule(request):
-                apply_own_rule(history, scale, request, forward=True)
-            else:
-                key = request.amax_compute_algo == "most_recent"
-                scales, histories, tops = batches.setdefault(key, ([], [], []))
-                scales.append(scale)
-                histories.append(history)
-                tops.append(scaled_max(request, True))
+    modules: list[tuple[Any, Any]] = []
+    while waiting is not None:  # all of them before anything can go wrong
+        waiting.module._is_pending = False
+        modules.append((waiting.module, waiting.group))
         waiting = waiting.before
+    batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
+    for module, group in modules if updates else ():
+        scale, history, request = module._forward_state()
+        check_group(group, request)
+        if is_own_rule(request):
+            apply_own_rule(history, scale, request, forward=True)
+        else:
+            key = request.amax_compute_algo == "most_recent"
+            scales, histories, tops = batches.setdefault(key, ([], [], []))
+            scales.append(scale)
+            histories.append(history)
+            tops.append(scaled_max(request, True))
     for most_recent, (scales, histories, tops) in batches.items():
         delayed_update_(scales, histories, tops, most_recent)
 

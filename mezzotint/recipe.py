@@ -10,7 +10,9 @@ another recipe (`dataclasses.replace`).
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+import torch
 
 from mezzotint.constants import DType
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
@@ -55,6 +57,8 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
+    _is_filled: ClassVar[bool] = False  # by a recipe, from its switches: a changed copy of the recipe fills it again
+
 
 @dataclass(frozen=True)
 class QuantizerRole:
@@ -83,6 +87,9 @@ class DelayedScalingRequest(QuantizerRequest):
     amax_compute_algo: str | Callable = "max"
     scaling_factor_compute_algo: Callable | None = None
     reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        _check_delayed(self)
 
 
 @dataclass(frozen=True)
@@ -158,12 +165,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         _check_format(self, (Format.E4M3, Format.HYBRID))
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len}: give 1 or more")
-        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ("max", "most_recent"):
-            raise ValueError(
-                f"amax_compute_algo is {self.amax_compute_algo!r}: give 'max', 'most_recent' or a function"
-            )
+        _check_delayed(self)
         if self.backward_override is not None:
             raise ValueError(
                 f"backward_override is {self.backward_override!r}: delayed scaling has none, its scales are made in "
@@ -374,10 +376,33 @@ class NVFP4BlockScaling(Recipe):
         if self.row_scaled_activation and self.nvfp4_4over6 in ("activations", "all"):
             raise ValueError("row_scaled_activation and nvfp4_4over6 for activations exclude each other: choose one")
         transform = not self.disable_rht
-        _set(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
-        _set(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
+        _set_params(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
+        _set_params(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
         grad = QParams(random_hadamard_transform=transform, stochastic_rounding=not self.disable_stochastic_rounding)
-        _set(self, "fp4_quant_bwd_grad", grad)
+        _set_params(self, "fp4_quant_bwd_grad", grad)
+        self._check_params()
+
+    def _check_params(self) -> None:
+        """Options given tensor by tensor must make sense together."""
+        x, weight, grad = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad
+        assert x is not None
+        assert weight is not None
+        assert grad is not None
+        for name, params in (("fwd_inp", x), ("fwd_weight", weight), ("bwd_grad", grad)):
+            if params.power_2_scale or params.amax_epsilon:
+                raise ValueError(
+                    f"fp4_quant_{name} is {params}: NVFP4 has no power_2_scale and no amax_epsilon; leave them out"
+                )
+        if weight.random_hadamard_transform:
+            raise ValueError(
+                "fp4_quant_fwd_weight has random_hadamard_transform=True: only the weight gradient's operands, input "
+                "and gradient, are transformed; leave it False"
+            )
+        if x.random_hadamard_transform != grad.random_hadamard_transform and self.backward_override is None:
+            raise ValueError(
+                f"fp4_quant_fwd_inp has random_hadamard_transform={x.random_hadamard_transform}, fp4_quant_bwd_grad "
+                f"{grad.random_hadamard_transform}: the weight gradient multiplies both; give it to both or to none"
+            )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         is_weight, is_backward = role.tensor_type == "weight", role.tensor_type in BACKWARD_TENSORS
@@ -419,11 +444,14 @@ class CustomRecipe(Recipe):
         _check_override(self)
         if not callable(self.qfactory):
             raise TypeError(f"qfactory is {type(self.qfactory).__name__}: give a function of a QuantizerRole")
+        if self.quantization_alignment < 1:
+            raise ValueError(f"quantization_alignment is {self.quantization_alignment}: give 1 or more")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
         made = self.qfactory(role)
-        # By what it is not: inside a graph torch 2.11 does not know the class of a quantizer that was made there.
-        if made is None or isinstance(made, str | int | float | type | tuple | list | dict):
+        # Inside a graph torch 2.11 does not know the class of a quantizer that was made there: by what it is not.
+        is_wrong = made is None or isinstance(made, str | int | float | type | tuple | list | dict)
+        if is_wrong or (not torch.compiler.is_compiling() and not isinstance(made, Quantizer | QuantizerRequest)):
             raise TypeError(
                 f"qfactory gave {type(made).__name__} for {role}: give a Quantizer (IdentityQuantizer to leave the "
                 "tensor as it is) or a DelayedScalingRequest"
@@ -452,26 +480,54 @@ def _fast(recipe: Any) -> tuple[bool, bool, bool]:
     return fprop, dgrad, wgrad
 
 
-def _set(recipe: Any, name: str, default: Any) -> None:
-    """What was left None. (An instance as a field's default is something that torch 2.11 cannot trace.)"""
-    if getattr(recipe, name) is None:
+def _set_params(recipe: Any, name: str, default: QParams) -> None:
+    """What was left None, or was filled in before this recipe was copied (`dataclasses.replace`).
+
+    (An instance as a field's default is something that torch 2.11 cannot trace.)
+    """
+    given = getattr(recipe, name)
+    if given is not None and not isinstance(given, QParams):
+        raise TypeError(f"{name} is {type(given).__name__}: give a mezzotint.recipe.QParams")
+    if given is None or given._is_filled:
+        object.__setattr__(default, "_is_filled", True)
         object.__setattr__(recipe, name, default)
 
 
 def _fill_products(recipe: Any, fprop: bool, dgrad: bool, wgrad: bool) -> None:
     for name, split in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
-        _set(recipe, f"fp8_gemm_{name}", MMParams(split))
+        field = f"fp8_gemm_{name}"
+        given = getattr(recipe, field)
+        if given is None:
+            object.__setattr__(recipe, field, MMParams(split))
+        elif not isinstance(given, MMParams):
+            raise TypeError(f"{field} is {type(given).__name__}: give a mezzotint.recipe.MMParams")
 
 
 def _fill_params(recipe: Any, power_2_scale: bool) -> None:
     for name in ("fwd_inp", "fwd_weight", "bwd_grad"):
-        _set(recipe, f"fp8_quant_{name}", QParams(power_2_scale=power_2_scale))
+        field = f"fp8_quant_{name}"
+        _set_params(recipe, field, QParams(power_2_scale=power_2_scale))
+        params = getattr(recipe, field)
+        if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
+            raise ValueError(f"{field} is {params}: FP8 has power_2_scale and amax_epsilon; leave the others out")
 
 
 def _check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:
     if recipe.fp8_format not in allowed:
         names = " or ".join(f"Format.{fmt.name}" for fmt in allowed)
         raise ValueError(f"fp8_format is {recipe.fp8_format}: {type(recipe).__name__} takes {names}")
+
+
+def _check_delayed(recipe: Any) -> None:
+    """Options of delayed scaling: of the recipe, or of a request."""
+    if recipe.amax_history_len < 1:
+        raise ValueError(f"amax_history_len is {recipe.amax_history_len}: give 1 or more")
+    if not callable(recipe.amax_compute_algo) and recipe.amax_compute_algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_compute_algo is {recipe.amax_compute_algo!r}: give 'max', 'most_recent' or a function")
+    if recipe.scaling_factor_compute_algo is not None and not callable(recipe.scaling_factor_compute_algo):
+        raise ValueError(
+            f"scaling_factor_compute_algo is {recipe.scaling_factor_compute_algo!r}: give None or a function"
+        )
 
 
 def _check_override(recipe: Any) -> None:

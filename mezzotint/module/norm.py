@@ -59,8 +59,8 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         shape = hidden_size if normalized_shape is None else normalized_shape
-        if shape is None:
-            raise ValueError("normalized_shape is None: give the size of the last dimension, or a tuple of sizes")
+        if shape is None or shape == ():
+            raise ValueError(f"normalized_shape is {shape}: give the size of the last dimension, or a tuple of sizes")
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(self.normalized_shape)})
         check_parallel(None, 1, sequence_parallel, None)

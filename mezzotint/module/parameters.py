@@ -66,7 +66,7 @@ def split_names(parameters_split: Any, features: int) -> dict[str, int]:
     if not parameters_split:
         return {}
     if isinstance(parameters_split, str):
-        raise TypeError(f"parameters_split is {parameters_split!r}: give a tuple of names, or a dict of names and sizes")
+        raise TypeError(f"parameters_split is {parameters_split!r}: give a tuple of names or a dict of names and sizes")
     if isinstance(parameters_split, dict):
         sizes = dict(parameters_split)
         check_features(**{f"parameters_split[{name!r}]": size for name, size in sizes.items()})

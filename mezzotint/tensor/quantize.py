@@ -29,7 +29,7 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
     if dtype is not None:
         check_nominal(dtype)
     if quantizer.internal:
-        storage = quantize_storage(x.detach(), quantizer)
+        storage = quantize_storage(x.detach(), quantizer.copy())
         if dtype is not None:
             storage._dtype = dtype
         return storage
@@ -42,8 +42,11 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
 
 
 def quantize_storage(x: torch.Tensor, quantizer: "Quantizer", **given: torch.Tensor | None) -> QuantizedTensorStorage:
-    """`x` → storage with the quantizer's directions. `given`: amax reduced over a group, rng state, by name."""
-    return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype)
+    """`x` → storage with the quantizer's directions, which keeps the quantizer itself: it is a value to this package.
+
+    `given`: amax reduced over a group, rng state, by name.
+    """
+    return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype, quantizer)
 
 
 def quantize_scaled(
@@ -55,7 +58,7 @@ def quantize_scaled(
     if not quantizer.takes_scale():
         return quantize_storage(x, quantizer), None
     *buffers, amax = quantize_buffers(x, quantizer, {"scale": scale})
-    return assemble(buffers, quantizer, True, x.shape, x.dtype), amax
+    return assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer), amax
 
 
 def quantize_source(
@@ -83,7 +86,7 @@ def quantize_source(
         *buffers, summed = buffers
     if quantizer.takes_scale():
         *buffers, amax = buffers
-    return assemble(buffers, quantizer, True, shape, dtype), amax, None if sums is None else summed
+    return assemble(buffers, quantizer, True, shape, dtype, quantizer), amax, None if sums is None else summed
 
 
 def _quantize_tensor(x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:
@@ -150,18 +153,25 @@ def _tensor_arguments(
 
 
 def assemble(
-    buffers: Sequence[torch.Tensor], quantizer: "Quantizer", internal: bool, shape: Any, dtype: torch.dtype
+    buffers: Sequence[torch.Tensor],
+    quantizer: "Quantizer",
+    internal: bool,
+    shape: Any,
+    dtype: torch.dtype,
+    owned: Any = None,
 ) -> Any:
-    """The op's buffers → storage, or tensor of that logical shape."""
+    """The op's buffers → storage, or tensor of that logical shape, with a quantizer of its own: a copy, or `owned`."""
     name, kwargs, values = quantizer._holder(internal)
     fields = dict(zip(kwargs, buffers, strict=True))
+    fields.update(values)
     # By name, through the registry: a class that comes out of a constant has no source that the compiler could guard.
     cls = class_by_name(name)
     if quantizer._is_constant():
-        return cls._build(shape, dtype, {**fields, **values, "quantizer": quantizer.copy()})
+        fields["quantizer"] = quantizer.copy() if owned is None else owned
+        return cls._build(shape, dtype, fields)
     # One that holds tensors, or that the compiler does not know, is no constant: it is put on the finished tensor,
     # outside of what a graph carries.
-    made = cls._build(shape, dtype, {**fields, **values})
+    made = cls._build(shape, dtype, fields)
     made._quantizer = quantizer.copy()
     return made
 

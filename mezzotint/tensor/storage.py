@@ -129,7 +129,8 @@ class QuantizedTensorStorage(Flattenable):
         """A new storage of the same buffers with these directions only; a missing one is an error."""
         dropped = (() if rowwise else self._ROWWISE) + (() if columnwise else self._COLUMNWISE)
         shared = (self._ROWWISE if rowwise else ()) + (self._COLUMNWISE if columnwise else ())
-        if self._holds(shared):
+        # The short way, for a storage that holds what is asked for, each direction in buffers of its own.
+        if self._ROWWISE[:1] != self._COLUMNWISE[:1] and self._holds(shared):
             fields = {
                 kwarg: None if name in dropped and name not in shared else getattr(self, name)
                 for name, kwarg in self._FLATTEN_TENSOR_BUFFERS
