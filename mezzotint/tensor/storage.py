@@ -130,7 +130,8 @@ class QuantizedTensorStorage(Flattenable):
         dropped = (() if rowwise else self._ROWWISE) + (() if columnwise else self._COLUMNWISE)
         shared = (self._ROWWISE if rowwise else ()) + (self._COLUMNWISE if columnwise else ())
         # The short way, for a storage that holds what is asked for, each direction in buffers of its own.
-        if self._ROWWISE[:1] != self._COLUMNWISE[:1] and self._holds(shared):
+        is_held = (not rowwise or self._holds(self._ROWWISE)) and (not columnwise or self._holds(self._COLUMNWISE))
+        if is_held and self._ROWWISE[0] != self._COLUMNWISE[0]:
             fields = {
                 kwarg: None if name in dropped and name not in shared else getattr(self, name)
                 for name, kwarg in self._FLATTEN_TENSOR_BUFFERS
