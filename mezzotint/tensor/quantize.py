@@ -162,7 +162,7 @@ def assemble(
 ) -> Any:
     """The op's buffers → storage, or tensor of that logical shape, with a quantizer of its own: a copy, or `owned`."""
     name, kwargs, values = quantizer._holder(internal)
-    fields = dict(zip(kwargs, buffers, strict=True))
+    fields: dict[str, Any] = dict(zip(kwargs, buffers, strict=True))
     fields.update(values)
     # By name, through the registry: a class that comes out of a constant has no source that the compiler could guard.
     cls = class_by_name(name)

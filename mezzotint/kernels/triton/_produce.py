@@ -12,6 +12,7 @@ from mezzotint.constants import cdiv
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, tile_of
 from mezzotint.kernels.triton._jit_source import Input, load_input, read
+from mezzotint.kernels.triton._launch import Fast
 
 
 def write_config(K: int) -> dict[str, int]:
@@ -112,13 +113,16 @@ def write(made: Made) -> torch.Tensor:
     return out
 
 
+_fast_sums, _fast_finish = Fast(_sums_kernel), Fast(_finish_kernel)
+
+
 def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
     """FP32 sums over the rows, cast to `out`, [K]."""
     options = sums_config()
     strips = cdiv(source.M, options["STRIP"])
     partials = source.x.new_empty((strips, source.K), dtype=torch.float32)
     if partials.numel():
-        _sums_kernel[(strips * cdiv(source.K, options["BN"]),)](
+        _fast_sums[(strips * cdiv(source.K, options["BN"]),)](
             source.x,
             partials,
             source.given(),
@@ -145,7 +149,7 @@ def finish_sums(partials: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if K:
         options = finish_config()
         grid = (cdiv(K, options["BS"]),)
-        _finish_kernel[grid](partials, out, count, K, **options, enable_fp_fusion=False)
+        _fast_finish[grid](partials, out, count, K, **options, enable_fp_fusion=False)
     return out
 
 

@@ -36,6 +36,7 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import Input, load_input, read, store_sums
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, finish_source
 from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
 
@@ -203,7 +204,7 @@ def _cast(
     if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
         grid = (max(1, cdiv(numel, options["BLOCK"])),)
-        _cast_kernel[grid](
+        _fast_cast[grid](
             x,
             data,
             scale_inv,
@@ -222,7 +223,7 @@ def _cast(
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
-    _cast_tile_kernel[grid](
+    _fast_cast_tile[grid](
         x,
         data,
         transpose,
@@ -243,6 +244,9 @@ def _cast(
         enable_fp_fusion=False,
     )
     finish_source(source, partials)
+
+
+_fast_cast, _fast_cast_tile = Fast(_cast_kernel), Fast(_cast_tile_kernel)
 
 
 def quantize(

@@ -10,6 +10,7 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import ahead, tile_of
 from mezzotint.kernels.triton._jit_source import Input, load_input
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, NORM
 
 PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
@@ -62,12 +63,15 @@ def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
     tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
 
 
+_fast_amax = Fast(_amax_kernel)
+
+
 def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
     """Partial maxima of a contiguous tensor, at most PARTIALS."""
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
     partials = x.new_empty(count, dtype=torch.float32)
-    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
+    _fast_amax[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
     return partials
 
 

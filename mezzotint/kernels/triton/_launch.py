@@ -1,0 +1,70 @@
+"""Launches without Triton's search for the compiled kernel.
+
+`kernel[grid](…)` binds, specialises and looks up its arguments in Python at each call, some 20 µs, more than a small
+kernel runs. `Fast` keeps what that found, by what it depends on: of a tensor its dtype and 16-byte alignment, of an
+int whether it is 1 or a multiple of 16 and whether it needs 64 bits, all else by value. The compiled kernel is then
+launched by its own `run`. Anything unusual (hooks of a profiler, the interpreter, another Triton) takes Triton's way.
+"""
+
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+
+class Fast:
+    """A jitted kernel: `Fast(kernel)[grid](…)` is `kernel[grid](…)`."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.found: dict[Any, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **constants: Any) -> None:
+            self.launch(grid, args, constants)
+
+        return launch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        if not isinstance(self.kernel, JITFunction) or knobs.runtime.launch_enter_hook is not None:
+            self.kernel[grid](*args, **constants)
+            return
+        device = torch.cuda.current_device()
+        key = (device, tuple([_kind(arg) for arg in args]), tuple(constants.items()))
+        found = self.found.get(key)
+        if found is None:
+            compiled = self.kernel[grid](*args, **constants)
+            names = self.kernel.arg_names
+            rest = tuple([constants[name] for name in names[len(args) :]])
+            self.found[key] = (compiled, rest)
+            return
+        compiled, rest = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            grid[0],
+            grid[1] if len(grid) > 1 else 1,
+            grid[2] if len(grid) > 2 else 1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *args,
+            *rest,
+        )
+
+
+def _kind(arg: Any) -> Any:
+    """What a compiled kernel depends on."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() & 15 == 0
+    if type(arg) is int:
+        return arg == 1, arg & 15 == 0, -0x80000000 <= arg < 0x80000000
+    if isinstance(arg, tuple):
+        return tuple([_kind(part) for part in arg])
+    return arg
