@@ -66,6 +66,7 @@ def _clear_kernel(out, noop):
 @triton.jit
 def _scale(
     source,
+    value,
     count,
     eps,
     DTYPE: tl.constexpr,
@@ -74,11 +75,13 @@ def _scale(
     SCALED: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The scale: `source` holds it (SCALED), or the amax (BP = 0), or `count` partial maxima."""
+    """The scale: `source` holds it (SCALED), or the amax (BP = 0), or `count` partial maxima; BP < 0: of `value`."""
     if SCALED:
         return tl.load(source)
     else:
-        if BP == 0:
+        if BP < 0:
+            amax = drop_nan(tl.max(tl.abs(value)))
+        elif BP == 0:
             amax = tl.load(source)
         else:
             p = tl.arange(0, BP)
@@ -118,7 +121,7 @@ def _cast_kernel(
     block = (pid if SCALED else tl.num_programs(0) - 1 - pid).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
-    scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    scale = _scale(source, value, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     if data is not None:
@@ -162,7 +165,7 @@ def _cast_tile_kernel(
     c = col * BN + tl.arange(0, BN)
     value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
     store_sums(given, value, row, c, K, SOURCE)
-    scale = _scale(source, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    scale = _scale(source, value, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     code = cast_fp8(value * scale, DTYPE)
@@ -264,7 +267,10 @@ def quantize(
     """Current scaling."""
     given = amax is not None
     source = read(x, passes=1 if given else 2)
-    if amax is None:
+    alone = not given and config is None and _fits_one_program(source, rowwise, columnwise)
+    if alone:
+        amax = out[-1]  # not read
+    elif amax is None:
         if source.kind is None:
             source = source._replace(x=source.x.contiguous())
             amax = amax_partials(source.x, noop)
@@ -283,8 +289,18 @@ def quantize(
         POW2=pow2,
         FOR_INF=for_inf(torch.float32, pow2),
         SCALED=False,
-        BP=0 if given else PARTIALS,
+        BP=-1 if alone else 0 if given else PARTIALS,
     )
+
+
+def _fits_one_program(source: Input, rowwise: bool, columnwise: bool) -> bool:
+    """Whether the program of the cast sees all of x, and can take the amax itself: no first launch."""
+    if source.M * source.K == 0:
+        return False
+    if not columnwise and source.kind is None and source.x.is_contiguous():
+        return source.M * source.K <= flat_config()["BLOCK"]
+    options = tile_config(rowwise)
+    return source.M <= options["BM"] and source.K <= options["BN"]
 
 
 def quantize_scaled(
@@ -336,9 +352,11 @@ _TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
 AHEAD = [
     ahead(_clear_kernel, "fp32 fp32"),
     ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
+    ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **flat_config()),
     ahead(_cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
     ahead(_cast_kernel, "fp16 u8 fp32 fp32 fp32 -", **_DELAYED, **flat_config()),
     ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE, EVEN=True),
+    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **_TILE, EVEN=False),
     ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
     ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
     ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
