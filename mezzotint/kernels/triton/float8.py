@@ -2,7 +2,7 @@
 
 Current scaling, two launches. The first (`float8_amax.py`) leaves a few partial maxima, which every program of the cast
 reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards: what the
-first pass read last is still in the cache.
+first pass read last is still in the cache. A tensor that one program sees whole takes one launch.
 
 Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
 
