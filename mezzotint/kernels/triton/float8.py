@@ -298,9 +298,9 @@ def _fits_one_program(source: Input, rowwise: bool, columnwise: bool) -> bool:
     if source.M * source.K == 0:
         return False
     if not columnwise and source.kind is None and source.x.is_contiguous():
-        return source.M * source.K <= flat_config()["BLOCK"]
+        return flat_config()["BLOCK"] >= source.M * source.K
     options = tile_config(rowwise)
-    return source.M <= options["BM"] and source.K <= options["BN"]
+    return options["BM"] >= source.M and options["BN"] >= source.K
 
 
 def quantize_scaled(

@@ -1,0 +1,185 @@
+"""Delayed scaling's state in a module: buffers, how they move, how they are saved.
+
+For each direction `scale` FP32 [n] and `amax_history` FP32 (L, n), in buffers that are no part of the state dict; n is
+3 per GEMM forward (input, weight, output) and 2 backward (grad_output, grad_input). They exist from the start, because
+what a graph creates in its first call would make the second call another graph. A recipe with a shorter history uses
+the first rows. What was learnt is saved under `_extra_state`, one plain FP32 tensor (1 + L, 5 per GEMM): scales, then
+histories; a module that has learnt nothing saves nothing.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.module.parameters import attributes_of, restore_attributes
+from mezzotint.recipe import DelayedScalingRequest, Recipe
+
+FORWARD_SLOTS = ("input", "weight", "output")
+BACKWARD_SLOTS = ("grad_output", "grad_input")
+HISTORY_LENGTH = 1024
+_BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+@dataclass(frozen=True)
+class MetaTensors:
+    """Delayed scaling's state of one direction: views of the module's buffers."""
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+class StatefulModule(nn.Module):
+    """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
+
+    num_gemms: int
+    scale_fwd: torch.Tensor
+    amax_history_fwd: torch.Tensor
+    scale_bwd: torch.Tensor
+    amax_history_bwd: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_gemms = 1
+        self._workspaces: tuple[Any, ...] | None = None
+        self._weight_scales: torch.Tensor | None = None
+        self._is_pending = False
+        self._request: DelayedScalingRequest | None = None
+        self._recipe: Recipe | None = None
+        self._resolved: Any = None  # (recipe, what it was resolved for, quantizers, request): a memo of eager code
+
+    def _init_state(self, num_gemms: int, device: torch.device) -> None:
+        """Buffers of delayed scaling."""
+        self.num_gemms = num_gemms
+        for direction, per_gemm in (("fwd", len(FORWARD_SLOTS)), ("bwd", len(BACKWARD_SLOTS))):
+            n = per_gemm * num_gemms
+            self.register_buffer(f"scale_{direction}", torch.ones(n, device=device), persistent=False)
+            history = torch.zeros(HISTORY_LENGTH, n, device=device)
+            self.register_buffer(f"amax_history_{direction}", history, persistent=False)
+
+    def _reset_state(self) -> None:
+        for name in _BUFFERS:
+            buffer = getattr(self, name)
+            if buffer.is_meta:
+                buffer = torch.empty_like(buffer, device=self._parameter_device())
+            setattr(self, name, buffer.fill_(1.0) if name.startswith("scale") else buffer.zero_())
+        self._workspaces = None
+
+    def _parameter_device(self) -> torch.device:
+        return next(p.device for p in self.parameters(recurse=False))
+
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Keep the first rows, or add rows of zeros."""
+        for direction in ("fwd", "bwd"):
+            if fwd is not None and fwd != (direction == "fwd"):
+                continue
+            old = getattr(self, f"amax_history_{direction}")
+            if length > old.shape[0]:
+                more = old.new_zeros(length - old.shape[0], old.shape[1])
+                setattr(self, f"amax_history_{direction}", torch.cat((old, more)))
+            else:
+                old[length:].zero_()
+
+    def _grow_history(self, length: int) -> None:
+        if length > self.amax_history_fwd.shape[0]:
+            self.adjust_amax_history_length(length)
+
+    def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
+        """Scale, history, and the request that they serve: what the end of an autocast region updates."""
+        assert self._request is not None
+        return self.scale_fwd, self.amax_history_fwd[: self._request.amax_history_len], self._request
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """Delayed scaling's live state, and the recipe in use."""
+        length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
+        return {
+            "recipe": self._recipe,
+            "num_gemms": self.num_gemms,
+            "scaling_fwd": MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
+            "scaling_bwd": MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),
+        }
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Copies of scales and histories."""
+        return {
+            f"scaling_{d}": [getattr(self, f"{n}_{d}").clone() for n in ("scale", "amax_history")]
+            for d in ("fwd", "bwd")
+        }
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, list[torch.Tensor]] | None = None) -> None:
+        """Back to the start, or to what `get_fp8_meta_tensors` gave."""
+        if fp8_meta_tensors is None:
+            self._reset_state()
+            return
+        for key, tensors in fp8_meta_tensors.items():
+            for name, tensor in zip(("scale", "amax_history"), tensors, strict=True):
+                getattr(self, f"{name}_{key.removeprefix('scaling_')}").copy_(tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves keep what users put on parameters, and delayed scaling in FP32."""
+        attributes = attributes_of(self)
+        state = {name: self._buffers[name] for name in _BUFFERS if name in self._buffers}
+        made = super()._apply(fn, recurse)
+        for name, buffer in state.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != torch.float32:
+                self._buffers[name] = buffer.to(moved.device)
+        restore_attributes(self, attributes)
+        self._workspaces = None
+        return made
+
+    # Checkpoints
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        """Scales and histories of delayed scaling as one FP32 tensor; None where nothing was learnt."""
+        if "scale_fwd" not in self._buffers or self.scale_fwd.is_meta:
+            return None
+        parts = [
+            torch.cat((getattr(self, f"scale_{d}")[None], getattr(self, f"amax_history_{d}"))) for d in ("fwd", "bwd")
+        ]
+        state = torch.cat(parts, 1)
+        return None if bool((state[0] == 1).all()) and not bool(state[1:].any()) else state
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """What `get_extra_state` gave."""
+        if state is None or state.numel() == 0:
+            return
+        wanted = (len(FORWARD_SLOTS) + len(BACKWARD_SLOTS)) * self.num_gemms
+        if state.dim() != 2 or state.shape[1] != wanted or state.shape[0] < 2:
+            raise ValueError(f"_extra_state has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})")
+        self.adjust_amax_history_length(state.shape[0] - 1)
+        state = state.to(self.scale_fwd.device, torch.float32)
+        first = len(FORWARD_SLOTS) * self.num_gemms
+        for direction, part in (("fwd", state[:, :first]), ("bwd", state[:, first:])):
+            getattr(self, f"scale_{direction}").copy_(part[0])
+            getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if destination.get(f"{prefix}_extra_state") is None:
+            destination.pop(f"{prefix}_extra_state", None)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        key = f"{prefix}_extra_state"
+        if key in missing_keys:  # a checkpoint of a recipe without state, or of torch's own modules
+            missing_keys.remove(key)
+        self._workspaces = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        restore_attributes(made, copy.deepcopy(attributes_of(self), memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_workspaces=None, _resolved=None, _is_pending=False)
+        return state
