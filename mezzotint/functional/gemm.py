@@ -10,7 +10,7 @@ from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.gemm import Operand, gemm_unchecked
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-__all__ = ["GEMMType", "MMParams", "multiply", "operand"]
+__all__ = ["GEMMType", "MMParams", "is_custom", "multiply", "operand"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def multiply(
     fast: bool = False,
 ) -> torch.Tensor:
     """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
-    if _is_custom(a) and _is_custom(b):
+    if is_custom(a) and is_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
     return gemm_unchecked(operand(a, a_columnwise), operand(b, b_columnwise), out_dtype, bias, accumulate, fast)
 
@@ -54,7 +54,8 @@ class GEMMType(Enum):
     WGRAD = "wgrad"
 
 
-def _is_custom(x: Any) -> bool:
+def is_custom(x: Any) -> bool:
+    """Whether a user's own quantizer made it."""
     quantizer = getattr(x, "_quantizer", None) if not isinstance(x, torch.Tensor) else None
     return quantizer is not None and quantizer.is_custom()
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.functional.gemm import operand
+from mezzotint.functional.gemm import is_custom, multiply, operand
 from mezzotint.functional.linear import (
     LinearQuantizers,
     Needs,
     Numerics,
     WeightGrad,
     as_multiplied,
+    compute_weight_gradient,
     in_high_precision,
     kept,
     needs_original,
@@ -89,13 +90,8 @@ def _quantized(
 def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, GroupedLinearMade]:
     """y (M, N)."""
     xs_q, amaxes = _quantized(a.x, a.splits, [q.input for q in a.quantizers], a.input_scales)
-    y = grouped_gemm_packed(
-        [operand(x, False) for x in xs_q],
-        [operand(in_high_precision(w, a.numerics), False) for w in a.weights_q],
-        out_dtype=a.numerics.dtype,
-        bias=list(a.biases) or None,
-        fast_accum=a.numerics.fast_fprop,
-    )
+    weights = [in_high_precision(w, a.numerics) for w in a.weights_q]
+    y = _products(list(xs_q), weights, False, a.numerics.dtype, a.biases, a.numerics.fast_fprop)
     return y, GroupedLinearMade(xs_q, amaxes)
 
 
@@ -149,12 +145,7 @@ def grouped_linear_backward(b: GroupedLinearBwdArgs, dy: Any) -> tuple[Any, ...]
     dx = None
     if b.needs.input:
         weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in b.weights]
-        dx = grouped_gemm_packed(
-            [operand(g, False) for g in gs],
-            [operand(w, True) for w in weights],
-            out_dtype=b.numerics.dtype,
-            fast_accum=b.numerics.fast_dgrad,
-        )
+        dx = _products(list(gs), weights, True, b.numerics.dtype, (), b.numerics.fast_dgrad)
     dws: tuple[Any, ...] = (None,) * len(b.wgrads)
     if b.needs.weight:
         source = list(parts) if b.numerics.keeps_wgrad else list(gs)
@@ -176,15 +167,50 @@ def grouped_weight_gradients(
 def compute_grouped_weight_gradients(
     wgrads: tuple[WeightGrad, ...], dys: list[Any], xs: list[Any], fast: bool
 ) -> tuple[torch.Tensor | None, ...]:
+    """Groups with a `main_grad` are added into it, the others are returned."""
+    if is_custom(dys[0]) or any(wgrad.overwrites for wgrad in wgrads):
+        groups = zip(wgrads, dys, xs, strict=True)
+        return tuple([compute_weight_gradient(wgrad, dy, x, fast) for wgrad, dy, x in groups])
+    made: list[torch.Tensor | None] = [None] * len(wgrads)
     a, b = [operand(dy, True) for dy in dys], [operand(x, True) for x in xs]
-    into = [wgrad.main_grad for wgrad in wgrads if wgrad.main_grad is not None]
-    if not into:
-        return tuple(grouped_gemm(a, b, out_dtype=wgrads[0].dtype, fast_accum=fast))
-    if wgrads[0].overwrites:
-        for main_grad in into:
-            main_grad.zero_()
-    grouped_gemm(a, b, out_dtype=into[0].dtype, accumulate=into, fast_accum=fast)
-    return (None,) * len(wgrads)
+    added = [i for i, wgrad in enumerate(wgrads) if wgrad.main_grad is not None]
+    if added:
+        into: list[Any] = [wgrads[i].main_grad for i in added]
+        pair = [a[i] for i in added], [b[i] for i in added]
+        grouped_gemm(*pair, out_dtype=into[0].dtype, accumulate=into, fast_accum=fast)
+    rest = [i for i, wgrad in enumerate(wgrads) if wgrad.main_grad is None]
+    if rest:
+        pair = [a[i] for i in rest], [b[i] for i in rest]
+        parts = grouped_gemm(*pair, out_dtype=wgrads[rest[0]].dtype, fast_accum=fast)
+        for i, part in zip(rest, parts, strict=True):
+            made[i] = part
+    return tuple(made)
+
+
+def _products(
+    a: list[Any],
+    b: list[Any],
+    b_columnwise: bool,
+    out_dtype: torch.dtype,
+    biases: tuple[torch.Tensor, ...],
+    fast: bool,
+) -> torch.Tensor:
+    """(M, …): every group's product, one below the other."""
+    if is_custom(a[0]):
+        each = biases or (None,) * len(a)
+        return torch.cat(
+            [
+                multiply(x, w, b_columnwise=b_columnwise, out_dtype=out_dtype, bias=bias, fast=fast)
+                for x, w, bias in zip(a, b, each, strict=True)
+            ]
+        )
+    return grouped_gemm_packed(
+        [operand(x, False) for x in a],
+        [operand(w, b_columnwise) for w in b],
+        out_dtype=out_dtype,
+        bias=list(biases) or None,
+        fast_accum=fast,
+    )
 
 
 def _forward(a: GroupedLinearFwdArgs) -> tuple[Any, ...]:

@@ -44,8 +44,9 @@ def quantize_weight(
         if quantizer is None:
             return tensor.detach(), None, None
         tensor = tensor.detach()
-        if workspace is not None and is_valid_workspace(workspace, tensor, quantizer):
-            if update_workspace:
+        updates = update_workspace and not quantizer.takes_scale()  # whose scale comes with each call: made anew
+        if workspace is not None and is_valid_workspace(workspace, tensor, quantizer) and updates == update_workspace:
+            if updates:
                 update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag)
             return workspace, None, None
         made, amax = quantize_scaled(tensor, quantizer, scale)
@@ -53,8 +54,11 @@ def quantize_weight(
 
 
 def is_valid_workspace(workspace: Any, tensor: torch.Tensor, quantizer: Quantizer) -> bool:
-    """Of the same quantizer class, shape and device, and with every usage that is needed now."""
+    """Of the same quantizer class, shape, device and meaning of bytes, and with every usage that is needed now."""
     if type(workspace._quantizer) is not type(quantizer) or tuple(workspace.shape) != tuple(tensor.shape):
+        return False
+    values = quantizer.storage_metadata()
+    if any(getattr(workspace, name) != values[kwarg] for name, kwarg, _ in workspace._VALUES if kwarg in values):
         return False
     held = workspace.get_usages()
     needed = quantizer.get_usages()

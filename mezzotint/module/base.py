@@ -93,14 +93,20 @@ class TransformerEngineBaseModule(StatefulModule):
         scale, history = (self.scale_fwd, self.amax_history_fwd) if forward else (self.scale_bwd, self.amax_history_bwd)
         return Float8Quantizer(scale[slot : slot + 1], history[0, slot : slot + 1], _element(_delayed(made), forward))
 
-    def _boundary_quantizer(self, gemm: int, tensor_type: str) -> Quantizer:
-        """Of a tensor that leaves the module quantized: row-wise."""
+    def _boundary_quantizer(self, gemm: int, tensor_type: str, call: Call | None = None) -> Quantizer:
+        """Of a tensor that leaves the module quantized: row-wise.
+
+        A recomputation (`call`) has the scale of the first run and writes no state.
+        """
         recipe = STATE.recipe if STATE.enabled else None
         if recipe is None:
             raise ValueError("fp8_output and fp8_grad need a recipe: call the module inside autocast(recipe=...)")
         forward = tensor_type == "output"
         slot = len(FORWARD_SLOTS) * gemm + 2 if forward else len(BACKWARD_SLOTS) * gemm + 1
         quantizer = self._live_quantizer(recipe, self._role(gemm, tensor_type), slot, forward)
+        if call is not None and call.scales is not None and not call.records and isinstance(quantizer, Float8Quantizer):
+            scale = call.scales[slot : slot + 1]
+            quantizer = Float8Quantizer(scale, torch.zeros_like(scale), quantizer.dtype)
         return quantizer.with_usage(rowwise=True, columnwise=False)
 
     # Roles
@@ -191,6 +197,7 @@ class TransformerEngineBaseModule(StatefulModule):
             memo = self._resolved
             if memo is None or memo[1] != key or (memo[0] is not recipe and memo[0] != recipe):
                 memo = self._resolved = (recipe, key, *self._resolve(recipe, key))
+            if self._recipe is not recipe:
                 self._recipe = recipe
             quantizers, request = memo[2], memo[3]
         fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
@@ -279,6 +286,15 @@ class TransformerEngineBaseModule(StatefulModule):
         if call.records and slots:
             with torch.no_grad():
                 run_op(delayed_saw_, self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
+
+    def _input_amaxes(self, call: Call, amaxes: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """What a core gave back, GEMM by GEMM: None where the input has no delayed scaling."""
+        rest = list(amaxes)
+        found: list[torch.Tensor | None] = []
+        for quantizers in call.quantizers:
+            has_amax = quantizers.input is not None and quantizers.input.takes_scale()
+            found.append(rest.pop(0) if has_amax else None)
+        return found
 
     def _is_calibrating(self) -> bool:
         return STATE.calibrating and not STATE.enabled

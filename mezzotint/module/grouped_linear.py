@@ -120,6 +120,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
         check_rows(splits, x.shape[0])
         if dgrad_out is not None:
+            check_buffer("dgrad_out", dgrad_out, inp)
             x = _WriteGradient.apply(x, dgrad_out)
         added = () if self.return_bias else biases
         has_grad = torch.is_grad_enabled()
@@ -129,6 +130,9 @@ class GroupedLinear(TransformerEngineBaseModule):
             has_grad and any(bias.requires_grad for bias in added),
         )
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch, weights[0])
+        if self._is_calibrating():
+            inputs = zip(x.split(list(splits)), weights, strict=True)
+            self._calibrate([slot for part, weight in inputs for slot in (part, weight, None)])
         weights_q, weight_amaxes = self._weights_q(call, weights)
         args = GroupedLinearFwdArgs(
             x,
@@ -147,11 +151,12 @@ class GroupedLinear(TransformerEngineBaseModule):
         )
         y, *amaxes = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
         if call.records:
-            pairs = zip(amaxes, weight_amaxes, strict=True)
+            pairs = zip(self._input_amaxes(call, amaxes), weight_amaxes, strict=True)
             self._record(call, [item for x_amax, w_amax in pairs for item in (x_amax, w_amax, None)])
         y = y.view(*inp.shape[:-1], self.out_features)
         if out is not None:
-            y = out.copy_(y)
+            check_buffer("out", out, y)
+            y = _WriteInto.apply(y, out)
         if self.return_bias:
             return y, [bias.to(dtype) for bias in biases] or None
         return y
@@ -173,7 +178,12 @@ def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
     """Rows of each group. A tensor is read: on a GPU that waits for it."""
     if isinstance(m_splits, torch.Tensor):
         m_splits = m_splits.tolist()
+    if not isinstance(m_splits, list | tuple | torch.Size):
+        raise TypeError(f"m_splits is {type(m_splits).__name__}: give a list or a tensor, the rows of each group")
     splits = tuple(m_splits)
+    for size in splits:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"m_splits holds {size!r}: give the number of rows of each group, an int of 0 or more")
     if len(splits) != groups:
         raise ValueError(f"m_splits has {len(splits)} entries: this module has {groups} groups")
     return splits
@@ -185,6 +195,26 @@ def check_rows(splits: tuple[int, ...], rows: int) -> None:
         total += size
     if total != rows:
         raise ValueError(f"m_splits adds up to {total}, inp has {rows} rows: they must be equal")
+
+
+def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
+    """A buffer takes a result of its own shape, dtype and device."""
+    given = (tuple(buffer.shape), buffer.dtype, buffer.device)
+    wanted = (tuple(like.shape), like.dtype, like.device)
+    if given != wanted:
+        raise ValueError(f"{name} is {given}: the result is {wanted}; they must be equal")
+
+
+class _WriteInto(torch.autograd.Function):
+    """y, in the memory of a buffer that the caller owns and may use again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.detach().copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
 
 
 class _WriteGradient(torch.autograd.Function):

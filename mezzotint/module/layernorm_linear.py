@@ -137,9 +137,9 @@ class LayerNormLinear(TransformerEngineBaseModule):
         norm_out = rest.pop(0) if args.returns_norm else None
         self._calibrate((norm_out, weight))
         if call.records:
-            self._record(call, (*rest, weight_amax))
+            self._record(call, (*self._input_amaxes(call, rest), weight_amax))
         if fp8_output:
-            y = quantize(y, self._boundary_quantizer(0, "output"))
+            y = quantize(y, self._boundary_quantizer(0, "output", call))
         outputs: list[Any] = [y]
         if self.return_bias:
             outputs.append(None if bias is None else bias.to(dtype))

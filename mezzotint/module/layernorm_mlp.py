@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from mezzotint.functional.activation import is_gated, resolve_activation
+from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import apply
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
-from mezzotint.functional.norm import NormOptions
+from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
 from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
 from mezzotint.module.boundary import dequantized
 from mezzotint.module.norm import check_normalization, register_norm, reset_norm
@@ -141,6 +141,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs1, needs2), is_first_microbatch, w1)
+        if self._is_calibrating():
+            self._calibrate(self._inputs_of_gemms(x))
         (w1_q, w2_q), (w1_amax, w2_amax) = self._weights_q(call, (w1, w2))
         args = LayerNormMLPFwdArgs(
             x,
@@ -162,7 +164,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
         norm_out = rest.pop(0) if self.return_layernorm_output else None
         if call.records:
-            x_amaxes = [*rest, None, None]
+            x_amaxes = self._input_amaxes(call, rest)
             self._record(call, (x_amaxes[0], w1_amax, None, x_amaxes[1], w2_amax))
         outputs: list[Any] = [y]
         if self.return_bias:
@@ -171,8 +173,21 @@ class LayerNormMLP(TransformerEngineBaseModule):
             outputs.append(norm_out)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
+    def _inputs_of_gemms(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """In high precision, slot by slot."""
+        with torch.no_grad():
+            options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
+            first, _ = norm_forward(NormFwdArgs(x, self.layer_norm_weight, self.layer_norm_bias, options))
+            hidden = torch.nn.functional.linear(first, self.fc1_weight.to(x.dtype), _cast(self.fc1_bias, x.dtype))
+            second = activate(ActivationFwdArgs(hidden, self._activation, self._activation_params))
+        return first, self.fc1_weight, None, second, self.fc2_weight
+
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
             f"normalization={self.normalization}, activation={self.activation}"
         )
+
+
+def _cast(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if bias is None else bias.to(dtype)

@@ -119,9 +119,9 @@ class Linear(TransformerEngineBaseModule):
         args.x, args.grad_state = x, call.grad_state
         y, *amaxes = apply(LINEAR, args, needs.input or needs.weight or needs.bias)
         if call.records:
-            self._record(call, (*amaxes, weight_amax))
+            self._record(call, (*self._input_amaxes(call, amaxes), weight_amax))
         if fp8_output:
-            y = quantize(y, self._boundary_quantizer(0, "output"))
+            y = quantize(y, self._boundary_quantizer(0, "output", call))
         if self.return_bias:
             return y, None if bias is None else bias.to(dtype)
         return y

@@ -65,7 +65,11 @@ class StatefulModule(nn.Module):
             if buffer.is_meta:
                 buffer = torch.empty_like(buffer, device=self._parameter_device())
             setattr(self, name, buffer.fill_(1.0) if name.startswith("scale") else buffer.zero_())
-        self._workspaces = None
+        self._drop_workspaces()
+
+    def _drop_workspaces(self) -> None:
+        """Kept weights are of other parameters, or elsewhere, from now on."""
+        self._workspaces = self._weight_scales = None
 
     def _parameter_device(self) -> torch.device:
         return next(p.device for p in self.parameters(recurse=False))
@@ -128,7 +132,7 @@ class StatefulModule(nn.Module):
             if buffer is not None and moved is not None and moved.dtype != torch.float32:
                 self._buffers[name] = buffer.to(moved.device)
         restore_attributes(self, attributes)
-        self._workspaces = None
+        self._drop_workspaces()
         return made
 
     # Checkpoints
@@ -169,7 +173,7 @@ class StatefulModule(nn.Module):
         key = f"{prefix}_extra_state"
         if key in missing_keys:  # a checkpoint of a recipe without state, or of torch's own modules
             missing_keys.remove(key)
-        self._workspaces = None
+        self._drop_workspaces()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
@@ -181,5 +185,5 @@ class StatefulModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_workspaces=None, _resolved=None, _is_pending=False)
+        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _is_pending=False)
         return state

@@ -5,7 +5,6 @@ A leaf quantizer holds plain values only: `_plan()` gives the op, the names of i
 have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `_parts()`.
 """
 
-import copy
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar
@@ -242,7 +241,8 @@ class Quantizer(metaclass=OpaqueMeta):
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Quantizer":
         """An equal quantizer but for the directions that it makes."""
         if self.custom:  # what it is made of is its own affair
-            made = copy.copy(self)
+            made = object.__new__(type(self))
+            made.__dict__.update(self.__dict__)
             made.set_usage(rowwise=rowwise, columnwise=columnwise)
             return made
         fields = self._value_fields()

@@ -457,7 +457,6 @@ def test_delayed_scaling_of_the_boundary() -> None:
         assert module.amax_history_bwd[0, 1].item() == seen["input"][-1]
 
 
-@pytest.mark.xfail(strict=True, reason="the second run of a checkpoint quantizes the output by the live state")
 def test_a_quantized_output_is_not_counted_twice() -> None:
     """`checkpoint` runs the module again: the amax of its output has been entered before."""
     module, twin = make("linear"), make("linear")
@@ -584,7 +583,6 @@ def test_a_kept_weight_has_the_scale_that_it_was_kept_with() -> None:
     assert kept(module)[0]._scale_inv.item() == pytest.approx(1 / scale)
 
 
-@pytest.mark.xfail(strict=True, reason="`_weight_scales` outlives the workspaces that it belongs to")
 @pytest.mark.parametrize("forget", ["load_state_dict", "reset_fp8_meta_tensors"])
 def test_what_drops_kept_weights_drops_their_scale(forget: str) -> None:
     recipe, module = RECIPES["delayed"], make("linear")
@@ -637,7 +635,6 @@ def test_overwrite_main_grad(name: str, recipe: str, delays: bool) -> None:
         assert weight.grad is None
 
 
-@pytest.mark.xfail(strict=True, reason="compute_grouped_weight_gradients asks the first weight for all of them")
 @pytest.mark.parametrize("which", [0, 1])
 def test_overwrite_one_of_the_groups(which: int) -> None:
     expected, module = with_main_grad("grouped_linear"), with_main_grad("grouped_linear", 100.0)
@@ -650,7 +647,6 @@ def test_overwrite_one_of_the_groups(which: int) -> None:
         torch.testing.assert_close(getattr(module, f"weight{i}").main_grad, wanted)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="main_grad of the other groups is taken for that of all")
 def test_main_grad_with_a_frozen_group() -> None:
     module, expected = with_main_grad("grouped_linear"), with_main_grad("grouped_linear")
     module.weight1.requires_grad_(False)
@@ -1101,7 +1097,6 @@ def test_wrong_splits(sizes: Any, message: str) -> None:
         make("grouped_linear")(sample(), sizes)
 
 
-@pytest.mark.xfail(strict=True, reason="m_splits is not checked for what it holds")
 @pytest.mark.parametrize("sizes", [[-1, 41, 0], [10.0, 10.0, 20.0], 40], ids=str)
 def test_splits_that_are_no_sizes(sizes: Any) -> None:
     with pytest.raises((ValueError, TypeError), match="m_splits"):
@@ -1129,7 +1124,6 @@ def test_given_buffers(recipe: str, shape: tuple[int, ...]) -> None:
         assert torch.equal(parameter.grad, expected[key]), key
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="`out` becomes part of the graph: use an alias of it")
 def test_a_given_buffer_serves_again() -> None:
     module, out = make("grouped_linear"), torch.empty(40, OUT, dtype=torch.bfloat16)
     for seed in range(2):
@@ -1137,7 +1131,6 @@ def test_a_given_buffer_serves_again() -> None:
     assert not out.requires_grad
 
 
-@pytest.mark.xfail(strict=True, reason="copy_ broadcasts, and casts")
 @pytest.mark.parametrize("shape", [(2, 40, OUT), (40, OUT)])
 def test_a_wrong_buffer(shape: tuple[int, ...]) -> None:
     out = torch.empty(shape, dtype=torch.bfloat16 if len(shape) == 3 else torch.float16)
@@ -1299,7 +1292,6 @@ def test_fp8_meta() -> None:
     assert {type(q) for q in other.quantizers["scaling_bwd"]} == {mz.MXFP8Quantizer}
 
 
-@pytest.mark.xfail(strict=True, reason="a recipe that was resolved before is not entered again as the one in use")
 def test_fp8_meta_tells_the_recipe_in_use() -> None:
     module = make("linear")
     step(module, sample(), RECIPES["current"])
@@ -1419,9 +1411,6 @@ class Careless(Int8Quantizer):
     __copy__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="copy.copy goes through __reduce__, which keeps value fields"
-)
 def test_own_attributes_are_kept() -> None:
     """What a user's quantizer is made of is its own affair."""
     made = Careless([], 99).with_usage(columnwise=False)
@@ -1480,9 +1469,6 @@ def test_own_quantizer_in_other_modules(name: str) -> None:
             assert (got[key].float() - value.float()).norm() <= 0.05 * value.float().norm(), key
 
 
-@pytest.mark.xfail(
-    strict=True, raises=NotImplementedError, reason="the grouped GEMM asks for operands of its own kinds"
-)
 def test_own_quantizer_in_groups() -> None:
     calls: list[dict[str, Any]] = []
     with mz.autocast(recipe=own_recipe(calls)):
