@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.tensor.quantize import quantize_scaled, update_quantized
+from mezzotint.tensor.quantize import quantize_scaled, update_quantized, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -44,11 +44,13 @@ def quantize_weight(
         if quantizer is None:
             return tensor.detach(), None, None
         tensor = tensor.detach()
-        updates = update_workspace and not quantizer.takes_scale()  # whose scale comes with each call: made anew
-        if workspace is not None and is_valid_workspace(workspace, tensor, quantizer) and updates == update_workspace:
-            if updates:
+        if workspace is not None and is_valid_workspace(workspace, tensor, quantizer):
+            amax = None
+            if update_workspace and quantizer.takes_scale():
+                amax = update_scaled(tensor, workspace, quantizer, scale, noop_flag=skip_update_flag)
+            elif update_workspace:
                 update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag)
-            return workspace, None, None
+            return workspace, None, amax
         made, amax = quantize_scaled(tensor, quantizer, scale)
         return made, made if cache else None, amax
 

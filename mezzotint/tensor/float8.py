@@ -195,7 +195,7 @@ class Float8ScaledQuantizer(Quantizer):
         return float8_quantize_scaled, ("scale",), (int(self.dtype), self.rowwise_usage, self.columnwise_usage)
 
     def _in_place_op(self) -> Any:
-        raise ValueError("a quantizer whose scale comes with each call has none here: quantize into a new tensor")
+        return float8_quantize_scaled_
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
         return float8_buffers(shape, self.rowwise_usage, self.columnwise_usage)

@@ -214,6 +214,26 @@ def update_quantized(
     return dst
 
 
+def update_scaled(
+    src: torch.Tensor,
+    dst: Any,
+    quantizer: "Quantizer",
+    scale: torch.Tensor | None,
+    *,
+    noop_flag: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `update_quantized`, of a quantizer whose scale is given with the call; gives the amax of `src`, FP32 [1]."""
+    held = dst.get_usages()
+    quantizer = quantizer.with_usage(rowwise=held["rowwise"], columnwise=held["columnwise"])
+    plan = quantizer._plan()
+    assert plan is not None
+    amax = src.new_zeros(1, dtype=torch.float32)
+    buffers = [getattr(dst, f"_{name}") for name in quantizer._buffer_names()]
+    with torch.no_grad():
+        quantizer._in_place_op()(src, [*buffers, amax], noop_flag, scale, *plan[2])
+    return amax
+
+
 def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
     """What `dst` says of its bytes must be true of the bytes that the quantizer makes."""
     values = quantizer.storage_metadata()
