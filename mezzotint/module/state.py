@@ -87,7 +87,7 @@ class StatefulModule(nn.Module):
                 old[length:].zero_()
 
     def _grow_history(self, length: int) -> None:
-        if length > self.amax_history_fwd.shape[0]:
+        if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
             self.adjust_amax_history_length(length)
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
