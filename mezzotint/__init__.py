@@ -11,6 +11,7 @@ from mezzotint.dynamo import (
     register_value_opaque_quantizer,
     to_tensor_proto,
 )
+from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -33,6 +34,7 @@ from mezzotint.quantization import (
     quantized_model_init,
 )
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
+from mezzotint.recipe_state import RecipeState
 from mezzotint.tensor.float8 import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -66,6 +68,7 @@ _torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantiz
 __all__ = [
     "DType",
     "DelayedScalingRequest",
+    "FP8GlobalStateManager",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8BlockwiseQTensorStorage",
@@ -101,6 +104,7 @@ __all__ = [
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
+    "RecipeState",
     "TensorProto",
     "autocast",
     "checkpoint",

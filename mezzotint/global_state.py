@@ -1,0 +1,111 @@
+"""FP8GlobalStateManager: upstream's name for questions about the one state behind `autocast`."""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.quantization import (
+    STATE,
+    State,
+    autocast,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from mezzotint.recipe import Recipe
+
+
+class FP8GlobalStateManager:
+    """Class methods only; nothing is kept here but the regions that `autocast_enter` opened."""
+
+    _entered: ClassVar[list[autocast]] = []
+
+    is_fp8_available = staticmethod(is_fp8_available)
+    is_mxfp8_available = staticmethod(is_mxfp8_available)
+    is_fp8_block_scaling_available = staticmethod(is_fp8_block_scaling_available)
+    is_nvfp4_available = staticmethod(is_nvfp4_available)
+
+    @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @staticmethod
+    def get_fwd_bwd_key(forward: bool = True) -> str:
+        return "forward" if forward else "backward"
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return STATE.enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return STATE.calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        return STATE.init_enabled
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return STATE.preserves_init
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        return get_default_recipe() if STATE.recipe is None else STATE.recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return STATE.group
+
+    @classmethod
+    def get_autocast_state(cls) -> tuple[Any, ...]:
+        return STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group
+
+    @classmethod
+    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
+        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = state
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        """Open a region; `autocast_exit` closes the last one that is open."""
+        region = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+        region.__enter__()
+        cls._entered.append(region)
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool = False, _graph: bool = False) -> None:
+        if not cls._entered:
+            raise RuntimeError("autocast_exit: no region is open; call autocast_enter first")
+        cls._entered.pop().__exit__(None, None, None)
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """One element, FP32: 1 for weights that are not to be quantized again."""
+        if STATE.skip_weight_update is None:
+            STATE.skip_weight_update = torch.empty(1, device="cuda" if torch.cuda.is_available() else "cpu")
+        STATE.skip_weight_update.fill_(float(skip))
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
+        return STATE.skip_weight_update
+
+    @classmethod
+    def reset(cls) -> None:
+        """As after the import."""
+        cls._entered.clear()
+        fresh = State()
+        for name in State.__slots__:
+            setattr(STATE, name, getattr(fresh, name))
