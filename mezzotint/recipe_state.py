@@ -22,7 +22,7 @@ FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
 
 
 class RecipeState:
-    """Slots of one direction, `mode` "forward" or "backward". Without `roles` they are counted through as a linear's."""
+    """Slots of one direction, `mode` "forward" or "backward". Without `roles` they are a linear's, over and over."""
 
     scale: torch.Tensor | None = None  # FP32 [n], of delayed scaling
     amax_history: torch.Tensor | None = None  # FP32 (L, n)
@@ -85,7 +85,7 @@ class RecipeState:
             return
         if self.scale.shape != other.scale.shape:
             raise ValueError(
-                f"other has {other.num_quantizers} slots, this state {self.num_quantizers}: make them equal"
+                f"other has {other.num_quantizers} slots, this state {self.num_quantizers}: make it as many"
             )
         self.scale.copy_(other.scale)
         rows = min(self.amax_history.shape[0], other.amax_history.shape[0])
