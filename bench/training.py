@@ -289,8 +289,9 @@ def plot(runs: Sequence[Run], title: str, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(7.5, 2.8), dpi=100, layout="constrained")
+    with rc_context({"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(7.5, 3), dpi=100, layout="constrained")
+        figure.suptitle(title, fontsize=8)
         left, right = figure.subplots(1, 2)
         base = running_mean(runs[0].losses)
         for run in runs:
@@ -299,7 +300,7 @@ def plot(runs: Sequence[Run], title: str, path: Path) -> None:
             if run.name != BASE:
                 away = [a - b for a, b in zip(running_mean(run.losses), base, strict=True)]
                 right.plot(range(LAST - 1, len(run.losses)), away, color=colour, linewidth=0.9)
-        left.set(title=title, xlabel="step", ylabel="loss, nats a byte", yscale="log")
+        left.set(title="loss", xlabel="step", ylabel="nats a byte", yscale="log")
         left.set_yticks([0.3, 0.5, 1, 2, 5], ["0.3", "0.5", "1", "2", "5"])
         left.minorticks_off()
         left.legend(frameon=False, ncols=2)
