@@ -1,8 +1,10 @@
 """A tiny language model learns in every recipe, close to BF16. `python -m bench training` is the long version."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
+import torch
 
 from bench.training import BASE, RECIPES, Run, Sizes, make_batches, train
 
@@ -13,6 +15,15 @@ STEPS = 60
 FALL = 3.0
 FP8_DISTANCE, FP4_DISTANCE = 0.025, 0.12
 DISTANCE = {name: FP4_DISTANCE if name in ("nvfp4", "custom") else FP8_DISTANCE for name in RECIPES}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Matrices this small only wait for a second thread, and for long where another test runs beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @cache
