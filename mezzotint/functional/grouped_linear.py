@@ -15,6 +15,7 @@ from mezzotint.functional.linear import (
     LinearQuantizers,
     Needs,
     Numerics,
+    Parallel,
     WeightGrad,
     as_multiplied,
     compute_weight_gradient,
@@ -50,6 +51,7 @@ class GroupedLinearFwdArgs:
     grad_scales: Scales
     saves_original_input: bool
     grad_state: GradState | None
+    parallel: Parallel | None = None  # None: whole weights are here
 
 
 @dataclass(slots=True)

@@ -28,9 +28,7 @@ class LinearQuantizers:
 
     input: Quantizer | None
     weight: Quantizer | None
-    output: Quantizer | None
     grad_output: Quantizer | None
-    grad_input: Quantizer | None
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,7 @@ class LinearFwdArgs(Saved):
     grad_scale: torch.Tensor | None  # a copy: it is written before a second backward reads it
     saves_original_input: bool
     grad_state: GradState | None
+    parallel: Parallel | None = None  # None: the whole weight is here
 
     SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale")
 

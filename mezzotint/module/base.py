@@ -175,19 +175,17 @@ class TransformerEngineBaseModule(StatefulModule):
                     request = asked
                     quantizer = Float8ScaledQuantizer(_element(asked, tensor_type in FORWARD_SLOTS))
                 made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
-            found.append(LinearQuantizers(made[0], made[1], None, made[2], None))
+            found.append(LinearQuantizers(made[0], made[1], made[2]))
         return tuple(found), request
 
     # One forward
 
-    def _start(
-        self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None, weight: torch.Tensor
-    ) -> Call:
+    def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> Call:
         """Ask the state, once."""
         recipe = STATE.recipe if STATE.enabled else None
         needs = tuple(needs)
         if recipe is None:
-            none = LinearQuantizers(None, None, None, None, None)
+            none = LinearQuantizers(None, None, None)
             numerics = Numerics(dtype, False, False, False, None, False)
             return Call((none,) * len(needs), needs, numerics, None, None, None, None, None, False, False, False)
         key = tuple([(need.input, need.weight) for need in needs])

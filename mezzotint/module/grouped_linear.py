@@ -129,7 +129,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             has_grad and any(weight.requires_grad for weight in weights),
             has_grad and any(bias.requires_grad for bias in added),
         )
-        call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch, weights[0])
+        call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
         if self._is_calibrating():
             inputs = zip(x.split(list(splits)), weights, strict=True)
             self._calibrate([slot for part, weight in inputs for slot in (part, weight, None)])

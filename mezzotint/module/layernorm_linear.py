@@ -120,7 +120,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs,), is_first_microbatch, weight)
+        call = self._start(dtype, (needs,), is_first_microbatch)
         (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
         args = LayerNormLinearFwdArgs(
             x,

@@ -140,7 +140,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             has_grad and w2.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs1, needs2), is_first_microbatch, w1)
+        call = self._start(dtype, (needs1, needs2), is_first_microbatch)
         if self._is_calibrating():
             self._calibrate(self._inputs_of_gemms(x))
         (w1_q, w2_q), (w1_amax, w2_amax) = self._weights_q(call, (w1, w2))

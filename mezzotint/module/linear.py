@@ -112,7 +112,7 @@ class Linear(TransformerEngineBaseModule):
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs,), is_first_microbatch, weight)
+        call = self._start(dtype, (needs,), is_first_microbatch)
         self._calibrate((x, weight))
         (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
         args = self._linear_args(call, 0, weight, added, weight_q)

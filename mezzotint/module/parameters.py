@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.quantization import STATE
-
 INIT_STD = 0.023
 
 
@@ -135,8 +133,3 @@ def restore_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]])
             if key not in vars(parameter) and not key.startswith("_"):
                 is_elsewhere = isinstance(value, torch.Tensor) and value.device != parameter.device
                 setattr(parameter, key, value.to(parameter.device) if is_elsewhere else value)
-
-
-def is_quantized_init() -> bool:
-    """Whether weights made now are to be kept quantized."""
-    return STATE.init_enabled

@@ -9,7 +9,6 @@ from torch import nn
 from mezzotint.module.parameters import (
     default_init,
     forked_rng,
-    is_quantized_init,
     quantized_parameter,
     resolve_device,
     restore_attributes,
@@ -43,7 +42,7 @@ class Weights:
         self.init_method = init_method
         self.tracker: Callable[[], Any] | None = None
         self.tracker_name: str | None = None
-        self.is_quantized = is_quantized_init()
+        self.is_quantized = STATE.init_enabled
         self.init_recipe = STATE.init_recipe
         self.preserves = STATE.preserves_init
         if self.is_quantized and self.parts:
