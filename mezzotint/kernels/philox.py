@@ -1,4 +1,4 @@
-"""Random bytes for stochastic rounding: Philox4x32-10, keyed by (seed, offset), counted by block.
+"""Random numbers for stochastic rounding and dropout: Philox4x32-10, keyed by (seed, offset), counted by block.
 
 One call gives 16 bytes, one for each element of a 16-block, so the bytes depend on nothing but the seed, the offset,
 the direction and the position in the tensor: computing them again, on another device or in another tiling, repeats
@@ -6,6 +6,9 @@ them.
 
     key = seed (64 bits);  counter = (block index low, block index high, direction, offset)
     element i of the block uses byte i % 4 of word i // 4
+
+The directions are 0 and 1, row-wise and column-wise, for stochastic rounding. Dropout, 2, has blocks of 4 elements and
+takes a whole word for each.
 """
 
 import torch
@@ -14,6 +17,7 @@ from mezzotint.kernels._lib import leaf
 
 _MASK = 0xFFFFFFFF
 ROUNDS = 10
+DROPOUT = 2  # its direction
 
 
 def _mul(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,8 +26,8 @@ def _mul(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (product >> 32) & _MASK, product & _MASK
 
 
-def philox_bytes(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor:
-    """`rng` int64 [2] = (seed, offset) → uint8 (blocks, 16)."""
+def philox_words(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor:
+    """`rng` int64 [2] = (seed, offset) → int64 (blocks, 4), words of 32 bits."""
     seed, offset = rng[0], rng[1] & _MASK
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     index = torch.arange(blocks, dtype=torch.int64, device=rng.device)
@@ -34,7 +38,12 @@ def philox_bytes(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor
         hi1, lo1 = _mul(0xCD9E8D57, c2)
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    words = torch.stack((c0, c1, c2, c3), dim=-1)
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def philox_bytes(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor:
+    """`rng` int64 [2] = (seed, offset) → uint8 (blocks, 16)."""
+    words = philox_words(rng, blocks, direction)
     shifts = torch.arange(0, 32, 8, device=rng.device)
     return ((words[..., None] >> shifts) & 0xFF).to(torch.uint8).reshape(blocks, 16)
 

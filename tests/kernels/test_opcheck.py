@@ -19,6 +19,7 @@ from mezzotint.kernels.float8 import float8_amax
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
+from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused
 from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
@@ -187,6 +188,22 @@ def test_column_sum(dtype: torch.dtype) -> None:
         torch.library.opcheck(column_sum, (sample(shape, dtype), dtype), test_utils=ALL)
 
 
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+def test_pointwise(dtype: torch.dtype) -> None:
+    rng = torch.tensor([3, 4])
+    for shape, utils in zip((*SHAPES, (0, 16), (24,)), (ALL, FAST, FAST, FAST), strict=True):
+        x = sample(shape, dtype)
+        for given in (x, x.transpose(0, -1).contiguous().transpose(0, -1)):
+            for y in (sample(shape, torch.float32), given, sample(shape[-1:], dtype)):
+                torch.library.opcheck(add, (given, y), test_utils=utils)
+                torch.library.opcheck(scale_add, (given, 0.3, y), test_utils=utils)
+            torch.library.opcheck(scale, (given, 1.0), test_utils=utils)
+            torch.library.opcheck(dropout, (given, rng, 0.25), test_utils=utils)
+            torch.library.opcheck(l2norm, (given, 1e-5), test_utils=utils)
+            rs = l2norm(given, 1e-5)[1]
+            torch.library.opcheck(l2norm_backward, (x, given, rs), test_utils=utils)
+
+
 def test_delayed() -> None:
     state = torch.ones(3), torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
     other = torch.ones(2), torch.rand(1, 2, generator=torch.Generator().manual_seed(1))
@@ -228,6 +245,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
     here |= {op.name() for op in (column_sum, delayed_saw_, delayed_update_)}
+    here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)

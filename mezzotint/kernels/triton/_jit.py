@@ -226,7 +226,7 @@ def natural_span(BM: int, BN: int, num_warps: int, width: int = 16) -> int:
 def ahead(
     kernel: Any, pointers: str, given: str | None = None, /, **constexprs: Any
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32), or `eps`, `top` (fp32).
+    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32) or, by name, numbers (fp32).
 
     `pointers`: element types of the leading arguments in order; "-" is None. `given`: the types of that tuple, "*" in
     front of a pointer's.
@@ -248,5 +248,5 @@ def ahead(
             else:
                 signature[name] = "*" + types[index]
         else:
-            signature[name] = "fp32" if name in ("eps", "top") else "i32"
+            signature[name] = "fp32" if name in ("eps", "top", "factor") else "i32"
     return kernel, signature, constexprs
