@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mezzotint.quantization import STATE
+from mezzotint.quantization import STATE, get_autocast_state, set_autocast_state
 
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -56,19 +56,18 @@ class _Run:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.state = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
+        self.state = get_autocast_state()
         self.recomputation = _Recomputation(STATE.recomputation)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
-        outer_recomputation = STATE.recomputation
+        outer, outer_recomputation = get_autocast_state(), STATE.recomputation
         self.recomputation.start()
-        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = self.state
+        set_autocast_state(self.state)
         STATE.recomputation = self.recomputation
         try:
             return self.function(*args, **kwargs)
         finally:
-            STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = outer
+            set_autocast_state(outer)
             STATE.recomputation = outer_recomputation
             self.recomputation.has_run = True
 

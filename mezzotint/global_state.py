@@ -1,6 +1,6 @@
 """FP8GlobalStateManager: upstream's name for questions about the one state behind `autocast`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -8,24 +8,26 @@ from mezzotint.quantization import (
     STATE,
     State,
     autocast,
+    get_autocast_state,
     get_default_recipe,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    set_autocast_state,
 )
 from mezzotint.recipe import Recipe
 
 
 class FP8GlobalStateManager:
-    """Class methods only; nothing is kept here but the regions that `autocast_enter` opened."""
-
-    _entered: ClassVar[list[autocast]] = []
+    """Functions only: what there is to keep is kept in `STATE`."""
 
     is_fp8_available = staticmethod(is_fp8_available)
     is_mxfp8_available = staticmethod(is_mxfp8_available)
     is_fp8_block_scaling_available = staticmethod(is_fp8_block_scaling_available)
     is_nvfp4_available = staticmethod(is_nvfp4_available)
+    get_autocast_state = staticmethod(get_autocast_state)
+    set_autocast_state = staticmethod(set_autocast_state)
 
     @staticmethod
     def get_meta_tensor_key(forward: bool = True) -> str:
@@ -64,14 +66,6 @@ class FP8GlobalStateManager:
         return STATE.group
 
     @classmethod
-    def get_autocast_state(cls) -> tuple[Any, ...]:
-        return STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group
-
-    @classmethod
-    def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = state
-
-    @classmethod
     def autocast_enter(
         cls,
         enabled: bool = False,
@@ -83,13 +77,15 @@ class FP8GlobalStateManager:
         """Open a region; `autocast_exit` closes the last one that is open."""
         region = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
         region.__enter__()
-        cls._entered.append(region)
+        STATE.entered = (*STATE.entered, region)
 
     @classmethod
     def autocast_exit(cls, enabled: bool = False, _graph: bool = False) -> None:
-        if not cls._entered:
+        if not STATE.entered:
             raise RuntimeError("autocast_exit: no region is open; call autocast_enter first")
-        cls._entered.pop().__exit__(None, None, None)
+        *outer, region = STATE.entered
+        STATE.entered = tuple(outer)
+        region.__exit__(None, None, None)
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
@@ -105,7 +101,6 @@ class FP8GlobalStateManager:
     @classmethod
     def reset(cls) -> None:
         """As after the import."""
-        cls._entered.clear()
         fresh = State()
         for name in State.__slots__:
             setattr(STATE, name, getattr(fresh, name))

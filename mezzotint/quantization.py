@@ -19,11 +19,12 @@ from mezzotint.recipe import (
     DelayedScaling,
     DelayedScalingRequest,
     Float8CurrentScaling,
-    Format,
     MXFP8BlockScaling,
     QuantizerRequest,
     QuantizerRole,
     Recipe,
+    check_recipe,
+    element,
 )
 
 __all__ = [
@@ -64,10 +65,23 @@ class State:
     pending: Any = None
     recomputation: Any = None
     recomputes_in_graph: bool = False
-    skip_weight_update: torch.Tensor | None = None
+    skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
+    entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
 STATE = State()
+
+AutocastState = tuple[bool, bool, Recipe | None, Any]
+
+
+def get_autocast_state() -> AutocastState:
+    """What a region sets: enabled, calibrating, recipe, group."""
+    return STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group
+
+
+def set_autocast_state(state: AutocastState) -> None:
+    """What `get_autocast_state` gave."""
+    STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = state
 
 
 class autocast:
@@ -85,32 +99,23 @@ class autocast:
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()"
-            )
-        self.enabled = enabled
-        self.calibrating = calibrating
-        self.recipe = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
-        self.group = amax_reduction_group
+        if recipe is not None:
+            check_recipe(recipe)
+        recipe = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
+        self.state = (enabled, calibrating, recipe, amax_reduction_group)
         self.graph = _graph
         self.outer: Any = None
 
     def __enter__(self) -> "autocast":
         if self.outer is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
-        self.outer = (STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group)
-        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = (
-            self.enabled,
-            self.calibrating,
-            self.recipe,
-            self.group,
-        )
+        self.outer = get_autocast_state()
+        set_autocast_state(self.state)
         STATE.depth += 1
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = self.outer
+        set_autocast_state(self.outer)
         self.outer = None
         STATE.depth -= 1
         if STATE.depth == 0:
@@ -225,10 +230,8 @@ class quantized_model_init:
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()"
-            )
+        if recipe is not None:
+            check_recipe(recipe)
         self.enabled = enabled
         self.recipe = get_default_recipe() if recipe is None else recipe
         self.preserves = preserve_high_precision_init_val
@@ -293,8 +296,7 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
     """The element type of a recipe's forward, or backward, tensors."""
-    is_e5m2 = fp8_recipe.fp8_format is Format.E5M2 or (fp8_recipe.fp8_format is Format.HYBRID and not fprop_tensor)
-    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+    return element(fp8_recipe.fp8_format, fprop_tensor)
 
 
 def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dtype:

@@ -22,8 +22,10 @@ from mezzotint.tensor.mxfp8 import MXFP8Quantizer
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 
+FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
 OVERRIDES = (None, "high_precision", "dequantized")
+GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
 class _Maxima(NamedTuple):
@@ -58,6 +60,18 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     _is_filled: ClassVar[bool] = False  # by a recipe, from its switches: a changed copy of the recipe fills it again
+
+
+def element(fp8_format: Format, forward: bool) -> DType:
+    """The element type of a format's forward, or backward, tensors."""
+    is_e5m2 = fp8_format is Format.E5M2 or (fp8_format is Format.HYBRID and not forward)
+    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+
+
+def slot(gemm: int, tensor_type: str) -> int:
+    """The place of a GEMM's tensor among those of its direction: the tensors of GEMM 0, then of GEMM 1, …."""
+    types = BACKWARD_TENSORS if tensor_type in BACKWARD_TENSORS else FORWARD_TENSORS
+    return len(types) * gemm + types.index(tensor_type)
 
 
 @dataclass(frozen=True)
@@ -184,7 +198,33 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class Float8CurrentScaling(Recipe):
+class _Float8Scaling(Recipe):
+    """FP8 with scales from the tensor itself. GEMMs and tensors can be told apart; what is left None is filled in."""
+
+    _splits: ClassVar[tuple[bool, bool, bool]] = (False, True, True)  # accumulation: forward off, backward on
+
+    def __post_init__(self) -> None:
+        _check_options(self)
+        for name, split in zip(GEMMS, self._splits, strict=True):
+            _set_default(self, name, MMParams(split))
+        power_2_scale = self._has_power_2_scales()
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            _set_params(self, name, QParams(power_2_scale=power_2_scale))
+            params = getattr(self, name)
+            if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
+                raise ValueError(f"{name} is {params}: FP8 has power_2_scale and amax_epsilon; leave the others out")
+
+    def _has_power_2_scales(self) -> bool:
+        """Where a tensor's options do not say it."""
+        raise NotImplementedError
+
+    def products(self) -> tuple[bool, bool, bool]:
+        fprop, dgrad, wgrad = [not getattr(self, name).use_split_accumulator for name in GEMMS]
+        return fprop, dgrad, wgrad
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Float8Scaling):
     """FP8 with one scale per tensor, from the tensor itself."""
 
     use_power_2_scales: bool = False
@@ -199,24 +239,18 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_fwd_weight: QParams | None = None
     fp8_quant_bwd_grad: QParams | None = None
 
-    def __post_init__(self) -> None:
-        _check_format(self, (Format.E4M3, Format.HYBRID))
-        _check_override(self)
-        _fill_products(self, False, True, True)
-        _fill_params(self, self.use_power_2_scales)
+    def _has_power_2_scales(self) -> bool:
+        return self.use_power_2_scales
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        params = _params_of(self, role)
+        params = _params_of(self, "fp8", role)
         return Float8CurrentScalingQuantizer(
-            _element(self.fp8_format, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
         )
-
-    def products(self) -> tuple[bool, bool, bool]:
-        return _fast(self)
 
 
 @dataclass(frozen=True)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(_Float8Scaling):
     """FP8 with one scale per row and per column, from the tensor itself."""
 
     use_power_2_scales: bool = True
@@ -230,27 +264,21 @@ class Float8RowwiseScaling(Recipe):
     fp8_quant_fwd_weight: QParams | None = None
     fp8_quant_bwd_grad: QParams | None = None
 
-    def __post_init__(self) -> None:
-        _check_format(self, (Format.E4M3, Format.HYBRID))
-        _check_override(self)
-        _fill_products(self, False, True, True)
-        _fill_params(self, self.use_power_2_scales)
+    def _has_power_2_scales(self) -> bool:
+        return self.use_power_2_scales
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        params = _params_of(self, role)
+        params = _params_of(self, "fp8", role)
         return Float8RowwiseQuantizer(
-            _element(self.fp8_format, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
         )
-
-    def products(self) -> tuple[bool, bool, bool]:
-        return _fast(self)
 
     def keeps_wgrad(self) -> bool:
         return self.high_precision_wgrad
 
 
 @dataclass(frozen=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(_Float8Scaling):
     """FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights."""
 
     use_f32_scales: bool = False
@@ -268,11 +296,10 @@ class Float8BlockScaling(Recipe):
     fp8_quant_fwd_weight: QParams | None = None
     fp8_quant_bwd_grad: QParams | None = None
 
+    _splits = (True, True, True)
+
     def __post_init__(self) -> None:
-        _check_format(self, (Format.E4M3, Format.HYBRID))
-        _check_override(self)
-        _fill_products(self, True, True, True)
-        _fill_params(self, not self.use_f32_scales)
+        super().__post_init__()
         x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
         for name, dim in (("x", x), ("w", w), ("grad", grad)):
             if dim not in (1, 2):
@@ -282,27 +309,26 @@ class Float8BlockScaling(Recipe):
                 f"block scaling dims are x={x}, w={w}, grad={grad}: no GEMM multiplies 128x128 by 128x128; "
                 "give 2 to one of them at most"
             )
-        for gemm in (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad):
-            if gemm is not None and not gemm.use_split_accumulator:
-                raise ValueError("use_split_accumulator is False: block scaling always promotes its partial sums")
+        if any(self.products()):
+            raise ValueError("use_split_accumulator is False: block scaling always promotes its partial sums")
+
+    def _has_power_2_scales(self) -> bool:
+        return not self.use_f32_scales
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        params = _params_of(self, role)
+        params = _params_of(self, "fp8", role)
         if role.tensor_type == "weight":
             dim = self.w_block_scaling_dim
         else:
             dim = self.grad_block_scaling_dim if role.tensor_type in BACKWARD_TENSORS else self.x_block_scaling_dim
         return Float8BlockQuantizer(
-            _element(self.fp8_format, role),
+            _element_of(self, role),
             rowwise=True,
             columnwise=True,
             amax_epsilon=params.amax_epsilon,
             force_pow_2_scales=params.power_2_scale,
             block_scaling_dim=dim,
         )
-
-    def products(self) -> tuple[bool, bool, bool]:
-        return _fast(self)
 
 
 @dataclass(frozen=True)
@@ -317,14 +343,13 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False  # weights by 32x32 tiles
 
     def __post_init__(self) -> None:
-        _check_format(self, (Format.E4M3, Format.HYBRID))
-        _check_override(self)
+        _check_options(self)
         if self.margin != 0:
             raise ValueError(f"margin is {self.margin}: the scale of a block follows from the block; leave it 0")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         two_d = self.enable_2d_quantization and role.tensor_type == "weight"
-        return MXFP8Quantizer(_element(self.fp8_format, role), with_2d_quantization=two_d)
+        return MXFP8Quantizer(_element_of(self, role), with_2d_quantization=two_d)
 
     def alignment(self) -> int:
         return 32
@@ -357,8 +382,7 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         if self.fp4_format is not Format.E2M1:
             raise ValueError(f"fp4_format is {self.fp4_format}: there is only Format.E2M1")
-        _check_format(self, (Format.E4M3,))
-        _check_override(self)
+        _check_options(self, (Format.E4M3,))
         which = ("none", "weights", "activations", "all")
         for name, value in (
             ("nvfp4_4over6", self.nvfp4_4over6),
@@ -406,11 +430,7 @@ class NVFP4BlockScaling(Recipe):
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         is_weight, is_backward = role.tensor_type == "weight", role.tensor_type in BACKWARD_TENSORS
-        if is_weight:
-            params = self.fp4_quant_fwd_weight
-        else:
-            params = self.fp4_quant_bwd_grad if is_backward else self.fp4_quant_fwd_inp
-        assert params is not None
+        params = _params_of(self, "fp4", role)
         group = ("weights", "all") if is_weight else ("activations", "all")
         four_over_six = not is_backward and self.nvfp4_4over6 in group
         transform = params.random_hadamard_transform
@@ -462,54 +482,42 @@ class CustomRecipe(Recipe):
         return self.quantization_alignment
 
 
-def _element(fp8_format: Format, role: QuantizerRole) -> DType:
-    """E5M2 for backward tensors of HYBRID, else E4M3."""
-    is_e5m2 = fp8_format is Format.HYBRID and role.tensor_type in BACKWARD_TENSORS
-    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+def check_recipe(recipe: Any) -> None:
+    """What is given for a recipe is one, not its class or its name."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()")
 
 
-def _params_of(recipe: Any, role: QuantizerRole) -> QParams:
-    if role.tensor_type == "weight":
-        return recipe.fp8_quant_fwd_weight
-    return recipe.fp8_quant_bwd_grad if role.tensor_type in BACKWARD_TENSORS else recipe.fp8_quant_fwd_inp
+def _element_of(recipe: Any, role: QuantizerRole) -> DType:
+    return element(recipe.fp8_format, role.tensor_type not in BACKWARD_TENSORS)
 
 
-def _fast(recipe: Any) -> tuple[bool, bool, bool]:
-    gemms = (recipe.fp8_gemm_fprop, recipe.fp8_gemm_dgrad, recipe.fp8_gemm_wgrad)
-    fprop, dgrad, wgrad = (not gemm.use_split_accumulator for gemm in gemms)
-    return fprop, dgrad, wgrad
+def _params_of(recipe: Any, prefix: str, role: QuantizerRole) -> QParams:
+    name = "bwd_grad" if role.tensor_type in BACKWARD_TENSORS else "fwd_inp"
+    return getattr(recipe, f"{prefix}_quant_{'fwd_weight' if role.tensor_type == 'weight' else name}")
+
+
+def _set_default(recipe: Any, name: str, default: Any) -> bool:
+    """What was left None; whether it was. (A field whose default is an instance is not traced by torch 2.11.)"""
+    given = getattr(recipe, name)
+    if given is None:
+        object.__setattr__(recipe, name, default)
+    elif not isinstance(given, type(default)):
+        wanted = type(default).__name__
+        raise TypeError(f"{name} is {type(given).__name__}: give a mezzotint.recipe.{wanted}")
+    return given is None
 
 
 def _set_params(recipe: Any, name: str, default: QParams) -> None:
-    """What was left None, or was filled in before this recipe was copied (`dataclasses.replace`).
-
-    (An instance as a field's default is something that torch 2.11 cannot trace.)
-    """
-    given = getattr(recipe, name)
-    if given is not None and not isinstance(given, QParams):
-        raise TypeError(f"{name} is {type(given).__name__}: give a mezzotint.recipe.QParams")
-    if given is None or given._is_filled:
+    """What was left None, or was filled in before this recipe was copied (`dataclasses.replace`)."""
+    if _set_default(recipe, name, default) or getattr(recipe, name)._is_filled:
         object.__setattr__(default, "_is_filled", True)
         object.__setattr__(recipe, name, default)
 
 
-def _fill_products(recipe: Any, fprop: bool, dgrad: bool, wgrad: bool) -> None:
-    for name, split in (("fprop", fprop), ("dgrad", dgrad), ("wgrad", wgrad)):
-        field = f"fp8_gemm_{name}"
-        given = getattr(recipe, field)
-        if given is None:
-            object.__setattr__(recipe, field, MMParams(split))
-        elif not isinstance(given, MMParams):
-            raise TypeError(f"{field} is {type(given).__name__}: give a mezzotint.recipe.MMParams")
-
-
-def _fill_params(recipe: Any, power_2_scale: bool) -> None:
-    for name in ("fwd_inp", "fwd_weight", "bwd_grad"):
-        field = f"fp8_quant_{name}"
-        _set_params(recipe, field, QParams(power_2_scale=power_2_scale))
-        params = getattr(recipe, field)
-        if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
-            raise ValueError(f"{field} is {params}: FP8 has power_2_scale and amax_epsilon; leave the others out")
+def _check_options(recipe: Any, formats: tuple[Format, ...] = (Format.E4M3, Format.HYBRID)) -> None:
+    _check_format(recipe, formats)
+    _check_override(recipe)
 
 
 def _check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:

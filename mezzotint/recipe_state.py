@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from mezzotint.constants import DType
 from mezzotint.recipe import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
     DelayedScalingRequest,
-    Format,
     QuantizerRole,
     Recipe,
+    check_recipe,
+    element,
 )
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
-
-FORWARD, BACKWARD = ("input", "weight", "output"), ("grad_output", "grad_input")
 
 
 class RecipeState:
@@ -41,7 +41,7 @@ class RecipeState:
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries for {num_quantizers} quantizers: give one for each")
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
-        types = FORWARD if mode == "forward" else BACKWARD
+        types = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
         counted = [QuantizerRole("linear", types[i % len(types)], "") for i in range(num_quantizers)]
         self.roles = counted if roles is None else list(roles)
         self._made = [recipe.quantizer(role) for role in self.roles]
@@ -62,8 +62,7 @@ class RecipeState:
         roles: Sequence[QuantizerRole] | None = None,
     ) -> "RecipeState":
         """The state of a recipe."""
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe")
+        check_recipe(recipe)
         return RecipeState(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     def make_quantizers(self) -> list[Quantizer]:
@@ -75,8 +74,7 @@ class RecipeState:
             return made.copy()
         assert self.scale is not None
         assert self.amax_history is not None
-        is_e5m2 = made.fp8_format is Format.HYBRID and self.mode == "backward"
-        dtype = DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+        dtype = element(made.fp8_format, self.mode == "forward")
         return Float8Quantizer(self.scale[slot : slot + 1], self.amax_history[0, slot : slot + 1], dtype)
 
     def inherit_state_from(self, other: "RecipeState") -> None:

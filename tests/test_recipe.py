@@ -34,6 +34,9 @@ from mezzotint.recipe import (
     QuantizerRequest,
     QuantizerRole,
     Recipe,
+    check_recipe,
+    element,
+    slot,
 )
 from tests.recipes import MODULES, RECIPES, VARIANTS, assert_equal, gradient, make, sample, step
 
@@ -153,8 +156,34 @@ def test_constructor(cls: type) -> None:
     assert {p.kind for p in parameters} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
+def test_element_of_a_format() -> None:
+    expected = {Format.E4M3: (E4M3, E4M3), Format.E5M2: (E5M2, E5M2), Format.HYBRID: (E4M3, E5M2)}
+    for fp8_format, (forward, backward) in expected.items():
+        assert element(fp8_format, True) is forward
+        assert element(fp8_format, False) is backward
+    # The same wherever state is kept: in a module, in a RecipeState.
+    recipe = CustomRecipe(lambda role: DelayedScalingRequest(fp8_format=Format.E5M2))
+    module = make("linear")
+    module.init_fp8_meta_tensors(recipe)
+    state = mz.RecipeState.create(recipe, mode="forward", num_quantizers=3)
+    assert {q.dtype for q in (*state.make_quantizers(), *module.quantizers["scaling_fwd"])} == {E5M2}
+
+
+def test_slots() -> None:
+    """In the order of the roles of a module."""
+    assert [slot(gemm, kind) for gemm in range(3) for kind in FORWARD] == list(range(9))
+    assert [slot(gemm, kind) for gemm in range(3) for kind in BACKWARD] == list(range(6))
+
+
+@pytest.mark.parametrize("wrong", [None, "mxfp8", MXFP8BlockScaling, 3])
+def test_what_is_no_recipe(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"recipe is {type(wrong).__name__}: give one of mezzotint\.recipe"):
+        check_recipe(wrong)
+
+
 def test_constructors_are_all_there() -> None:
-    defined = {cls for _, cls in inspect.getmembers(mz.recipe, dataclasses.is_dataclass)}
+    found = inspect.getmembers(mz.recipe, dataclasses.is_dataclass)
+    defined = {cls for name, cls in found if not name.startswith("_")}
     assert defined == set(CONSTRUCTORS)
 
 

@@ -83,10 +83,14 @@ class LayerNormMLPMade:
     amax: torch.Tensor | None
 
 
+def _norm_fc1(a: LayerNormMLPFwdArgs) -> LayerNormLinearFwdArgs:
+    """The arguments of norm and first linear."""
+    return LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
+
+
 def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tensor, torch.Tensor | None]:
     """Norm, first linear, activation: what they made, the activation's input, the amax of fc2's x, which fc2 gets."""
-    first = LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
-    hidden, made = layernorm_linear_forward(first)
+    hidden, made = layernorm_linear_forward(_norm_fc1(a))
     fc2, amax = a.fc2, None
     act = ActivationFwdArgs(hidden, a.activation, a.params)
     if fc2.quantizers.input is None or keeps_input(fc2):
@@ -117,10 +121,9 @@ def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> Layer
 def _setup(
     a: LayerNormMLPFwdArgs, norm_fc1: LayerNormLinearMade, hidden: torch.Tensor, fc2: LinearMade
 ) -> LayerNormMLPBwdArgs:
-    first = LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
     act = ActivationFwdArgs(hidden, a.activation, a.params)
     return LayerNormMLPBwdArgs(
-        layernorm_linear_setup(first, norm_fc1), activation_setup(act, None), linear_setup(a.fc2, fc2)
+        layernorm_linear_setup(_norm_fc1(a), norm_fc1), activation_setup(act, None), linear_setup(a.fc2, fc2)
     )
 
 

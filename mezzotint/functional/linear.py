@@ -63,6 +63,15 @@ class Needs:
 
 
 @dataclass(slots=True)
+class MainGrad:
+    """One part of a weight: its rows, and the tensor that their gradient is added to, or written to."""
+
+    rows: int
+    main_grad: torch.Tensor | None  # None: this part needs no gradient
+    overwrites: bool
+
+
+@dataclass(slots=True)
 class WeightGrad:
     """Where the weight's gradient goes."""
 
@@ -70,6 +79,7 @@ class WeightGrad:
     main_grad: torch.Tensor | None = None  # added into, in its dtype, and not returned
     overwrites: bool = False  # main_grad is written, not added to
     store: Any = None  # takes the operands, for later
+    parts: tuple[MainGrad, ...] = ()  # in the place of main_grad: the weight is in parts, one below the other
 
 
 @dataclass(slots=True)
@@ -239,6 +249,9 @@ def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Ten
 
 def compute_weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:
     into = wgrad.main_grad
+    if wgrad.parts:
+        _add_to_parts(wgrad.parts, dy, x, fast)
+        return None
     if into is None:
         return multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=wgrad.dtype, fast=fast)
     if wgrad.overwrites:
@@ -246,6 +259,16 @@ def compute_weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> t
     else:
         multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=into.dtype, accumulate=into, fast=fast)
     return None
+
+
+def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> None:
+    """One product, in FP32 as each part may have a dtype of its own; its rows go where they belong."""
+    whole = multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=torch.float32, fast=fast)
+    for part, rows in zip(parts, whole.split([part.rows for part in parts]), strict=True):
+        if part.main_grad is not None and part.overwrites:
+            part.main_grad.copy_(rows)
+        elif part.main_grad is not None:
+            part.main_grad.add_(rows)
 
 
 def shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

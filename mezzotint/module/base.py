@@ -12,17 +12,27 @@ from typing import Any, ClassVar
 
 import torch
 
-from mezzotint.constants import HIGH_PRECISION, DType
+from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
-from mezzotint.module.state import BACKWARD_SLOTS, FORWARD_SLOTS, StatefulModule
+from mezzotint.module.state import StatefulModule
+from mezzotint.module.weights import Weights
 from mezzotint.module.wgrad import WeightGradStore
 from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, scaled_max
-from mezzotint.recipe import DelayedScalingRequest, Format, QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.recipe import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+    element,
+    slot,
+)
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.quantizer import Quantizer
 
@@ -54,7 +64,10 @@ class TransformerEngineBaseModule(StatefulModule):
         self.name = name or ""
         self.fuse_wgrad_accumulation = False
         self.save_original_input = False
+        self.return_bias = False
+        self.return_layernorm_output = False
         self.wgrad_stores: tuple[WeightGradStore, ...] = ()  # one for each GEMM where gradients are delayed
+        self._weights: tuple[Weights, ...] = ()  # one for each GEMM
         self._output_role: QuantizerRole | None = None
         self._grad_input_role: QuantizerRole | None = None
         self._wgrad_hooks: list[Callable[[], None]] = []
@@ -79,19 +92,19 @@ class TransformerEngineBaseModule(StatefulModule):
         recipe = self._recipe or STATE.recipe
         if recipe is None:
             return {}
-        made: dict[str, list[Quantizer]] = {}
-        for key, forward in (("scaling_fwd", True), ("scaling_bwd", False)):
-            roles = self.get_quantizer_roles(fwd=forward)
-            made[key] = [self._live_quantizer(recipe, role, slot, forward) for slot, role in enumerate(roles)]
-        return made
+        return {
+            key: [self._live_quantizer(recipe, gemm, kind) for gemm in range(self.num_gemms) for kind in types]
+            for key, types in (("scaling_fwd", FORWARD_TENSORS), ("scaling_bwd", BACKWARD_TENSORS))
+        }
 
-    def _live_quantizer(self, recipe: Recipe, role: QuantizerRole, slot: int, forward: bool) -> Quantizer:
+    def _live_quantizer(self, recipe: Recipe, gemm: int, tensor_type: str) -> Quantizer:
         """A quantizer that reads and writes this module's state where it needs one."""
-        made = recipe.quantizer(role)
+        made = recipe.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, Quantizer):
             return made
+        forward, i = tensor_type in FORWARD_TENSORS, slot(gemm, tensor_type)
         scale, history = (self.scale_fwd, self.amax_history_fwd) if forward else (self.scale_bwd, self.amax_history_bwd)
-        return Float8Quantizer(scale[slot : slot + 1], history[0, slot : slot + 1], _element(_delayed(made), forward))
+        return Float8Quantizer(scale[i : i + 1], history[0, i : i + 1], element(_delayed(made).fp8_format, forward))
 
     def _boundary_quantizer(self, gemm: int, tensor_type: str, call: Call | None = None) -> Quantizer:
         """Of a tensor that leaves the module quantized: row-wise.
@@ -101,11 +114,9 @@ class TransformerEngineBaseModule(StatefulModule):
         recipe = STATE.recipe if STATE.enabled else None
         if recipe is None:
             raise ValueError("fp8_output and fp8_grad need a recipe: call the module inside autocast(recipe=...)")
-        forward = tensor_type == "output"
-        slot = len(FORWARD_SLOTS) * gemm + 2 if forward else len(BACKWARD_SLOTS) * gemm + 1
-        quantizer = self._live_quantizer(recipe, self._role(gemm, tensor_type), slot, forward)
+        quantizer = self._live_quantizer(recipe, gemm, tensor_type)
         if call is not None and call.scales is not None and not call.records and isinstance(quantizer, Float8Quantizer):
-            scale = call.scales[slot : slot + 1]
+            scale = scale_of(call.scales, gemm, tensor_type)
             quantizer = Float8Quantizer(scale, torch.zeros_like(scale), quantizer.dtype)
         return quantizer.with_usage(rowwise=True, columnwise=False)
 
@@ -134,7 +145,7 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int | None = None) -> list[QuantizerRole]:
         """Roles slot by slot."""
-        types = FORWARD_SLOTS if fwd else BACKWARD_SLOTS
+        types = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
         roles = [self._role(gemm, kind) for gemm in range(self.num_gemms) for kind in types]
         return roles if num_quantizers is None else roles[:num_quantizers]
 
@@ -173,7 +184,7 @@ class TransformerEngineBaseModule(StatefulModule):
                             f"{request}: the requests of one module must be equal"
                         )
                     request = asked
-                    quantizer = Float8ScaledQuantizer(_element(asked, tensor_type in FORWARD_SLOTS))
+                    quantizer = Float8ScaledQuantizer(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
                 made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
             found.append(LinearQuantizers(made[0], made[1], made[2]))
         return tuple(found), request
@@ -267,7 +278,7 @@ class TransformerEngineBaseModule(StatefulModule):
                 weight,
                 call.quantizers[gemm].weight,
                 workspace,
-                scale=_slot(call.weight_scales, len(FORWARD_SLOTS) * gemm + 1),
+                scale=scale_of(call.weight_scales, gemm, "weight"),
                 cache=call.caches,
                 update_workspace=False,
             )
@@ -278,32 +289,45 @@ class TransformerEngineBaseModule(StatefulModule):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 
-    def _record(self, call: Call, amaxes: Sequence[torch.Tensor | None]) -> None:
-        """Enter the maxima of this call, slot by slot, into the current row of the history."""
-        slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
-        if call.records and slots:
+    def _record(self, call: Call, amaxes: Sequence[torch.Tensor], weight_amaxes: Sequence[torch.Tensor | None]) -> None:
+        """Enter the maxima of this call into the current row of the history: those that a core gave back, one for each
+        GEMM whose input has delayed scaling, and those of the weights."""
+        if not call.records:
+            return
+        seen, rest = [], list(amaxes)
+        slots: list[int] = []
+        for gemm, weight_amax in enumerate(weight_amaxes):
+            quantizer = call.quantizers[gemm].input
+            if quantizer is not None and quantizer.takes_scale():
+                seen.append(rest.pop(0))
+                slots.append(slot(gemm, "input"))
+            if weight_amax is not None:
+                seen.append(weight_amax)
+                slots.append(slot(gemm, "weight"))
+        if slots:
             with torch.no_grad():
-                run_op(delayed_saw_, self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
-
-    def _input_amaxes(self, call: Call, amaxes: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """What a core gave back, GEMM by GEMM: None where the input has no delayed scaling."""
-        rest = list(amaxes)
-        found: list[torch.Tensor | None] = []
-        for quantizers in call.quantizers:
-            has_amax = quantizers.input is not None and quantizers.input.takes_scale()
-            found.append(rest.pop(0) if has_amax else None)
-        return found
+                run_op(delayed_saw_, self.amax_history_fwd[0], seen, slots)
 
     def _is_calibrating(self) -> bool:
         return STATE.calibrating and not STATE.enabled
 
-    def _calibrate(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """High precision, but the maxima of these tensors, slot by slot, are written to the history."""
+    def _calibrate(self, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
+        """High precision, but the maxima of each GEMM's input and weight are written to the history."""
         if self._is_calibrating():
             with torch.no_grad():
-                for slot, tensor in enumerate(tensors):
-                    if tensor is not None:
-                        self.amax_history_fwd[0, slot : slot + 1].copy_(float8_amax(tensor.detach()))
+                for tensor_type, tensors in (("input", inputs), ("weight", weights)):
+                    for gemm, tensor in enumerate(tensors):
+                        seen = scale_of(self.amax_history_fwd[0], gemm, tensor_type)
+                        seen.copy_(float8_amax(tensor.detach()))
+
+    def _outputs(self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None) -> Any:
+        """What forward returns: y, or (y[, bias][, norm's output]), as the module was asked to."""
+        outputs: list[Any] = [y]
+        if self.return_bias:
+            outputs.append(None if bias is None else bias.to(dtype))
+        if self.return_layernorm_output:
+            outputs.append(norm_out)
+        return y if len(outputs) == 1 else tuple(outputs)
 
     def _linear_args(
         self, call: Call, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
@@ -318,27 +342,28 @@ class TransformerEngineBaseModule(StatefulModule):
             call.needs[gemm],
             call.quantizers[gemm],
             call.numerics,
-            self._weight_grad(weight, gemm),
-            _slot(call.scales, len(FORWARD_SLOTS) * gemm),
-            _slot(call.grad_scales, len(BACKWARD_SLOTS) * gemm),
+            self._weight_grad(gemm, weight, gemm),
+            scale_of(call.scales, gemm, "input"),
+            scale_of(call.grad_scales, gemm, "grad_output"),
             self.save_original_input,
             None,
         )
 
-    def _weight_grad(self, weight: Any, gemm: int) -> WeightGrad:
-        """Where the gradient of a weight goes."""
-        main_grad, overwrites = None, False
+    def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
+        """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
+        made = WeightGrad(weight.dtype, None, False, self.wgrad_stores[store] if self.wgrad_stores else None)
         if self.fuse_wgrad_accumulation and weight.requires_grad:
-            main_grad = getattr(weight, "main_grad", None)
-            if main_grad is None:
-                raise ValueError("fuse_wgrad_accumulation needs weight.main_grad, a tensor to add into: set it first")
-            overwrites = bool(getattr(weight, "overwrite_main_grad", False))
+            parts = self._weights[gemm].main_grads(self)
+            if len(parts) == 1:
+                made.main_grad, made.overwrites = parts[0].main_grad, parts[0].overwrites
+            else:
+                made.parts = parts
         if self.wgrad_stores and torch.compiler.is_compiling():
             raise RuntimeError(
                 "delay_wgrad_compute keeps tensors for a later call, which a graph cannot: use it in eager code, or "
                 "compile with delay_wgrad_compute=False"
             )
-        return WeightGrad(weight.dtype, main_grad, overwrites, self.wgrad_stores[gemm] if self.wgrad_stores else None)
+        return made
 
     # Delayed weight gradients
 
@@ -348,10 +373,14 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def backward_dw(self) -> None:
         """Compute the oldest weight gradients that wait, and add them to `grad` or `main_grad`."""
-        for store in reversed(self.wgrad_stores):  # as backward goes
-            store.run()
+        for gemm in reversed(range(len(self.wgrad_stores))):  # as backward goes
+            self._add_gradients(gemm, self.wgrad_stores[gemm].run())
         for hook in self._wgrad_hooks if self.wgrad_stores else ():
             hook()
+
+    def _add_gradients(self, store: int, gradients: Any) -> None:
+        """What a store gave, to the parameters."""
+        self._weights[store].add_gradient(self, gradients)
 
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
@@ -363,7 +392,10 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initial values; materialises parameters that are on the meta device, unless deferred."""
-        raise NotImplementedError
+        if not defer_init:
+            for gemm, weights in enumerate(self._weights):
+                weights.reset(self, gemm)
+            self._reset_state()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of tensor parallelism; one of a single process changes nothing."""
@@ -380,13 +412,12 @@ def activation_dtype(inp: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _slot(scales: torch.Tensor | None, slot: int) -> torch.Tensor | None:
-    return None if scales is None else scales[slot : slot + 1]
-
-
-def _element(request: DelayedScalingRequest, forward: bool) -> DType:
-    is_e5m2 = request.fp8_format is Format.E5M2 or (request.fp8_format is Format.HYBRID and not forward)
-    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
+    """[1] of a GEMM's tensor, out of one direction's [n]; None of none."""
+    if scales is None:
+        return None
+    i = slot(gemm, tensor_type)
+    return scales[i : i + 1]
 
 
 def _delayed(request: Any) -> DelayedScalingRequest:

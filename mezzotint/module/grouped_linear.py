@@ -1,6 +1,6 @@
 """GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from mezzotint.functional.grouped_linear import (
     compute_grouped_weight_gradients,
 )
 from mezzotint.functional.linear import Needs
-from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype, scale_of
 from mezzotint.module.boundary import dequantized
 from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.weights import Weights
@@ -74,25 +74,19 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
-        self._groups = []
-        for i in range(num_gemms):
-            group = Weights("", in_features, out_features, bias, None, init_method, str(i))
+        self._weights = tuple(
+            [Weights("", in_features, out_features, bias, None, init_method, str(i)) for i in range(num_gemms)]
+        )
+        for group in self._weights:
             group.tracker, group.tracker_name = get_rng_state_tracker, rng_tracker_name
             group.register(self, device, dtype)
-            self._groups.append(group)
         self._init_state(num_gemms, device)
         if delay_wgrad_compute:
-            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients, self._add_gradients),)
+            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
         self.reset_parameters(defer_init=device.type == "meta")
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        if not defer_init:
-            for i, group in enumerate(self._groups):
-                group.reset(self, i)
-            self._reset_state()
-
-    def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for group, gradient in zip(self._groups, gradients, strict=True):
+    def _add_gradients(self, store: int, gradients: Any) -> None:
+        for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all
             group.add_gradient(self, gradient)
 
     def _gemm_name(self, gemm: int) -> str:
@@ -113,8 +107,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         """
         check_input(inp, self.in_features)
         splits = resolve_splits(m_splits, self.num_gemms)
-        weights = tuple([group.weight(self) for group in self._groups])
-        biases = tuple([group.bias(self) for group in self._groups] if self.use_bias else ())
+        weights = tuple([group.weight(self) for group in self._weights])
+        biases = tuple([group.bias(self) for group in self._weights] if self.use_bias else ())
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
@@ -131,8 +125,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         )
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
         if self._is_calibrating():
-            inputs = zip(x.split(list(splits)), weights, strict=True)
-            self._calibrate([slot for part, weight in inputs for slot in (part, weight, None)])
+            self._calibrate(x.split(list(splits)), weights)
         weights_q, weight_amaxes = self._weights_q(call, weights)
         args = GroupedLinearFwdArgs(
             x,
@@ -143,16 +136,14 @@ class GroupedLinear(TransformerEngineBaseModule):
             needs,
             call.quantizers,
             call.numerics,
-            tuple([self._weight_grad(weight, 0) for weight in weights]),
-            self._slots(call.scales, 3),
-            self._slots(call.grad_scales, 2),
+            tuple([self._weight_grad(gemm, weight, 0) for gemm, weight in enumerate(weights)]),
+            tuple([scale_of(call.scales, gemm, "input") for gemm in range(self.num_gemms)]),
+            tuple([scale_of(call.grad_scales, gemm, "grad_output") for gemm in range(self.num_gemms)]),
             self.save_original_input,
             call.grad_state,
         )
         y, *amaxes = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
-        if call.records:
-            pairs = zip(self._input_amaxes(call, amaxes), weight_amaxes, strict=True)
-            self._record(call, [item for x_amax, w_amax in pairs for item in (x_amax, w_amax, None)])
+        self._record(call, amaxes, weight_amaxes)
         y = y.view(*inp.shape[:-1], self.out_features)
         if out is not None:
             check_buffer("out", out, y)
@@ -160,12 +151,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self.return_bias:
             return y, [bias.to(dtype) for bias in biases] or None
         return y
-
-    def _slots(self, scales: torch.Tensor | None, per_gemm: int) -> tuple[torch.Tensor | None, ...]:
-        """The first slot of each group: of its input, or of its gradient."""
-        if scales is None:
-            return (None,) * self.num_gemms
-        return tuple([scales[i * per_gemm : i * per_gemm + 1] for i in range(self.num_gemms)])
 
     def extra_repr(self) -> str:
         return (

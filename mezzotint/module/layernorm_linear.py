@@ -81,21 +81,19 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
         register_norm(self, "layer_norm_", in_features, self.rms, device, dtype)
-        self._weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
-        self._weights.tracker = get_rng_state_tracker
-        self._weights.register(self, device, dtype)
+        weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
+        weights.tracker = get_rng_state_tracker
+        weights.register(self, device, dtype)
+        self._weights = (weights,)
         self._init_state(1, device)
         if delay_wgrad_compute:
-            self.wgrad_stores = (
-                WeightGradStore(compute_weight_gradient, lambda gradient: self._weights.add_gradient(self, gradient)),
-            )
+            self.wgrad_stores = (WeightGradStore(compute_weight_gradient),)
         self.reset_parameters(defer_init=device.type == "meta")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:
             reset_norm(self, "layer_norm_", self.zero_centered_gamma)
-            self._weights.reset(self, 0)
-            self._reset_state()
+        super().reset_parameters(defer_init)
 
     def forward(
         self,
@@ -106,7 +104,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> Any:
         """inp (…, in) → (…, out)[, bias][, norm's output]; arguments as of `Linear.forward`."""
         check_input(inp, self.in_features)
-        weight, bias = self._weights.weight(self), self._weights.bias(self)
+        weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
@@ -121,7 +119,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs,), is_first_microbatch)
-        (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
+        (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
         args = LayerNormLinearFwdArgs(
             x,
             gamma,
@@ -135,17 +133,11 @@ class LayerNormLinear(TransformerEngineBaseModule):
         )
         y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
         norm_out = rest.pop(0) if args.returns_norm else None
-        self._calibrate((norm_out, weight))
-        if call.records:
-            self._record(call, (*self._input_amaxes(call, rest), weight_amax))
+        self._calibrate((norm_out,), (weight,))
+        self._record(call, rest, weight_amaxes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        outputs: list[Any] = [y]
-        if self.return_bias:
-            outputs.append(None if bias is None else bias.to(dtype))
-        if self.return_layernorm_output:
-            outputs.append(norm_out)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return self._outputs(y, bias, dtype, norm_out)
 
     def extra_repr(self) -> str:
         return (

@@ -96,25 +96,22 @@ class LayerNormMLP(TransformerEngineBaseModule):
         register_norm(self, "layer_norm_", hidden_size, self.rms, device, dtype)
         width = 2 * ffn_hidden_size if is_gated(activation) else ffn_hidden_size
         last_init = init_method if output_layer_init_method is None else output_layer_init_method
-        self._fc1 = Weights("fc1_", hidden_size, width, bias, None, init_method)
-        self._fc2 = Weights("fc2_", ffn_hidden_size, hidden_size, bias, None, last_init)
-        for fc in (self._fc1, self._fc2):
+        self._weights = (
+            Weights("fc1_", hidden_size, width, bias, None, init_method),
+            Weights("fc2_", ffn_hidden_size, hidden_size, bias, None, last_init),
+        )
+        for fc in self._weights:
             fc.tracker = get_rng_state_tracker
             fc.register(self, device, dtype)
         self._init_state(2, device)
         if delay_wgrad_compute:
-            self.wgrad_stores = (
-                WeightGradStore(compute_weight_gradient, lambda gradient: self._fc1.add_gradient(self, gradient)),
-                WeightGradStore(compute_weight_gradient, lambda gradient: self._fc2.add_gradient(self, gradient)),
-            )
+            self.wgrad_stores = (WeightGradStore(compute_weight_gradient), WeightGradStore(compute_weight_gradient))
         self.reset_parameters(defer_init=device.type == "meta")
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:
             reset_norm(self, "layer_norm_", self.zero_centered_gamma)
-            self._fc1.reset(self, 0)
-            self._fc2.reset(self, 1)
-            self._reset_state()
+        super().reset_parameters(defer_init)
 
     def _gemm_name(self, gemm: int) -> str:
         part = "fc2" if gemm else "fc1"
@@ -142,8 +139,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         )
         call = self._start(dtype, (needs1, needs2), is_first_microbatch)
         if self._is_calibrating():
-            self._calibrate(self._inputs_of_gemms(x))
-        (w1_q, w2_q), (w1_amax, w2_amax) = self._weights_q(call, (w1, w2))
+            self._calibrate(self._inputs_of_gemms(x), (w1, w2))
+        (w1_q, w2_q), weight_amaxes = self._weights_q(call, (w1, w2))
         args = LayerNormMLPFwdArgs(
             x,
             gamma,
@@ -163,24 +160,17 @@ class LayerNormMLP(TransformerEngineBaseModule):
         )
         y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
         norm_out = rest.pop(0) if self.return_layernorm_output else None
-        if call.records:
-            x_amaxes = self._input_amaxes(call, rest)
-            self._record(call, (x_amaxes[0], w1_amax, None, x_amaxes[1], w2_amax))
-        outputs: list[Any] = [y]
-        if self.return_bias:
-            outputs.append(None if b2 is None else b2.to(dtype))
-        if self.return_layernorm_output:
-            outputs.append(norm_out)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        self._record(call, rest, weight_amaxes)
+        return self._outputs(y, b2, dtype, norm_out)
 
-    def _inputs_of_gemms(self, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """In high precision, slot by slot."""
+    def _inputs_of_gemms(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """In high precision."""
         with torch.no_grad():
             options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
             first, _ = norm_forward(NormFwdArgs(x, self.layer_norm_weight, self.layer_norm_bias, options))
             hidden = torch.nn.functional.linear(first, self.fc1_weight.to(x.dtype), _cast(self.fc1_bias, x.dtype))
             second = activate(ActivationFwdArgs(hidden, self._activation, self._activation_params))
-        return first, self.fc1_weight, None, second, self.fc2_weight
+        return first, second
 
     def extra_repr(self) -> str:
         return (

@@ -72,20 +72,14 @@ class Linear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
         device = resolve_device(device)
-        self._weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
-        self._weights.tracker, self._weights.tracker_name = get_rng_state_tracker, rng_tracker_name
-        self._weights.register(self, device, resolve_dtype(params_dtype))
+        weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
+        weights.tracker, weights.tracker_name = get_rng_state_tracker, rng_tracker_name
+        weights.register(self, device, resolve_dtype(params_dtype))
+        self._weights = (weights,)
         self._init_state(1, device)
         if delay_wgrad_compute:
-            self.wgrad_stores = (
-                WeightGradStore(compute_weight_gradient, lambda gradient: self._weights.add_gradient(self, gradient)),
-            )
+            self.wgrad_stores = (WeightGradStore(compute_weight_gradient),)
         self.reset_parameters(defer_init=device.type == "meta")
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        if not defer_init:
-            self._weights.reset(self, 0)
-            self._reset_state()
 
     def forward(
         self,
@@ -100,7 +94,7 @@ class Linear(TransformerEngineBaseModule):
         kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
         """
         check_input(inp, self.in_features)
-        weight, bias = self._weights.weight(self), self._weights.bias(self)
+        weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         if fp8_grad:
@@ -113,18 +107,15 @@ class Linear(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs,), is_first_microbatch)
-        self._calibrate((x, weight))
-        (weight_q,), (weight_amax,) = self._weights_q(call, (weight,))
+        self._calibrate((x,), (weight,))
+        (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
         args = self._linear_args(call, 0, weight, added, weight_q)
         args.x, args.grad_state = x, call.grad_state
         y, *amaxes = apply(LINEAR, args, needs.input or needs.weight or needs.bias)
-        if call.records:
-            self._record(call, (*self._input_amaxes(call, amaxes), weight_amax))
+        self._record(call, amaxes, weight_amaxes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        if self.return_bias:
-            return y, None if bias is None else bias.to(dtype)
-        return y
+        return self._outputs(y, bias, dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

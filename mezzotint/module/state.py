@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 from mezzotint.module.parameters import attributes_of, restore_attributes
-from mezzotint.recipe import DelayedScalingRequest, Recipe
+from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 
-FORWARD_SLOTS = ("input", "weight", "output")
-BACKWARD_SLOTS = ("grad_output", "grad_input")
 HISTORY_LENGTH = 1024
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -53,7 +51,7 @@ class StatefulModule(nn.Module):
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         """Buffers of delayed scaling."""
         self.num_gemms = num_gemms
-        for direction, per_gemm in (("fwd", len(FORWARD_SLOTS)), ("bwd", len(BACKWARD_SLOTS))):
+        for direction, per_gemm in (("fwd", len(FORWARD_TENSORS)), ("bwd", len(BACKWARD_TENSORS))):
             n = per_gemm * num_gemms
             self.register_buffer(f"scale_{direction}", torch.ones(n, device=device), persistent=False)
             history = torch.zeros(HISTORY_LENGTH, n, device=device)
@@ -151,12 +149,12 @@ class StatefulModule(nn.Module):
         """What `get_extra_state` gave."""
         if state is None or state.numel() == 0:
             return
-        wanted = (len(FORWARD_SLOTS) + len(BACKWARD_SLOTS)) * self.num_gemms
+        wanted = (len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)) * self.num_gemms
         if state.dim() != 2 or state.shape[1] != wanted or state.shape[0] < 2:
             raise ValueError(f"_extra_state has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})")
         self.adjust_amax_history_length(state.shape[0] - 1)
         state = state.to(self.scale_fwd.device, torch.float32)
-        first = len(FORWARD_SLOTS) * self.num_gemms
+        first = len(FORWARD_TENSORS) * self.num_gemms
         for direction, part in (("fwd", state[:, :first]), ("bwd", state[:, first:])):
             getattr(self, f"scale_{direction}").copy_(part[0])
             getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])

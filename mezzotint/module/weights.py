@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.functional.linear import MainGrad
 from mezzotint.module.parameters import (
     default_init,
     forked_rng,
@@ -14,7 +15,6 @@ from mezzotint.module.parameters import (
     restore_attributes,
     split_names,
 )
-from mezzotint.module.wgrad import add_gradient
 from mezzotint.quantization import STATE
 
 
@@ -33,6 +33,7 @@ class Weights:
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
         self.parts = split_names(parameters_split, out_features)
+        self.sizes = list(self.parts.values()) or [out_features]
         if self.parts:
             self.weight_names = [f"{part}_weight" for part in self.parts]
             self.bias_names = [f"{part}_bias" for part in self.parts] if bias else []
@@ -50,14 +51,13 @@ class Weights:
 
     def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Uninitialised parameters; parts are slices of one buffer."""
-        sizes = list(self.parts.values()) or [self.out_features]
         whole = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
-        for name, part in zip(self.weight_names, whole.split(sizes), strict=True):
+        for name, part in zip(self.weight_names, whole.split(self.sizes), strict=True):
             module.register_parameter(name, nn.Parameter(part))
         if not self.bias_names and not self.parts:
             module.register_parameter(self.weight_names[0].replace("weight", "bias"), None)
         whole = torch.empty(self.out_features if self.bias_names else 0, device=device, dtype=dtype)
-        for name, part in zip(self.bias_names, whole.split(sizes) if self.bias_names else (), strict=True):
+        for name, part in zip(self.bias_names, whole.split(self.sizes) if self.bias_names else (), strict=True):
             module.register_parameter(name, nn.Parameter(part))
 
     def reset(self, module: Any, gemm: int) -> None:
@@ -83,8 +83,7 @@ class Weights:
         value = torch.empty(old.shape, dtype=old.dtype, device=old.device)
         init(value)
         assert self.init_recipe is not None
-        role = module._role(gemm, "weight")
-        quantizer = module._live_quantizer(self.init_recipe, role, 3 * gemm + 1, True)
+        quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         attributes = {name: dict(vars(old))}
         setattr(module, name, quantized_parameter(value, quantizer, self.preserves, old.requires_grad))
         restore_attributes(module, attributes)
@@ -101,10 +100,22 @@ class Weights:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def main_grads(self, module: nn.Module) -> tuple[MainGrad, ...]:
+        """Where the gradients of the weight, or of its parts, are added."""
+        found = []
+        for name, rows in zip(self.weight_names, self.sizes, strict=True):
+            weight = getattr(module, name)
+            into = getattr(weight, "main_grad", None) if weight.requires_grad else None
+            if into is None and weight.requires_grad:
+                raise ValueError(f"fuse_wgrad_accumulation needs {name}.main_grad, a tensor to add into: set it first")
+            found.append(MainGrad(rows, into, bool(getattr(weight, "overwrite_main_grad", False))))
+        return tuple(found)
+
     def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
-        """Give the weight's gradient to its parameter, or to its parts."""
-        if gradient is None:
+        """Give the weight's gradient to its parameter, or to its parts, as autograd accumulates."""
+        if gradient is None:  # it went to `main_grad`
             return
-        sizes = list(self.parts.values()) or [self.out_features]
-        for name, part in zip(self.weight_names, gradient.split(sizes), strict=True):
-            add_gradient(getattr(module, name), part)
+        for name, part in zip(self.weight_names, gradient.split(self.sizes), strict=True):
+            weight = getattr(module, name)
+            if weight.requires_grad:
+                weight.grad = part if weight.grad is None else weight.grad.add_(part)

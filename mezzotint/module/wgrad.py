@@ -5,29 +5,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 
 class WeightGradStore:
-    """First in, first out: the operands of weight gradients that backward left."""
+    """First in, first out: the operands of weight gradients that backward left. A copy has none of them, as a copy of
+    a parameter has no gradient."""
 
-    def __init__(self, compute: Callable[..., Any], accept: Callable[[Any], None]) -> None:
-        """`compute(wgrad, dy, x, fast)` gives gradients, `accept` puts them where they belong."""
-        self.compute, self.accept = compute, accept
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        """`compute(wgrad, dy, x, fast)` gives gradients."""
+        self.compute = compute
         self.waiting: deque[tuple[Any, ...]] = deque()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightGradStore, (self.compute,)
 
     def put(self, *operands: Any) -> None:
         self.waiting.append(operands)
 
-    def run(self) -> None:
-        """Compute the oldest."""
+    def run(self) -> Any:
+        """The oldest, computed."""
         if not self.waiting:
             raise RuntimeError("backward_dw: no weight gradient waits; run backward first, once for each call")
         with torch.no_grad():
-            self.accept(self.compute(*self.waiting.popleft()))
-
-
-def add_gradient(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """As autograd accumulates; None went to `main_grad`."""
-    if gradient is not None:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            return self.compute(*self.waiting.popleft())

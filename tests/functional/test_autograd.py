@@ -54,6 +54,7 @@ MUTABLE = [
     "LinearBwdArgs",
     "LinearFwdArgs",
     "LinearMade",
+    "MainGrad",
     "Needs",
     "NormBwdArgs",
     "NormFwdArgs",
