@@ -12,6 +12,7 @@ from mezzotint.kernels.activation import (
     PARAMETERS,
     activation_backward,
     activation_forward,
+    activation_scale_gradient,
     is_gated,
 )
 from mezzotint.tensor.quantize import quantize_source
@@ -35,12 +36,13 @@ def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, t
 
 @dataclass(slots=True)
 class ActivationFwdArgs:
-    """`x` (…, N), twice as wide when gated."""
+    """`x` (…, N), twice as wide when gated; `scales` (…) multiply the rows of what the activation makes."""
 
     x: torch.Tensor
     name: str
     params: tuple[float, ...]
     grad_state: GradState | None = None
+    scales: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -48,17 +50,18 @@ class ActivationBwdArgs(Saved):
     x: torch.Tensor
     name: str
     params: tuple[float, ...]
+    scales: torch.Tensor | None = None
 
-    SAVED = ("x",)
+    SAVED = ("x", "scales")
 
 
 def activation_quantized(
     a: ActivationFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """act(x) as a matrix, quantized in the same pass; its amax where the scale was given."""
+    """act(x), rows scaled, as a matrix, quantized in the same pass; its amax where the scale was given."""
     x = as_matrix(a.x)
     width = x.shape[1] // 2 if is_gated(a.name) else x.shape[1]
-    arguments = (x, None, a.name, a.params)
+    arguments = (x, None, a.name, a.params, _of_rows(a.scales))
     y_q, amax, _ = quantize_source("activation", arguments, (x.shape[0], width), x.dtype, quantizer, scale)
     return y_q, amax
 
@@ -72,20 +75,33 @@ def activation_gradient_quantized(
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """The gradient of x as a matrix, quantized in the same pass; its amax; its column sums, the bias gradient."""
     x = as_matrix(b.x)
-    arguments = (as_matrix(dy), x, None, b.name, b.params)
+    arguments = (as_matrix(dy), x, None, b.name, b.params, _of_rows(b.scales))
     return quantize_source("activation_backward", arguments, x.shape, x.dtype, quantizer, scale, bias_dtype)
 
 
 def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
-    return ActivationBwdArgs(a.x, a.name, a.params)
+    return ActivationBwdArgs(a.x, a.name, a.params, a.scales)
 
 
 def activation_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor:
-    return run_op(activation_backward, dy, b.x, None, b.name, b.params)
+    return run_op(activation_backward, dy, b.x, None, b.name, b.params, b.scales)
+
+
+def scales_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor | None:
+    """In the shape and dtype of the scales; None where there are none."""
+    if b.scales is None:
+        return None
+    summed = run_op(activation_scale_gradient, dy, b.x, b.name, b.params)
+    return summed.view(b.scales.shape).to(b.scales.dtype)
 
 
 def activate(a: ActivationFwdArgs) -> torch.Tensor:
-    return run_op(activation_forward, a.x, None, a.name, a.params)
+    return run_op(activation_forward, a.x, None, a.name, a.params, a.scales)
+
+
+def _of_rows(scales: torch.Tensor | None) -> torch.Tensor | None:
+    """Those of x → those of its matrix."""
+    return None if scales is None else scales.reshape(-1)
 
 
 def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:
@@ -93,7 +109,7 @@ def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:
 
 
 def _backward(b: ActivationBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
-    return (activation_gradient(b, dy),), ()
+    return (activation_gradient(b, dy), scales_gradient(b, dy)), ()
 
 
-ACTIVATION = Core(_forward, activation_setup, _backward, ("x",))
+ACTIVATION = Core(_forward, activation_setup, _backward, ("x", "scales"))

@@ -12,6 +12,9 @@ glu (sigmoid). The activation is of the first half; torch's GLU has it the other
 
 `bias` [width of x] is added first and the sum is rounded to x's dtype, as if it had been added before. The gradient
 of the bias is the FP32 sum over rows of the rounded gradient of x.
+
+`scales`, one per row (an expert's probability), multiply what the activation gives once it is rounded, and round it
+again: y = round(round(act(x)) · s). Backward: dx = round(round(dy · s) · act'(x)), ds = sum(round(act(x)) · dy).
 """
 
 from collections.abc import Callable, Sequence
@@ -108,26 +111,49 @@ def _input(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return value.float() if bias is None else (value.float() + bias.float()).to(x.dtype).float()
 
 
+def _scaled(value: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Each row multiplied by its scale and rounded to `dtype`."""
+    if scales is None:
+        return value
+    return (value.float() * scales.float().reshape(*value.shape[:-1], 1)).to(dtype)
+
+
 def activation_forward_reference(
-    x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    name: str,
+    params: Sequence[float],
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (…, N), or (…, 2N) when gated → (…, N) in x's dtype."""
+    """x (…, N), or (…, 2N) when gated → (…, N) in x's dtype; scales (…)."""
     value = _input(x, bias)
     if not is_gated(name):
-        return PLAIN[name](value)[0].to(x.dtype)
+        return _scaled(PLAIN[name](value)[0].to(x.dtype), scales, x.dtype)
     (first, _), (second, _) = _gated(value, name, params)
-    return (first * second).to(x.dtype)
+    return _scaled((first * second).to(x.dtype), scales, x.dtype)
 
 
 def activation_backward_reference(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    name: str,
+    params: Sequence[float],
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of x, in its shape and dtype."""
-    value, grad = _input(x, bias), dy.contiguous().float()
+    value, grad = _input(x, bias), _scaled(dy.contiguous(), scales, x.dtype).float()
     if not is_gated(name):
         return (grad * PLAIN[name](value)[1]).to(x.dtype)
     (first, slope), (second, second_slope) = _gated(value, name, params)
     return torch.cat(((grad * slope * second).to(x.dtype), (grad * first * second_slope).to(x.dtype)), -1)
+
+
+def activation_scale_gradient_reference(
+    dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequence[float]
+) -> torch.Tensor:
+    """The gradient of scales, FP32 (…)."""
+    return (activation_forward_reference(x, None, name, params).float() * dy.contiguous().float()).sum(-1)
 
 
 def column_sum_reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +161,9 @@ def column_sum_reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return as_matrix(x).sum(0, dtype=torch.float32).to(dtype)
 
 
-def _forward_fake(x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]) -> torch.Tensor:
+def _forward_fake(
+    x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float], *_: object
+) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if is_gated(name) else x.shape[-1]))
 
 
@@ -144,17 +172,24 @@ def _backward_fake(dy: torch.Tensor, x: torch.Tensor, *_: object) -> torch.Tenso
 
 
 activation_forward = leaf(
-    "activation_forward(Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
+    "activation_forward(Tensor x, Tensor? bias, str name, float[] params, Tensor? scales=None) -> Tensor",
     fake=_forward_fake,
     cpu=activation_forward_reference,
     cuda="activation:forward",
 )
 
 activation_backward = leaf(
-    "activation_backward(Tensor dy, Tensor x, Tensor? bias, str name, float[] params) -> Tensor",
+    "activation_backward(Tensor dy, Tensor x, Tensor? bias, str name, float[] params, Tensor? scales=None) -> Tensor",
     fake=_backward_fake,
     cpu=activation_backward_reference,
     cuda="activation:backward",
+)
+
+activation_scale_gradient = leaf(
+    "activation_scale_gradient(Tensor dy, Tensor x, str name, float[] params) -> Tensor",
+    fake=lambda dy, x, name, params: x.new_empty(x.shape[:-1], dtype=torch.float32),
+    cpu=activation_scale_gradient_reference,
+    cuda="activation:scale_gradient",
 )
 
 column_sum = leaf(

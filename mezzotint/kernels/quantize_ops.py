@@ -43,7 +43,7 @@ class Source:
     sums: bool = False
 
 
-def _forward_shape(x: torch.Tensor, bias: Any, name: str, params: Any) -> tuple[int, ...]:
+def _forward_shape(x: torch.Tensor, bias: Any, name: str, params: Any, scales: Any) -> tuple[int, ...]:
     return (*x.shape[:-1], x.shape[-1] // 2 if is_gated(name) else x.shape[-1])
 
 
@@ -56,15 +56,15 @@ SOURCES = {
         lambda x, *_: tuple(x.shape),
     ),
     "activation": Source(
-        "Tensor x, Tensor? bias, str name, float[] params",
-        4,
+        "Tensor x, Tensor? bias, str name, float[] params, Tensor? scales",
+        5,
         activation_forward_reference,
         activation_forward,
         _forward_shape,
     ),
     "activation_backward": Source(
-        "Tensor dy, Tensor x, Tensor? bias, str name, float[] params, ScalarType? sums",
-        6,
+        "Tensor dy, Tensor x, Tensor? bias, str name, float[] params, Tensor? scales, ScalarType? sums",
+        7,
         activation_backward_reference,
         activation_backward,
         lambda dy, x, *_: tuple(x.shape),

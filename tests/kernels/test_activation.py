@@ -11,6 +11,7 @@ from mezzotint.kernels.activation import (
     PARAMETERS,
     activation_backward,
     activation_forward,
+    activation_scale_gradient,
     column_sum,
     is_gated,
 )
@@ -115,6 +116,62 @@ def test_bias(name: str, dtype: torch.dtype) -> None:
     want = activation_forward(moved, None, name, params), activation_backward(dy, moved, None, name, params)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(raw(a), raw(b))
+
+
+def scaled_rows(value: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """One FP32 product, rounded to the dtype of `value`."""
+    return (value.float() * scales.float()[..., None]).to(value.dtype)
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_scales_of_rows(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit what a multiplication after the activation, and before its backward, would give."""
+    params = parameters(name)
+    for seed, shape in enumerate(SHAPES):
+        x, dy = draw(shape, dtype, seed), draw(output_of(shape, name), dtype, seed + 100)
+        bias = draw(shape[-1:], dtype, seed + 300) if seed % 2 else None
+        for scales in (draw(shape[:-1], torch.float32, seed + 200), draw(shape[:-1], dtype, seed + 200)):
+            y = activation_forward(x, bias, name, params, scales)
+            assert torch.equal(raw(y), raw(scaled_rows(activation_forward(x, bias, name, params), scales)))
+            dx = activation_backward(dy, x, bias, name, params, scales)
+            assert torch.equal(raw(dx), raw(activation_backward(scaled_rows(dy, scales), x, bias, name, params)))
+            assert (y.shape, y.dtype, dx.shape, dx.dtype) == (dy.shape, dtype, x.shape, dtype)
+            assert y.is_contiguous()
+            assert dx.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=str)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradient_of_scales(name: str, dtype: torch.dtype) -> None:
+    """FP64's sums of what the activation wrote; and autograd's of the whole in FP64."""
+    params = parameters(name)
+    for seed, shape in enumerate(SHAPES):
+        x, dy = draw(shape, dtype, seed), draw(output_of(shape, name), dtype, seed + 100)
+        got = activation_scale_gradient(dy, x, name, params)
+        assert (got.shape, got.dtype) == (shape[:-1], torch.float32)
+        terms = activation_forward(x, None, name, params).double() * dy.double()
+        assert ((got.double() - terms.sum(-1)).abs() <= terms.abs().sum(-1) * 2.0**-20).all()
+        scales = torch.ones(shape[:-1], dtype=torch.float64, requires_grad=True)
+        (want,) = torch.autograd.grad(exact(x.double(), name, params) * scales[..., None], scales, dy.double())
+        bound = terms.abs().sum(-1) * torch.finfo(dtype).eps + 4e-6 * dy.double().abs().sum(-1)
+        assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_scales_and_strides(name: str, view: str) -> None:
+    for shape in ((6, 34), (3, 4, 8)):
+        x = as_view(draw(shape, torch.bfloat16, 1), view)
+        dy = as_view(draw(output_of(shape, name), torch.bfloat16, 2), view)
+        scales = as_view(draw(shape[:-1], torch.float32, 3), view)
+        plain, grad, factors = (t.clone(memory_format=torch.contiguous_format) for t in (x, dy, scales))
+        y, dx = activation_forward(x, None, name, [], scales), activation_backward(dy, x, None, name, [], scales)
+        assert torch.equal(y, activation_forward(plain, None, name, [], factors))
+        assert torch.equal(dx, activation_backward(grad, plain, None, name, [], factors))
+        ds = activation_scale_gradient(dy, x, name, [])
+        assert torch.equal(ds, activation_scale_gradient(grad, plain, name, []))
+        assert all(t.is_contiguous() for t in (y, dx, ds))
 
 
 @pytest.mark.parametrize("view", VIEWS)

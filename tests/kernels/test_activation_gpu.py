@@ -10,9 +10,15 @@ from itertools import product
 import pytest
 import torch
 
-from mezzotint.kernels.activation import ACTIVATIONS, activation_backward, activation_forward, column_sum
+from mezzotint.kernels.activation import (
+    ACTIVATIONS,
+    activation_backward,
+    activation_forward,
+    activation_scale_gradient,
+    column_sum,
+)
 from tests.formats import HIGH
-from tests.kernels.test_activation import draw, output_of, parameters
+from tests.kernels.test_activation import draw, output_of, parameters, scaled_rows
 from tests.values import VIEWS, as_view, raw
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +67,40 @@ def test_every_magnitude(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_scales_of_rows(name: str) -> None:
+    """The bytes of a multiplication after the activation and before its backward; those of the CPU where it can be."""
+    params = parameters(name)
+    for number, shape in enumerate(SHAPES):
+        dtype = HIGH[(number + len(name)) % 3]
+        cpu = draw(output_of(shape, name), dtype, number + 50), draw(shape, dtype, number)
+        scales = draw(shape[:-1], dtype if number % 2 else torch.float32, number + 70)
+        bias = draw(shape[-1:], dtype, number + 90) if number % 2 else None
+        dy, x, on_gpu = (t.cuda() for t in (*cpu, scales))
+        moved = None if bias is None else bias.cuda()
+        y = activation_forward(x, moved, name, params, on_gpu)
+        assert torch.equal(raw(y), raw(scaled_rows(activation_forward(x, moved, name, params), on_gpu))), shape
+        dx = activation_backward(dy, x, moved, name, params, on_gpu)
+        want = activation_backward(scaled_rows(dy, on_gpu), x, moved, name, params)
+        assert torch.equal(raw(dx), raw(want)), shape
+        if name in EXACT:
+            assert torch.equal(raw(y.cpu()), raw(activation_forward(cpu[1], bias, name, params, scales))), shape
+            assert torch.equal(raw(dx.cpu()), raw(activation_backward(*cpu, bias, name, params, scales))), shape
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradient_of_scales(name: str) -> None:
+    params = parameters(name)
+    for number, shape in enumerate((*SHAPES, (24,), (0, 16), (4, 0), (5000, 34))):
+        dtype = HIGH[(number + len(name)) % 3]
+        dy, x = draw(output_of(shape, name), dtype, number + 50).cuda(), draw(shape, dtype, number).cuda()
+        got = activation_scale_gradient(dy, x, name, params)
+        terms = activation_forward(x, None, name, params).double() * dy.double()
+        assert (got.shape, got.dtype) == (shape[:-1], torch.float32)
+        assert ((got.double() - terms.sum(-1)).abs() <= terms.abs().sum(-1) * 2.0**-19).all(), shape
+        assert torch.equal(got, activation_scale_gradient(dy, x, name, params)), "the order of the sum is fixed"
+
+
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_strides(name: str) -> None:
     for shape, view in product(((33, 70), (3, 5, 96)), VIEWS):
@@ -71,6 +111,13 @@ def test_strides(name: str) -> None:
         got = activation_backward(dy, x, None, name, [])
         assert torch.equal(got, activation_backward(grad, dense, None, name, []))
         torch.testing.assert_close(column_sum(x, torch.float32), column_sum(dense, torch.float32), rtol=1e-5, atol=1e-4)
+        scales = as_view(draw(shape[:-1], torch.float32, 3).cuda(), view)
+        factors = scales.clone(memory_format=torch.contiguous_format)
+        y, dx = activation_forward(x, None, name, [], scales), activation_backward(dy, x, None, name, [], scales)
+        assert torch.equal(y, activation_forward(dense, None, name, [], factors))
+        assert torch.equal(dx, activation_backward(grad, dense, None, name, [], factors))
+        ds = activation_scale_gradient(dy, x, name, [])
+        torch.testing.assert_close(ds, activation_scale_gradient(grad, dense, name, []), rtol=1e-5, atol=1e-4)
 
 
 def test_column_sum() -> None:
@@ -91,3 +138,7 @@ def test_empty() -> None:
             y = activation_forward(x, None, name, [])
             assert y.shape == output_of(shape, name)
             assert activation_backward(y, x, None, name, []).shape == shape
+            scales = torch.ones(shape[:-1], device="cuda")
+            assert activation_forward(x, None, name, [], scales).shape == y.shape
+            assert activation_backward(y, x, None, name, [], scales).shape == shape
+            assert torch.equal(activation_scale_gradient(y, x, name, []), torch.zeros_like(scales))

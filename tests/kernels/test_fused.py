@@ -26,14 +26,19 @@ def sources(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[str, 
     x, twice = draw(shape, dtype, 0), draw((*shape[:-1], 2 * width), dtype, 1)
     half = draw((*shape[:-1], width // 2), dtype, 2)
     gamma, beta, bias = draw((width,), torch.float32, 3), draw((width,), torch.float32, 4), draw((width,), dtype, 5)
+    scales = draw(shape[:-1], torch.float32, 6)
     cases: dict[str, tuple[str, tuple[Any, ...]]] = {
         "layernorm": ("norm", (x, *norm_stats(x, 1e-5, False), gamma, beta, True, False)),
         "rmsnorm": ("norm", (x, *norm_stats(x, 1e-5, True), gamma, None, False, True)),
-        "gelu": ("activation", (x, bias, "gelu", [])),
-        "swiglu": ("activation", (twice, None, "swiglu", [])),
-        "dgelu": ("activation_backward", (x, x, bias, "gelu", [], torch.float32)),
-        "dclamped": ("activation_backward", (half, x, None, "clamped_swiglu", CLAMPED, None)),
-        "dswiglu": ("activation_backward", (half, x, bias, "swiglu", [], torch.bfloat16)),
+        "gelu": ("activation", (x, bias, "gelu", [], None)),
+        "swiglu": ("activation", (twice, None, "swiglu", [], None)),
+        "dgelu": ("activation_backward", (x, x, bias, "gelu", [], None, torch.float32)),
+        "dclamped": ("activation_backward", (half, x, None, "clamped_swiglu", CLAMPED, None, None)),
+        "dswiglu": ("activation_backward", (half, x, bias, "swiglu", [], None, torch.bfloat16)),
+        "gelu_scaled": ("activation", (x, None, "gelu", [], scales)),
+        "swiglu_scaled": ("activation", (twice, None, "swiglu", [], scales.to(dtype))),
+        "dgelu_scaled": ("activation_backward", (x, x, None, "gelu", [], scales.to(dtype), None)),
+        "dswiglu_scaled": ("activation_backward", (half, x, None, "swiglu", [], scales, torch.float32)),
     }
     return cases
 
@@ -84,7 +89,7 @@ def test_sums(sums: torch.dtype | None, dtype: torch.dtype) -> None:
     """Nothing, or FP32 sums cast to what is asked for; the rounded gradient is what is summed."""
     variant = VARIANTS[0]
     dy, x = draw((33, 24), dtype, 0), draw((33, 48), dtype, 1)
-    check(variant, "activation_backward", (dy, x, None, "geglu", [], sums), (True, True))
+    check(variant, "activation_backward", (dy, x, None, "geglu", [], None, sums), (True, True))
 
 
 def test_every_quantization_takes_every_source() -> None:

@@ -22,7 +22,8 @@ TESTED = [
     *(variants_of(name)[0] for name in ("float8", "float8_scaled", "float8_rowwise")),
     *(next(v for v in found if ("two_d" in v.traits) == two_d) for found in (BLOCKS, MX) for two_d in (False, True)),
 ]
-CASES = ("layernorm", "rmsnorm", "gelu", "swiglu", "dgelu", "dswiglu")
+CASES = ["layernorm", "rmsnorm", "gelu", "swiglu", "dgelu", "dswiglu"]
+CASES += ["gelu_scaled", "swiglu_scaled", "dgelu_scaled", "dswiglu_scaled"]
 
 
 def on_cuda(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -33,7 +34,7 @@ def on_cuda(args: tuple[Any, ...]) -> tuple[Any, ...]:
 @pytest.mark.parametrize("variant", TESTED, ids=str)
 def test_fused_is_one_after_the_other(variant: Variant, case: str) -> None:
     """Whole tiles in both directions, and cut ones in each: other kernels, other dtypes."""
-    start = TESTED.index(variant) + CASES.index(case)
+    start = TESTED.index(variant) + len(case)
     for number, (shape, usage) in enumerate(
         zip(((256, 1024), (131, 90), (3, 5, 272)), variant.usages()[::-1], strict=True)
     ):
@@ -53,13 +54,14 @@ def test_empty() -> None:
             check(variant, source, on_cuda(args), variant.usages()[-1])
 
 
-@pytest.mark.parametrize("case", ["rmsnorm", "dswiglu"])
+@pytest.mark.parametrize("case", ["rmsnorm", "dswiglu", "dswiglu_scaled"])
 def test_strided_rows(case: str) -> None:
-    """x and dy are slices of wider tensors."""
+    """x and dy are slices of wider tensors, scales a column of one."""
     for variant in TESTED:
         source, args = sources((64, 96), torch.bfloat16)[case]
-        moved = tuple(as_view(a, "inner") if isinstance(a, torch.Tensor) and a.dim() > 1 else a for a in on_cuda(args))
-        check(variant, source, moved, variant.usages()[-1])
+        views = {1: "every_second", 2: "inner"}
+        moved = (as_view(a, views[a.dim()]) if isinstance(a, torch.Tensor) else a for a in on_cuda(args))
+        check(variant, source, tuple(moved), variant.usages()[-1])
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "identity"])
@@ -76,7 +78,9 @@ def test_wide_rows(width: int) -> None:
     x, gamma = draw((5, width), torch.bfloat16, 0).cuda(), draw((width,), torch.float32, 1).cuda()
     check(variant, "norm", (x, *norm_stats(x, 1e-5, True), gamma, None, True, True), (True, False))
     dy = draw((5, width // 2), torch.bfloat16, 2).cuda()
-    check(variant, "activation_backward", (dy, x, None, "swiglu", [], torch.float32), (True, False))
+    scales = draw((5,), torch.float32, 3).cuda()
+    for factors in (None, scales):
+        check(variant, "activation_backward", (dy, x, None, "swiglu", [], factors, torch.float32), (True, False))
 
 
 def test_more_elements_than_32_bits_count() -> None:
@@ -86,8 +90,9 @@ def test_more_elements_than_32_bits_count() -> None:
     x = torch.randn((1 + 2**10) * 128, 2**15, dtype=torch.bfloat16, device="cuda", generator=generator)
     options = variant.arguments("cuda", (True, False))
     op = fused(variant.quantize, "activation")
-    data, scales = op(x, None, "swiglu", [], *options)
-    few, few_scales = op(x[-128:].clone(), None, "swiglu", [], *options)
+    factors = torch.rand(len(x), device="cuda", generator=generator)
+    data, scales = op(x, None, "swiglu", [], factors, *options)
+    few, few_scales = op(x[-128:].clone(), None, "swiglu", [], factors[-128:], *options)
     assert torch.equal(data[-128:], few)
     assert torch.equal(scales[:, -128:], few_scales)
     del x, data

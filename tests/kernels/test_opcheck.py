@@ -13,7 +13,14 @@ import pytest
 import torch
 
 import mezzotint.kernels
-from mezzotint.kernels.activation import ACTIVATIONS, PARAMETERS, activation_backward, activation_forward, column_sum
+from mezzotint.kernels.activation import (
+    ACTIVATIONS,
+    PARAMETERS,
+    activation_backward,
+    activation_forward,
+    activation_scale_gradient,
+    column_sum,
+)
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
@@ -144,14 +151,15 @@ def test_draw_rng() -> None:
 
 
 def sources(x: torch.Tensor, name: str = "swiglu", rms: bool = False) -> dict[str, tuple[Any, ...]]:
-    """Source → its arguments, made of x (…, K). The backward's ask for sums."""
+    """Source → its arguments, made of x (…, K). The backward's ask for sums; rows are scaled where there is a bias."""
     gamma = sample(x.shape[-1:], torch.float32)
     beta, bias, params = None if rms else gamma, None if rms else gamma, list(PARAMETERS.get(name, {}).values())
+    scales = None if rms else sample(x.shape[:-1], torch.float32)
     dy = activation_forward(x, bias, name, params)
     return {
         "norm": (x, *norm_stats(x, 1e-5, rms), gamma, beta, rms, rms),
-        "activation": (x, bias, name, params),
-        "activation_backward": (dy, x, bias, name, params, x.dtype if rms else None),
+        "activation": (x, bias, name, params, scales),
+        "activation_backward": (dy, x, bias, name, params, scales, x.dtype if rms else None),
     }
 
 
@@ -177,6 +185,9 @@ def test_activation(name: str) -> None:
         made = sources(x, name)
         torch.library.opcheck(activation_forward, made["activation"], test_utils=utils)
         torch.library.opcheck(activation_backward, made["activation_backward"][:-1], test_utils=utils)
+        torch.library.opcheck(activation_forward, made["activation"][:-1], test_utils=FAST)
+        gradient = (made["activation_backward"][0], x, *made["activation"][2:4])
+        torch.library.opcheck(activation_scale_gradient, gradient, test_utils=utils)
         turned = (x.transpose(0, 1).contiguous().transpose(0, 1), *made["activation"][1:])
         torch.library.opcheck(activation_forward, turned, test_utils=FAST)
         torch.library.opcheck(activation_backward, (made["activation_backward"][0], *turned), test_utils=FAST)
@@ -244,7 +255,7 @@ def test_every_op_has_a_case() -> None:
             here |= {called_op(variant, way, x)[0].name() for way in variant.directions}
     here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
-    here |= {op.name() for op in (column_sum, delayed_saw_, delayed_update_)}
+    here |= {op.name() for op in (activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}

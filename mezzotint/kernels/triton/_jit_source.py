@@ -6,8 +6,8 @@ that the source reads beside x. It calls `load_input` where it would call `load_
     SOURCE                                       given, after the partial column sums (see `store_sums`) or None
     ("norm", zero_centered)                      mu or None (RMSNorm), rs, gamma, beta or None
     ("norm_gamma", None)                         mu or None, rs, dy, its stride        not rounded: dgamma's summands
-    ("activation", act, gated)                   bias or None, p0, p1, p2
-    ("activation_backward", act, gated)          bias or None, p0, p1, p2, dy, its stride
+    ("activation", act, gated)                   bias or None, p0, p1, p2, scales of rows or None
+    ("activation_backward", act, gated)          bias or None, p0, p1, p2, scales of rows or None, dy, its stride
 
 Every operation is rounded once, in the order of the reference, so that what is pointwise has the reference's bits;
 exponentials differ from it in the last two bits. The kernels that only write (`_produce.py`) call the same functions.
@@ -114,9 +114,17 @@ def load_biased(rows, bias, c, mask):
 
 
 @triton.jit
-def normalised(x, mu, rs, r, c, M, stride, inside):
+def load_grad(dy, stride, scales, r, c, rows, inside, TYPE: tl.constexpr):
+    """dy at rows r [R], columns c (1, C) or (R, C), times the scales of the rows, rounded."""
+    grad = load(dy + r[:, None] * stride + c, inside)
+    if scales is not None:
+        grad = (grad * load(scales + r, rows)[:, None]).to(TYPE).to(tl.float32)
+    return grad
+
+
+@triton.jit
+def normalised(x, mu, rs, r, c, rows, stride, inside):
     """rs · (x - mu)."""
-    rows = None if inside is None else r < M
     value = load(x + r[:, None] * stride + c, inside)
     if mu is not None:
         value = value - load(mu + r, rows)[:, None]
@@ -128,18 +136,20 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
     """What the source writes at rows r [R], columns c (1, C) or (R, C), as FP32; 0 outside of (M, K)."""
     KIND: tl.constexpr = SOURCE[0]
     HOW: tl.constexpr = SOURCE[1]
+    rows = None if EVEN else r < M
     inside = None if EVEN else (r < M)[:, None] & (c < K)
     at = r[:, None] * stride
+    TYPE: tl.constexpr = x.dtype.element_ty
     if KIND == "norm":
         cols = None if EVEN else c < K
         g = load(given[3] + c, cols)
         if HOW:
             g = g + 1.0
-        value = normalised(x, given[1], given[2], r, c, M, stride, inside) * g
+        value = normalised(x, given[1], given[2], r, c, rows, stride, inside) * g
         if given[4] is not None:
             value = value + load(given[4] + c, cols)
     elif KIND == "norm_gamma":
-        value = normalised(x, given[1], given[2], r, c, M, stride, inside)
+        value = normalised(x, given[1], given[2], r, c, rows, stride, inside)
         value = load(given[3] + r[:, None] * given[4] + c, inside) * value
     elif KIND == "activation":
         value = load_biased(x + at, given[1], c, inside)
@@ -149,6 +159,8 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
             value = value * second
         else:
             value, _slope = act(value, HOW)
+        if given[5] is not None:
+            value = value.to(TYPE).to(tl.float32) * load(given[5] + r, rows)[:, None]
     else:
         if SOURCE[2]:
             # A column of the result says which half it is the gradient of; both halves are read.
@@ -156,14 +168,14 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
             j = tl.where(c < N, c, c - N)
             x1 = load_biased(x + at, given[1], j, inside)
             x2 = load_biased(x + at, given[1], j + N, inside)
-            grad = load(given[5] + r[:, None] * given[6] + j, inside)
+            grad = load_grad(given[6], given[7], given[5], r, j, rows, inside, TYPE)
             d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], HOW)
             value = tl.where(c < N, d1, d2)
         else:
             _value, slope = act(load_biased(x + at, given[1], c, inside), HOW)
-            value = load(given[5] + r[:, None] * given[6] + c, inside) * slope
+            value = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE) * slope
     if KIND != "norm_gamma":
-        value = value.to(x.dtype.element_ty).to(tl.float32)
+        value = value.to(TYPE).to(tl.float32)
     if inside is not None:
         value = tl.where(inside, value, 0.0)
     return value
@@ -229,15 +241,20 @@ def _sourced(made: Made) -> Input:
         kind: tuple[Any, ...] = ("norm", bool(zero_centered))
         arguments: tuple[Any, ...] = (None if rms else mu, rs, gamma, beta)
     elif made.source == "activation":
-        x, bias, name, params = args
-        kind, arguments = ("activation", *_act(name)), (bias, *_three(params))
+        x, bias, name, params, scales = args
+        kind, arguments = ("activation", *_act(name)), (bias, *_three(params), _flat(scales))
     else:
-        dy, x, bias, name, params, *_ = args
+        dy, x, bias, name, params, scales = args
         dy = as_rows(dy)
-        kind, arguments = ("activation_backward", *_act(name)), (bias, *_three(params), dy, dy.stride(0))
+        kind = ("activation_backward", *_act(name))
+        arguments = (bias, *_three(params), _flat(scales), dy, dy.stride(0))
     x = as_rows(x)
     dense = tuple(a.contiguous() if isinstance(a, torch.Tensor) and a.dim() == 1 else a for a in arguments)
     return Input(x, x.shape[0], K, kind, dense, made.sums)
+
+
+def _flat(scales: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scales is None else scales.reshape(-1)
 
 
 def _act(name: str) -> tuple[str, bool]:

@@ -155,8 +155,10 @@ def finish_sums(partials: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 NORM = "- *fp32 *fp32 *fp32 *fp32"
 RMSNORM = "- - *fp32 *bf16 -"
-ACTIVATION = "- *bf16 fp32 fp32 fp32"
-BACKWARD = "*fp32 - fp32 fp32 fp32 *bf16 i32"  # with partial sums
+ACTIVATION = "- *bf16 fp32 fp32 fp32 -"
+SCALED = "- - fp32 fp32 fp32 *fp32"
+BACKWARD = "*fp32 - fp32 fp32 fp32 - *bf16 i32"  # with partial sums
+SCALED_BACKWARD = "*fp32 - fp32 fp32 fp32 *bf16 *bf16 i32"
 
 AHEAD = [
     ahead(_write_kernel, "bf16 bf16", NORM, SOURCE=("norm", True), EVEN=True, **write_config(4096)),
@@ -174,13 +176,17 @@ AHEAD = [
             ("situglu", True),
         )
     ),
-    ahead(
-        _write_kernel,
-        "fp16 fp16",
-        "- *fp32 fp32 fp32 fp32 *fp16 i32",
-        SOURCE=("activation_backward", "gelu", False),
-        EVEN=False,
-        **write_config(100),
+    ahead(_write_kernel, "bf16 bf16", SCALED, SOURCE=("activation", "silu", True), EVEN=True, **write_config(4096)),
+    *(
+        ahead(
+            _write_kernel,
+            "fp16 fp16",
+            f"- *fp32 fp32 fp32 fp32 {scales} *fp16 i32",
+            SOURCE=("activation_backward", "gelu", False),
+            EVEN=False,
+            **write_config(100),
+        )
+        for scales in ("-", "*fp32")
     ),
     ahead(_sums_kernel, "bf16 fp32", **sums_config()),
     ahead(_sums_kernel, "bf16 fp32", BACKWARD, SOURCE=("activation_backward", "silu", True), **sums_config()),

@@ -1,7 +1,8 @@
 """Activations and column sums on CUDA. One read, one write.
 
-All but the gradient of a gated activation are a source's `write`. That one writes both halves from one read of them; a
-quantization that takes it in computes each half where it needs it, with the same functions and the same bits.
+All but the gradients of scales and of a gated activation are a source's `write`. The latter writes both halves from
+one read of them; a quantization that takes it in computes each half where it needs it, with the same functions and the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,13 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.activation import is_gated
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton._jit import ahead, tile_of
-from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, read
+from mezzotint.kernels.triton._jit import ahead, as_rows, tile_of
+from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read
 from mezzotint.kernels.triton._produce import sum_columns, write
 
 
-def gated_config(N: int) -> dict[str, int]:
-    """Tile: 2048 columns of one row of a half, or more rows of fewer."""
+def tile_config(N: int) -> dict[str, int]:
+    """Rows, columns of a tile of 2048 elements, as wide as the output up to 1024."""
     BN = min(max(triton.next_power_of_2(N), 64), 1024)
     return {"BM": 2048 // BN, "BN": BN, "num_warps": 4}
 
@@ -38,34 +39,69 @@ def _gated_backward_kernel(
 ):
     """x and out are (M, 2N). `given`: as that of the source."""
     row, col = tile_of(tl.program_id(0), M, N, BM, BN, 1)
-    r = (row * BM + tl.arange(0, BM))[:, None]
+    r = row * BM + tl.arange(0, BM)
     c = (col * BN + tl.arange(0, BN))[None, :]
-    inside = (r < M) & (c < N)
-    rows = x + r * stride
-    x1 = load_biased(rows, given[1], c, inside)
-    x2 = load_biased(rows, given[1], c + N, inside)
-    grad = load(given[5] + r * given[6] + c, inside)
+    inside = (r < M)[:, None] & (c < N)
+    at = x + r[:, None] * stride
+    x1 = load_biased(at, given[1], c, inside)
+    x2 = load_biased(at, given[1], c + N, inside)
+    grad = load_grad(given[6], given[7], given[5], r, c, r < M, inside, x.dtype.element_ty)
     d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], ACT)
-    to = out + r * (2 * N) + c
+    to = out + r[:, None] * (2 * N) + c
     tl.store(to, d1.to(out.dtype.element_ty), mask=inside)
     tl.store(to + N, d2.to(out.dtype.element_ty), mask=inside)
 
 
-def forward(x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]) -> torch.Tensor:
-    return write(Made("activation", (x, bias, name, params)))
+@triton.jit
+def _scale_gradient_kernel(
+    x,
+    dy,
+    out,
+    given,
+    M,
+    K,
+    stride,
+    dy_stride,
+    SOURCE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Sums over the rows of dy · act(x), BM of them."""
+    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, tl.cast(K, tl.int64), BN):
+        c = (start + tl.arange(0, BN))[None, :]
+        grad = load(dy + r[:, None] * dy_stride + c, (r < M)[:, None] & (c < K))
+        total += produce(x, given, r, c, M, K, stride, SOURCE, False) * grad
+    tl.store(out + r, tl.sum(total, 1), mask=r < M)
+
+
+def forward(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    name: str,
+    params: Sequence[float],
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return write(Made("activation", (x, bias, name, params, scales)))
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, name: str, params: Sequence[float]
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    name: str,
+    params: Sequence[float],
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    made = Made("activation_backward", (dy, x, bias, name, params))
+    made = Made("activation_backward", (dy, x, bias, name, params, scales))
     if not is_gated(name):
         return write(made)
     out, N = x.new_empty(x.shape), x.shape[-1] // 2
     if out.numel():
         source = read(made)
         assert source.kind is not None
-        options = gated_config(N)
+        options = tile_config(N)
         _gated_backward_kernel[(cdiv(source.M, options["BM"]) * cdiv(N, options["BN"]),)](
             source.x,
             out,
@@ -80,14 +116,61 @@ def backward(
     return out
 
 
+def scale_gradient(dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequence[float]) -> torch.Tensor:
+    if dy.numel() == 0:
+        return x.new_zeros(x.shape[:-1], dtype=torch.float32)
+    out = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    source, dy = read(Made("activation", (x, None, name, params, None))), as_rows(dy)
+    options = tile_config(source.K)
+    _scale_gradient_kernel[(cdiv(source.M, options["BM"]),)](
+        source.x,
+        dy,
+        out,
+        source.given(),
+        source.M,
+        source.K,
+        source.x.stride(0),
+        dy.stride(0),
+        SOURCE=source.kind,
+        **options,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
 def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return sum_columns(read(x), x.new_empty(x.shape[-1], dtype=dtype))
 
 
 AHEAD = [
-    ahead(_gated_backward_kernel, "bf16 bf16", "- - fp32 fp32 fp32 *bf16 i32", ACT="silu", **gated_config(4096)),
+    ahead(_gated_backward_kernel, "bf16 bf16", "- - fp32 fp32 fp32 - *bf16 i32", ACT="silu", **tile_config(4096)),
+    ahead(_gated_backward_kernel, "bf16 bf16", "- - fp32 fp32 fp32 *fp32 *bf16 i32", ACT="silu", **tile_config(4096)),
     ahead(
-        _gated_backward_kernel, "fp32 fp32", "- *fp32 fp32 fp32 fp32 *fp32 i32", ACT="clamped_swiglu", **gated_config(9)
+        _gated_backward_kernel,
+        "fp32 fp32",
+        "- *fp32 fp32 fp32 fp32 - *fp32 i32",
+        ACT="clamped_swiglu",
+        **tile_config(9),
     ),
-    ahead(_gated_backward_kernel, "fp16 fp16", "- *fp16 fp32 fp32 fp32 *fp16 i32", ACT="situglu", **gated_config(100)),
+    ahead(
+        _gated_backward_kernel,
+        "fp16 fp16",
+        "- *fp16 fp32 fp32 fp32 *fp16 *fp16 i32",
+        ACT="situglu",
+        **tile_config(100),
+    ),
+    ahead(
+        _scale_gradient_kernel,
+        "bf16 bf16 fp32",
+        "- - fp32 fp32 fp32 -",
+        SOURCE=("activation", "silu", True),
+        **tile_config(4096),
+    ),
+    ahead(
+        _scale_gradient_kernel,
+        "fp16 fp32 fp32",
+        "- - fp32 fp32 fp32 -",
+        SOURCE=("activation", "gelu", False),
+        **tile_config(100),
+    ),
 ]

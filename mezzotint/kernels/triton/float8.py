@@ -37,7 +37,7 @@ from mezzotint.kernels.triton._jit import (
 )
 from mezzotint.kernels.triton._jit_source import Input, load_input, read, store_sums
 from mezzotint.kernels.triton._launch import Fast
-from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, finish_source
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, finish_source
 from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
 
 __all__ = ["PARTIALS", "amax", "amax_partials", "dequantize", "quantize", "quantize_scaled"]
@@ -362,7 +362,11 @@ AHEAD = [
     ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
     *(
         ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", given, SOURCE=kind, **_CURRENT, **_TILE, EVEN=True)
-        for given, kind in ((RMSNORM, ("norm", False)), (ACTIVATION, ("activation", "gelu", False)))
+        for given, kind in (
+            (RMSNORM, ("norm", False)),
+            (ACTIVATION, ("activation", "gelu", False)),
+            (SCALED, ("activation", "silu", True)),
+        )
     ),
     ahead(
         _cast_tile_kernel,

@@ -32,7 +32,15 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
-from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source, sum_columns
+from mezzotint.kernels.triton._produce import (
+    ACTIVATION,
+    BACKWARD,
+    NORM,
+    RMSNORM,
+    SCALED_BACKWARD,
+    finish_source,
+    sum_columns,
+)
 
 TAKES_SOURCES = True
 WHOLE_ROW = 16384  # the longest row that is held in registers
@@ -382,6 +390,7 @@ AHEAD = [
             (NORM, ("norm", False)),
             (ACTIVATION, ("activation", "silu", True)),
             (BACKWARD, ("activation_backward", "gelu", False)),
+            (SCALED_BACKWARD, ("activation_backward", "gelu", False)),
         )
     ),
 ]

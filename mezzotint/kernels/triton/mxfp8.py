@@ -32,7 +32,15 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import load_input, produce, read, store_sums
-from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
+from mezzotint.kernels.triton._produce import (
+    ACTIVATION,
+    BACKWARD,
+    NORM,
+    RMSNORM,
+    SCALED,
+    SCALED_BACKWARD,
+    finish_source,
+)
 
 TAKES_SOURCES = True
 
@@ -379,6 +387,10 @@ AHEAD = [
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, NORM, ("norm", True)),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, ACTIVATION, ("activation", "silu", True)),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, BACKWARD, ("activation_backward", "silu", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, SCALED, ("activation", "silu", True)),
+    _case(
+        "bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, SCALED_BACKWARD, ("activation_backward", "silu", True)
+    ),
     _case("bf16 u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "gelu", False)),
     _case("bf16 - - u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "silu", True)),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, True, RMSNORM, ("norm", False)),
