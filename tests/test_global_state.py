@@ -1,11 +1,17 @@
 """Upstream's names for the state: the manager and the recipe state."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import FP8GlobalStateManager, RecipeState, recipe
-from tests.recipes import RECIPES, make, sample
+from mezzotint.quantization import STATE
+from tests.recipes import RECIPES, assert_equal, gradient, make, sample, step
 
 
 def test_the_manager_tells_what_is_in_force() -> None:
@@ -36,6 +42,7 @@ def test_regions_by_hand_update_as_autocast_does() -> None:
     assert torch.equal(module.amax_history_fwd, twin.amax_history_fwd)
     key = FP8GlobalStateManager.get_meta_tensor_key(forward=True)
     assert torch.equal(module.fp8_meta[key].scale, twin.scale_fwd)
+    assert STATE.entered == ()
     with pytest.raises(RuntimeError, match="autocast_enter first"):
         FP8GlobalStateManager.autocast_exit(True)
 
@@ -47,6 +54,108 @@ def test_reset() -> None:
     FP8GlobalStateManager.reset()
     assert FP8GlobalStateManager.get_autocast_state() == (False, False, None, None)
     assert FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is None
+
+
+@pytest.fixture
+def skip_flag() -> Iterator[Callable[[bool], None]]:
+    """Sets the flag; afterwards there is none."""
+    yield FP8GlobalStateManager.set_skip_fp8_weight_update_tensor
+    FP8GlobalStateManager.reset()
+
+
+def kept_weights(module: Any) -> list[torch.Tensor]:
+    return [workspace.dequantize().clone() for workspace in module._workspaces]
+
+
+over_kept = pytest.mark.parametrize("name", [n for n in RECIPES if n != "none"])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("module_name", ["linear", "layernorm_mlp", "grouped_linear"])
+@over_kept
+def test_kept_weights_are_updated_unless_told_not_to(name: str, module_name: str, how: str, skip_flag: Any) -> None:
+    """What a graph does that serves every micro-batch: `is_first_microbatch` is the same, the flag tells."""
+    chosen = RECIPES[name]
+    module, twin = make(module_name), make(module_name)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(module, fullgraph=True, backend=counter) if how == "compiled" else module
+    for seed, skips in enumerate((False, True, True, False, True, False)):
+        if not skips:
+            with torch.no_grad():
+                for ours, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+                    ours.mul_(1.25)
+                    theirs.mul_(1.25)
+        skip_flag(skips)
+        before = None if module._workspaces is None else kept_weights(module)
+        got = step(module, sample(seed=seed), chosen, call, is_first_microbatch=False)
+        assert before is None or skips == all(map(torch.equal, before, kept_weights(module)))
+        skip = STATE.skip_weight_update
+        STATE.skip_weight_update = None
+        expected = step(twin, sample(seed=seed), chosen, is_first_microbatch=not skips)
+        STATE.skip_weight_update = skip
+        assert_equal(got, expected)
+    assert counter.frame_count == (2 if how == "compiled" else 0)  # the first call makes the workspaces
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kept_weight_is_written_in_place(first: bool, skip_flag: Any) -> None:
+    """Buffers stay where they are, as a captured graph needs it."""
+    module = make("linear")
+    skip_flag(False)
+    step(module, sample(), RECIPES["mxfp8"], is_first_microbatch=first)
+    buffers = module._workspaces[0]._rowwise_data
+    with torch.no_grad():
+        module.weight.mul_(3)
+    got = step(module, sample(), RECIPES["mxfp8"], is_first_microbatch=first)
+    assert module._workspaces[0]._rowwise_data is buffers
+    twin = make("linear")
+    twin.load_state_dict(module.state_dict())
+    assert_equal(got, step(twin, sample(), RECIPES["mxfp8"]))
+
+
+def test_the_flag_is_for_kept_weights(skip_flag: Any) -> None:
+    module, twin = make("linear"), make("linear")
+    expected = step(twin, sample(), RECIPES["mxfp8"])
+    skip_flag(True)
+    assert_equal(step(module, sample(), RECIPES["mxfp8"]), expected)
+    assert module._workspaces is None
+    assert_equal(step(module, sample(), RECIPES["mxfp8"], is_first_microbatch=True), expected)  # a miss is made
+
+
+@over_kept
+def test_backward_after_the_forward_of_the_next(name: str, skip_flag: Any) -> None:
+    """As a pipeline runs them: what the first forward saved is still what it was."""
+    chosen, module, twin = RECIPES[name], make("linear"), make("linear")
+    results = []
+    for target, flags in ((module, (False, True)), (twin, (None, None))):
+        leaves, outputs = [], []
+        torch.manual_seed(0)
+        with mz.autocast(recipe=chosen):
+            for seed, flag in enumerate(flags):
+                if flag is None:
+                    STATE.skip_weight_update = None
+                else:
+                    skip_flag(flag)
+                leaves.append(sample(seed=seed).requires_grad_())
+                outputs.append(target(leaves[-1], is_first_microbatch=seed == 0))
+        for y in outputs:
+            gradient(y).backward()
+        results.append({f"input {i}": leaf.grad for i, leaf in enumerate(leaves)} | {"weight": target.weight.grad})
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_recomputation_has_the_scales_of_the_kept_weights(skips: bool, skip_flag: Any) -> None:
+    def last_step(module: Any, call: Any) -> dict[str, Any]:
+        skip_flag(False)
+        for _ in range(3):
+            step(module, sample(), RECIPES["delayed"], is_first_microbatch=False)
+        skip_flag(skips)
+        return step(module, sample(seed=1) * 7, RECIPES["delayed"], call, is_first_microbatch=False)
+
+    module, twin = make("linear"), make("linear")
+    assert_equal(last_step(module, partial(mz.checkpoint, module, use_reentrant=False)), last_step(twin, twin))
 
 
 @pytest.mark.parametrize("name", [n for n, chosen in RECIPES.items() if chosen is not None])

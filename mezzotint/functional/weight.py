@@ -48,6 +48,8 @@ def quantize_weight(
             amax = None
             if update_workspace and quantizer.takes_scale():
                 amax = update_scaled(tensor, workspace, quantizer, scale, noop_flag=skip_update_flag)
+            elif update_workspace and quantizer.is_custom():
+                quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
             elif update_workspace:
                 update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag)
             return workspace, None, amax

@@ -52,6 +52,7 @@ class Call:
     records: bool  # amaxes enter the history
     caches: bool
     reuses: bool
+    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
 
 class TransformerEngineBaseModule(StatefulModule):
@@ -213,9 +214,11 @@ class TransformerEngineBaseModule(StatefulModule):
         numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
         is_second = STATE.recomputation is not None and STATE.recomputation.is_second
         caches = is_first_microbatch is not None and not is_second
-        call = Call(
-            quantizers, needs, numerics, request, None, None, None, None, False, caches, is_first_microbatch is False
-        )
+        reuses = is_first_microbatch is False
+        call = Call(quantizers, needs, numerics, request, None, None, None, None, False, caches, reuses)
+        if caches and STATE.skip_weight_update is not None:
+            # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
+            call.reuses, call.skips = True, STATE.skip_weight_update.to(self.scale_fwd.device)
         return call if request is None else self._start_delayed(call)
 
     def _start_delayed(self, call: Call) -> Call:
@@ -239,11 +242,7 @@ class TransformerEngineBaseModule(StatefulModule):
             call.scales, call.weight_scales = recomputation.next_scales()
             call.records, is_first = False, True
         else:
-            call.weight_scales = call.scales
-            if call.reuses:
-                call.weight_scales = call.scales if self._weight_scales is None else self._weight_scales
-            elif call.caches:
-                self._weight_scales = self.scale_fwd.clone()
+            call.weight_scales = self._scales_of_weights(call)
             if recomputation is not None:
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone()))
             if is_first and STATE.depth > 0:
@@ -261,6 +260,19 @@ class TransformerEngineBaseModule(StatefulModule):
                 is_first,
             )
         return call
+
+    def _scales_of_weights(self, call: Call) -> Any:
+        """Those that the weights of this call are quantized with, or were when they were kept."""
+        held = self._weight_scales
+        if call.skips is not None:
+            fresh = self.scale_fwd.clone()
+            self._weight_scales = fresh if held is None else torch.where(call.skips == 1, held, fresh)
+            return self._weight_scales
+        if call.reuses:
+            return call.scales if held is None else held
+        if call.caches:
+            self._weight_scales = self.scale_fwd.clone()
+        return call.scales
 
     def _requantizes(self) -> bool:
         """Whether backward quantizes the input again."""
@@ -280,7 +292,8 @@ class TransformerEngineBaseModule(StatefulModule):
                 workspace,
                 scale=scale_of(call.weight_scales, gemm, "weight"),
                 cache=call.caches,
-                update_workspace=False,
+                update_workspace=call.skips is not None,
+                skip_update_flag=call.skips,
             )
             quantized.append(weight_q)
             kept.append(workspace if fresh is None else fresh)

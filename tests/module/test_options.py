@@ -1485,6 +1485,27 @@ def test_own_quantizer_keeps_weights() -> None:
     assert torch.equal(step(module, sample(), recipe, is_first_microbatch=False)["output"], first["output"])
 
 
+def test_own_quantizer_updates_kept_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that lets them be updated goes to the quantizer that made them."""
+    flags: list[torch.Tensor] = []
+
+    def update(self: Any, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor) -> None:
+        flags.append(noop_flag)
+        dst.data, dst.scale = self.codes(src)
+
+    monkeypatch.setattr(Int8Quantizer, "update_quantized", update)
+    flag = torch.zeros(1)
+    monkeypatch.setattr(STATE, "skip_weight_update", flag)
+    module, recipe = make("linear"), own_recipe([])
+    step(module, sample(), recipe, is_first_microbatch=False)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    got = step(module, sample(), recipe, is_first_microbatch=False)["output"]
+    assert torch.equal(got, step(copy.deepcopy(module), sample(), recipe)["output"])
+    assert len(flags) == 1
+    assert flags[0] is flag
+
+
 def test_one_own_operand_is_not_enough() -> None:
     """There is no product of it with another format."""
 
