@@ -3,8 +3,13 @@
 import torch as _torch
 
 from mezzotint import custom_recipes, dynamo, recipe
+from mezzotint.attention.dot_product import DotProductAttention
+from mezzotint.attention.kv_cache import InferenceParams
+from mezzotint.attention.multihead import MultiheadAttention
+from mezzotint.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from mezzotint.checkpoint import checkpoint
 from mezzotint.constants import DType
+from mezzotint.cross_entropy import parallel_cross_entropy
 from mezzotint.dynamo import (
     TensorProto,
     is_value_opaque_quantizer,
@@ -59,6 +64,7 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized
 from mezzotint.tensor.quantizer import Quantizer, rebuild_quantizer
 from mezzotint.tensor.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.transformer import TransformerLayer
 
 __version__ = "0.1.0.dev0"
 
@@ -68,6 +74,7 @@ _torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantiz
 __all__ = [
     "DType",
     "DelayedScalingRequest",
+    "DotProductAttention",
     "FP8GlobalStateManager",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -88,6 +95,7 @@ __all__ = [
     "IdentityQuantizer",
     "IdentityTensor",
     "IdentityTensorStorage",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -95,6 +103,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
     "NVFP4TensorStorage",
@@ -105,7 +114,10 @@ __all__ = [
     "QuantizerRole",
     "RMSNorm",
     "RecipeState",
+    "RotaryPositionEmbedding",
     "TensorProto",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
     "custom_recipes",
@@ -122,6 +134,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_value_opaque_quantizer",
+    "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",
     "recipe",

@@ -30,7 +30,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("quantization", "recipe_state"),
     ("global_state",),
     ("module", "ops"),
-    ("attention", "transformer", "checkpoint", "convert", "offload"),
+    ("attention", "cross_entropy"),
+    ("transformer",),
+    ("checkpoint", "convert", "offload"),
     ("dynamo", "inspect", "cli"),
     ("__main__",),
 )

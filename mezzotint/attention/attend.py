@@ -1,0 +1,81 @@
+"""softmax(mask(Q · Kᵀ · scale + bias)) · V by PyTorch's `scaled_dot_product_attention`.
+
+A causal mask over as many keys as queries, and no mask, are the kernel's own; any other is a tensor. A query that sees
+no key gives 0, and no gradient.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed
+
+
+@dataclass(slots=True)
+class Scores:
+    """What happens between the two products."""
+
+    rule: Rule
+    is_plain: bool  # the kernel's own mask serves, and there is nothing else
+    sides: tuple[Side, Side] | None  # queries and keys; may be None where it is plain
+    arbitrary: torch.Tensor | None  # bool, True: not seen
+    bias: torch.Tensor | None  # added after the scale
+    slopes: torch.Tensor | None  # of ALiBi
+    sink: torch.Tensor | None  # FP32 [h]: a logit in the denominator that no value belongs to
+    scale: float
+    dropout: float
+
+
+def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What a query sees, bool, and what is added to the scaled products; each broadcasts to [b, h, s_q, s_k]."""
+    assert scores.sides is not None
+    seen = allowed(scores.rule, *scores.sides)
+    if scores.arbitrary is not None:
+        seen = ~scores.arbitrary if seen is None else seen & ~scores.arbitrary
+    bias = scores.bias if scores.slopes is None else alibi_bias(scores.slopes, *scores.sides)
+    return seen, bias
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e] → [b, h, s_q, e]."""
+    heads, groups = q.shape[1], k.shape[1]
+    if scores.is_plain:
+        is_causal = scores.rule.right == 0
+        return functional.scaled_dot_product_attention(
+            q, k, v, None, scores.dropout, is_causal, scale=scores.scale, enable_gqa=heads != groups
+        )
+    seen, bias = score_terms(scores)
+    if heads != groups:  # of the kernels that take a mask not all take fewer heads of keys than of queries
+        k, v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
+    sees_any = None
+    if scores.sink is not None:
+        # One more key, of zeros, with the sink for its bias: it is in the denominator, and its value adds nothing.
+        shape = (q.shape[0], heads, q.shape[2], k.shape[2])
+        column = scores.sink.float().view(1, -1, 1, 1).expand(*shape[:3], 1)
+        bias = q.new_zeros((), dtype=torch.float32) if bias is None else bias.float()
+        bias = torch.cat((bias.expand(shape), column), -1)
+        seen = None if seen is None else functional.pad(seen, (0, 1), value=True)
+        k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
+    elif seen is not None:
+        # A query that sees nothing sees all, and what it gives is dropped: no kernel divides 0 by 0 then.
+        sees_any = seen.any(-1, keepdim=True)
+        seen = seen | ~sees_any
+    mask = seen
+    if bias is not None:
+        mask = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+    y = functional.scaled_dot_product_attention(q, k, v, mask, scores.dropout, False, scale=scores.scale)
+    return y if sees_any is None else torch.where(sees_any, y, 0.0)
+
+
+def largest_logit(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Of each head, what the softmax sees at most: FP32 [h]."""
+    with torch.no_grad():
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        logits = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scores.scale
+        seen, bias = score_terms(scores)
+        if bias is not None:
+            logits = logits + bias.float()
+        if seen is not None:
+            logits = logits.masked_fill(~seen, -torch.inf)
+        return logits.amax((0, 2, 3))

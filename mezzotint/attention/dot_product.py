@@ -1,0 +1,334 @@
+"""DotProductAttention: softmax(mask(Q · Kᵀ · scale + bias)) · V, always in high precision.
+
+Heads come in as [s, b, h, d], [b, s, h, d] or packed [t, h, d]; the kernel sees [b, h, s, d], a packed batch as one
+sequence whose mask keeps its parts apart.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mezzotint.attention.attend import Scores, attend, largest_logit
+from mezzotint.attention.kv_cache import InferenceParams
+from mezzotint.attention.masks import (
+    BIAS_TYPES,
+    Rule,
+    Side,
+    alibi_slopes,
+    align,
+    batch_sides,
+    cached_side,
+    check_choice,
+    checked_mask,
+    packed_side,
+    packed_sides,
+    resolve_rule,
+    tokens_of,
+)
+from mezzotint.module.boundary import dequantized
+from mezzotint.module.parameters import check_features, check_parallel, default_init, resolve_device
+from mezzotint.quantization import STATE
+
+FORMATS = ("sbhd", "bshd", "thd")
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot product attention of `num_attention_heads` heads of `kv_channels` (or (of keys, of values)) channels.
+
+    `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to
+    the denominator, "learnable" e to the power of the parameter `softmax_offset` [h]. `return_max_logit` gives the
+    largest logit of each head too.
+    """
+
+    softmax_offset: torch.Tensor | None
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_features(num_attention_heads=num_attention_heads, num_gqa_groups=groups)
+        check_features(**{"kv_channels of keys": channels[0], "kv_channels of values": channels[1]})
+        check_parallel(tp_group, tp_size, sequence_parallel, None)
+        check_choice("qkv_format", qkv_format, FORMATS)
+        check_choice("attention_type", attention_type, ("self", "cross"))
+        check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
+        if num_attention_heads % groups:
+            raise ValueError(f"num_gqa_groups is {groups}: give a divisor of num_attention_heads={num_attention_heads}")
+        resolve_rule(attn_mask_type, window_size, bottom_right_diagonal)
+        self.name = name or ""
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.head_dim_k, self.head_dim_v = channels
+        self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.attention_type = attention_type
+        self.softmax_scale = channels[0] ** -0.5 if softmax_scale is None else softmax_scale
+        self.softmax_type, self.return_max_logit = softmax_type, return_max_logit
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        offset = None
+        if softmax_type == "learnable":
+            offset = nn.Parameter(torch.empty(num_attention_heads, dtype=torch.float32, device=resolve_device(None)))
+        self.register_parameter("softmax_offset", offset)
+        self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if defer_init or self.softmax_offset is None:
+            return
+        if self.softmax_offset.is_meta:
+            self.softmax_offset = nn.Parameter(torch.empty_like(self.softmax_offset, device=resolve_device(None)))
+        with torch.no_grad():
+            default_init(self.softmax_offset)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group of tensor parallelism; one of a single process changes nothing."""
+        check_parallel(tp_group, 1, False, None)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The group of context parallelism; one of a single process changes nothing."""
+        groups = cp_group if isinstance(cp_group, list) else [cp_group]
+        for group in groups:
+            if group is not None and torch.distributed.get_world_size(group) > 1:
+                raise NotImplementedError(
+                    f"cp_group has {torch.distributed.get_world_size(group)} processes: context parallelism is not "
+                    "there yet; leave cp_group=None and shard with FSDP2"
+                )
+
+    def forward(
+        self,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Any:
+        """Queries [s, b, h, d], keys and values [s, b, g, d] → [s, b, h · d]; "bshd" and "thd" likewise.
+
+        `attention_mask`: bool, True is masked out. For padding masks [b, 1, 1, s], or (of queries, of keys), or
+        `cu_seqlens_q` and `cu_seqlens_kv` [b + 1] instead; for "arbitrary" what broadcasts to [b, h, s_q, s_k].
+        "thd" needs both `cu_seqlens`, and the padded ones where there is padding between sequences.
+        `window_size` (l, r): keys from l before the query to r after it, -1 for all. `core_attention_bias` broadcasts
+        to [b, h, s_q, s_k]; ALiBi has `alibi_slopes` [h] or [b, h], or its own. `qkv_layer` (or `query_layer` and
+        `kv_layer`) holds all three (two) side by side in dimension `qkv_interleave_dim`, -3 or -2.
+        """
+        if fp8_output or score_mod is not None or score_mod_bprop is not None:
+            raise NotImplementedError(
+                f"fp8_output={fp8_output}, score_mod={score_mod}, score_mod_bprop={score_mod_bprop}: attention is "
+                "PyTorch's, in high precision; leave them off, and give core_attention_bias for scores of your own"
+            )
+        check_recipe()
+        check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
+        q, k, v = unpack(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        q, k, v = dequantized(q), dequantized(k), dequantized(v)
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        check_choice("qkv_format", layout, FORMATS)
+        self._check_heads(q, k, v, layout)
+        rule = resolve_rule(
+            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self.window_size if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+        )
+        bias = self._bias(core_attention_bias_type, core_attention_bias)
+        slopes = self._slopes(core_attention_bias_type, alibi_slopes, q.device)
+        sink = self._sink(q.device)
+        arbitrary = checked_mask(attention_mask) if rule.is_arbitrary else None
+        is_plain, sides = False, None
+        if inference_params is not None:
+            rule, k, v, sides = self._cached(rule, q, k, v, layout, inference_params)
+        elif layout == "thd":
+            cu = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            sides = packed_sides(rule, q.shape[0], k.shape[0], *cu)
+            k, v = k[None], v[None]
+        elif layout == "sbhd":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if layout == "sbhd":
+            q = q.transpose(0, 1)
+        elif layout == "thd":
+            q = q[None]
+        if sides is None:
+            is_plain = rule.is_plain(q.shape[1], k.shape[1]) and bias is None and slopes is None and sink is None
+            if not is_plain or self.return_max_logit:
+                tokens = tokens_of(rule, q, k, attention_mask, cu_seqlens_q, cu_seqlens_kv)
+                sides = batch_sides(rule, q.shape[1], k.shape[1], *tokens, q.device)
+        dropout = self.attention_dropout if self.training else 0.0
+        scores = Scores(rule, is_plain, sides, arbitrary, bias, slopes, sink, self.softmax_scale, dropout)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = self._attend(q, k, v, scores, checkpoint_core_attention)
+        y = y.permute(2, 0, 1, 3) if layout == "sbhd" else y.transpose(1, 2)
+        y = (y[0] if layout == "thd" else y).flatten(-2)
+        return (y, largest_logit(q, k, scores).to(y.dtype)) if self.return_max_logit else y
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, recomputes: bool
+    ) -> torch.Tensor:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attend(q, k, v, scores)
+
+        tracker = self.get_rng_state_tracker if scores.dropout > 0.0 else None
+        with nullcontext() if tracker is None else tracker().fork():
+            return checkpoint(run, q, k, v, use_reentrant=False) if recomputes else run(q, k, v)
+
+    def _cached(
+        self, rule: Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, params: InferenceParams
+    ) -> tuple[Rule, torch.Tensor, torch.Tensor, tuple[Side, Side]]:
+        """Write the new keys and values to the cache, and take all of them from it: [b, s, g, d]. Queries are the last
+        tokens of their sequences."""
+        if not rule.has_padding:
+            raise ValueError(
+                "inference_params needs a padding mask, since sequences have their own lengths: give "
+                "attn_mask_type='padding_causal' or 'padding'"
+            )
+        rule = Rule(True, False, rule.left, rule.right, True)
+        q = q.transpose(0, 1) if layout == "sbhd" else q
+        batch = params.max_batch_size if layout == "thd" else q.shape[0]
+        if batch > params.max_batch_size:
+            raise ValueError(f"the batch has {batch} rows: inference_params was made for {params.max_batch_size}")
+        k, v, cu_new, cu_all, size, _ = params.step(self.layer_number, k, v, layout)
+        if params.is_paged:
+            k, v = params.convert_paged_to_nonpaged(self.layer_number, batch)
+        new, total = cu_new.diff(), cu_all.diff()
+        if layout == "thd":
+            sides = packed_side(cu_new, None, q.shape[0]), cached_side(total, size)
+            align(rule, sides[0], new, total)
+            k, v = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+        else:
+            q_tokens = torch.arange(q.shape[1], device=q.device) < new[:batch, None]
+            k_tokens = torch.arange(size, device=q.device) < total[:batch, None]
+            sides = batch_sides(rule, q.shape[1], size, q_tokens, k_tokens, q.device)
+        return rule, k.to(q.dtype), v.to(q.dtype), sides
+
+    def _check_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+        for label, tensor, heads, channels in (
+            ("query_layer", q, self.num_attention_heads, self.head_dim_k),
+            ("key_layer", k, self.num_gqa_groups, self.head_dim_k),
+            ("value_layer", v, self.num_gqa_groups, self.head_dim_v),
+        ):
+            if tensor.dim() != len(layout) or tuple(tensor.shape[-2:]) != (heads, channels):
+                raise ValueError(
+                    f"{label} has shape {tuple(tensor.shape)}: {layout!r} needs {len(layout)} dimensions, the last two "
+                    f"({heads}, {channels})"
+                )
+        if q.dtype != k.dtype or k.dtype != v.dtype:
+            raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
+
+    def _bias(self, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """As it is added after the scale."""
+        if (bias is None) != (bias_type in ("no_bias", "alibi")):
+            raise ValueError(
+                f"core_attention_bias_type is {bias_type!r} and core_attention_bias "
+                f"{'missing' if bias is None else 'given'}: pre_scale_bias and post_scale_bias need it, others do not"
+            )
+        if bias is None or bias_type == "post_scale_bias":
+            return bias
+        return (bias.float() * self.softmax_scale).to(bias.dtype)
+
+    def _slopes(self, bias_type: str, slopes: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        if bias_type != "alibi":
+            if slopes is not None:
+                raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}: give 'alibi'")
+            return None
+        if slopes is None:
+            return alibi_slopes(self.num_attention_heads, device)
+        if slopes.dim() not in (1, 2) or slopes.shape[-1] != self.num_attention_heads:
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(slopes.shape)}: give [{self.num_attention_heads}] or "
+                f"[b, {self.num_attention_heads}]"
+            )
+        return slopes
+
+    def _sink(self, device: torch.device) -> torch.Tensor | None:
+        if self.softmax_type == "off-by-one":
+            return torch.zeros(self.num_attention_heads, device=device)
+        return self.softmax_offset
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_attention_heads={self.num_attention_heads}, num_gqa_groups={self.num_gqa_groups}, "
+            f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}, attn_mask_type={self.attn_mask_type}"
+        )
+
+
+def check_recipe() -> None:
+    """What a recipe asks of attention and is not there is an error."""
+    recipe = STATE.recipe if STATE.enabled else None
+    if recipe is not None and (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
+        raise NotImplementedError(
+            "the recipe has fp8_dpa or fp8_mha set: attention is PyTorch's, in high precision; leave them False"
+        )
+
+
+def unpack(
+    query: Any, key: Any, value: Any, qkv: Any, kv: Any, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values, which may come in one tensor, or keys and values in one."""
+    if dim not in (-3, -2):
+        raise ValueError(f"qkv_interleave_dim is {dim}: give -3 for [.., 3, h, d] or -2 for [.., h, 3, d]")
+    if qkv is not None and kv is None and query is None and key is None and value is None:
+        packed, count = qkv, 3
+    elif kv is not None and qkv is None and query is not None and key is None and value is None:
+        packed, count = kv, 2
+    elif query is not None and key is not None and value is not None and qkv is None and kv is None:
+        return query, key, value
+    else:
+        raise ValueError("give query_layer, key_layer and value_layer, or qkv_layer alone, or query_layer and kv_layer")
+    if packed.shape[dim] != count:
+        raise ValueError(f"the packed tensor has shape {tuple(packed.shape)}: dimension {dim} must be {count}")
+    parts = packed.unbind(dim)
+    return parts if count == 3 else (query, *parts)

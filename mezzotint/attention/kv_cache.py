@@ -1,0 +1,342 @@
+"""The cache of keys and values for decoding, in rows (one per sequence) or in pages.
+
+    params = InferenceParams(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype)
+    params.pre_step(OrderedDict({sequence id: number of new tokens}))     before each forward of the model
+    y = layer(x, inference_params=params, self_attn_mask_type="padding_causal")
+
+`pre_step` is plain Python and does all that depends on which sequences there are: the batch is in the order of its
+argument, sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys and
+values: it reads tensors alone, so a graph of it serves every step.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mezzotint.attention.masks import packed_positions
+from mezzotint.module.parameters import check_features, resolve_device
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+
+
+class KVCacheManager:
+    """Base of cache managers: `cache[layer]` is (keys, values), `sequences` tells how many tokens each has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cache: dict[int, Layer] = {}
+        self.sequences: OrderedDict[int, int] = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget every sequence."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        raise NotImplementedError
+
+    def pre_step(self, step_dict: "OrderedDict[int, int]") -> "OrderedDict[int, int]":
+        """Take new sequences in and finished ones out; tokens of each after the step."""
+        raise NotImplementedError
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> Layer:
+        """Write new keys and values; the layer's cache."""
+        raise NotImplementedError
+
+
+class _Cache(KVCacheManager):
+    """Blocks of tokens: `blocks[i, j]` says where the cache holds the tokens from j · block on of sequence i."""
+
+    def __init__(
+        self, num_blocks: int, block: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.num_blocks, self.block, self.shape = num_blocks, block, shape
+        self.dtype, self.device = dtype, device
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Keys [blocks, tokens, heads, channels] and values, zeros."""
+        heads, dim_k, dim_v = self.shape
+        keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
+        values = torch.zeros(self.num_blocks, self.block, heads, dim_v, dtype=self.dtype, device=self.device)
+        self.cache[layer_number] = (keys, values)
+
+    def blocks(self) -> torch.Tensor:
+        """int [sequences, blocks of each]."""
+        raise NotImplementedError
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Zeros where a finished sequence was: a masked key counts 0, but 0 · NaN is NaN."""
+        index = torch.tensor([*blocks], dtype=torch.int64, device=self.device)
+        for layer in self.cache.values():
+            for buffer in layer:
+                buffer.index_fill_(0, index, 0)
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> Layer:
+        if qkv_format == "sbhd":
+            new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
+        size = new_k.shape[0]
+        new, cached = cu_new_seqlens.diff(), cu_cached_seqlens.diff()
+        if qkv_format == "thd":
+            sequence, place = packed_positions(cu_new_seqlens, size)
+        else:
+            place = torch.arange(new_k.shape[1], device=new_k.device).repeat(size)
+            sequence = torch.arange(size, device=new_k.device).repeat_interleave(new_k.shape[1])
+            new_k, new_v = new_k.flatten(0, 1), new_v.flatten(0, 1)
+        # Padding is not written: it writes the first token once more.
+        source = torch.where(place < new[sequence], torch.arange(new_k.shape[0], device=new_k.device), 0)
+        sequence, place = sequence[source], place[source]
+        place = place + (cached - new)[sequence]
+        target = self.blocks()[sequence, place // self.block] * self.block + place % self.block
+        for buffer, fresh in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, target.long(), fresh[source].to(buffer.dtype))
+        return self.cache[layer_number]
+
+
+class NonPagedKVCacheManager(_Cache):
+    """A row of the cache for each sequence of the batch, in the batch's order."""
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        shape = (num_heads, head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(max_batch_size, max_seqlen, shape, dtype, resolve_device(device))
+        self.rows = torch.arange(max_batch_size, device=self.device)[:, None]
+
+    def blocks(self) -> torch.Tensor:
+        return self.rows
+
+    def pre_step(self, step_dict: "OrderedDict[int, int]") -> "OrderedDict[int, int]":
+        before = {name: row for row, name in enumerate(self.sequences)}
+        finished = [row for name, row in before.items() if name not in step_dict]
+        free = iter([*finished, *range(len(before), self.num_blocks)])
+        order = [before[name] if name in before else next(free) for name in step_dict]
+        order += [row for row in range(self.num_blocks) if row not in order]
+        if finished:
+            self.clear(finished)
+        if order != [*range(self.num_blocks)]:
+            index = torch.tensor(order, device=self.device)
+            for layer in self.cache.values():
+                for buffer in layer:
+                    buffer.copy_(buffer[index])
+        self.sequences = OrderedDict((name, self.sequences.get(name, 0) + new) for name, new in step_dict.items())
+        return self.sequences
+
+
+class PagedKVCacheManager(_Cache):
+    """Pages that sequences take as they grow and give back when they are finished."""
+
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        shape = (num_heads, head_dim_k, head_dim_k if head_dim_v is None else head_dim_v)
+        super().__init__(total_num_pages, page_size, shape, dtype, resolve_device(device))
+        self.max_pages_per_seq = max_seqlen // page_size
+        self.page_table = torch.zeros(max_batch_size, self.max_pages_per_seq, dtype=torch.int32, device=self.device)
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.free_pages = [*range(self.num_blocks)]
+        self.allocated_pages: dict[int, list[int]] = {}
+        self.page_table.zero_()
+
+    def blocks(self) -> torch.Tensor:
+        return self.page_table
+
+    def pre_step(self, step_dict: "OrderedDict[int, int]") -> "OrderedDict[int, int]":
+        lengths = OrderedDict((name, self.sequences.get(name, 0) + new) for name, new in step_dict.items())
+        finished = [page for name in self.sequences if name not in step_dict for page in self.allocated_pages[name]]
+        kept = {name: self.allocated_pages.get(name, []) for name in lengths}
+        missing = {name: -(-length // self.block) - len(kept[name]) for name, length in lengths.items()}
+        if sum(missing.values()) > len(self.free_pages) + len(finished):
+            raise RuntimeError(
+                f"the cache has {len(self.free_pages) + len(finished)} free pages, this step needs "
+                f"{sum(missing.values())}: finish sequences first, or give more than total_num_pages={self.num_blocks}"
+            )
+        if finished:
+            self.clear(finished)
+        self.free_pages += finished
+        for name, count in missing.items():
+            kept[name] = kept[name] + self.free_pages[:count]
+            self.free_pages = self.free_pages[count:]
+        self.sequences, self.allocated_pages = lengths, kept
+        rows = [pages + [0] * (self.max_pages_per_seq - len(pages)) for pages in kept.values()]
+        self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32).view(len(rows), -1))
+        return self.sequences
+
+
+class InferenceParams:
+    """What a model needs to decode: the cache, and how long each sequence of the batch is.
+
+    `cu_seqlens_q` counts the new tokens of a step, `cu_seqlens_kv` all tokens, both int32 [max_batch_size + 1]; rows of
+    the batch behind the last sequence have none.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_features(max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
+        check_features(num_heads_kv=num_heads_kv, head_dim_k=head_dim_k)
+        if dtype is None:
+            raise ValueError("dtype is None: give the dtype of keys and values, such as torch.bfloat16")
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.is_paged, self.total_num_pages, self.page_size = is_paged, total_num_pages, page_size
+        self.max_ctx_len = max_ctx_len
+        self.input_qkv_format, self.cache_qkv_format = qkv_format, "bshd"
+        self.device = resolve_device(device)
+        options: dict[str, Any] = {
+            "max_batch_size": max_batch_size,
+            "max_seqlen": max_sequence_length,
+            "num_heads": num_heads_kv,
+            "head_dim_k": head_dim_k,
+            "dtype": dtype,
+            "head_dim_v": self.head_dim_v,
+        }
+        if is_paged:
+            check_features(total_num_pages=total_num_pages, page_size=page_size)
+            options |= {"total_num_pages": total_num_pages, "page_size": page_size}
+            if max_sequence_length % options["page_size"]:
+                raise ValueError(f"max_sequence_length={max_sequence_length} is no multiple of page_size={page_size}")
+        if custom_cache_manager is not None:
+            self.cache_manager = custom_cache_manager(**options)
+        else:
+            manager: Any = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
+            self.cache_manager = manager(**options, device=self.device)
+        self.sequences: OrderedDict[int, int] = OrderedDict()
+        self.batch_size = 0
+        self.cu_seqlens_q = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
+        self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
+        self.pre_step_seqlens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
+
+    def reset(self) -> None:
+        """Forget every sequence; memory stays allocated."""
+        self.sequences, self.batch_size = OrderedDict(), 0
+        self.cache_manager.reset()
+        for buffer in (self.cu_seqlens_q, self.cu_seqlens_kv, self.pre_step_seqlens):
+            buffer.zero_()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Memory of a layer's keys and values. A layer does it in its first forward; in a compiled one that costs a
+        second graph."""
+        self.cache_manager.allocate_memory(layer_number)
+
+    def pre_step(self, step_dict: "OrderedDict[int, int]") -> None:
+        """Before a forward: which sequences are in the batch, and how many new tokens each has."""
+        if not step_dict or len(step_dict) > self.max_batch_size:
+            raise ValueError(
+                f"step_dict has {len(step_dict)} sequences: give 1 to max_batch_size={self.max_batch_size}"
+            )
+        for name, new in step_dict.items():
+            length = self.sequences.get(name, 0) + new
+            if new < 1 or length > self.max_sequence_length:
+                raise ValueError(
+                    f"sequence {name} has {new} new tokens and then {length}: give at least one, and at most "
+                    f"max_sequence_length={self.max_sequence_length} in all"
+                )
+        self.sequences = OrderedDict(self.cache_manager.pre_step(OrderedDict(step_dict)))
+        self.batch_size = len(step_dict)
+        before = [self.sequences[name] - new for name, new in step_dict.items()]
+        self._write(self.pre_step_seqlens, before, 0)
+        self._write(self.cu_seqlens_q[1:], _sums(step_dict.values()))
+        self._write(self.cu_seqlens_kv[1:], _sums(self.sequences.values()))
+
+    def _write(self, buffer: torch.Tensor, values: list[int], rest: int | None = None) -> None:
+        """In place, so that a graph reads the same tensor at every step; `rest` behind them, else the last value."""
+        filled = values + [values[-1] if rest is None else rest] * (buffer.shape[0] - len(values))
+        buffer.copy_(torch.tensor(filled, dtype=buffer.dtype))
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """How many tokens each sequence had before this step, int32 [max_batch_size]."""
+        return self.pre_step_seqlens
+
+    def convert_paged_to_nonpaged(self, layer_number: int, batch_size: int | None = None) -> Layer:
+        """Keys and values of the batch, gathered from its pages: [batch, max_sequence_length, heads, channels]."""
+        table = self.cache_manager.page_table[: self.batch_size if batch_size is None else batch_size].long()
+        keys, values = self.cache_manager.cache[layer_number]
+        return keys[table].flatten(1, 2), values[table].flatten(1, 2)
+
+    def step(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]:
+        """Write a layer's new keys and values, in `qkv_format`.
+
+        Gives the cache of the layer, with rows of the batch where it has rows, `cu_seqlens_q` and `cu_seqlens_kv`, how
+        many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd" or "thd_2bshd".
+        """
+        if qkv_format not in ("bshd", "sbhd", "thd"):
+            raise ValueError(f"qkv_format is {qkv_format!r}: give 'bshd', 'sbhd' or 'thd'")
+        keys, values = self.cache_manager.step(
+            layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
+        )
+        if not self.is_paged and qkv_format != "thd":
+            batch = new_k.shape[0 if qkv_format == "bshd" else 1]
+            keys, values = keys[:batch], values[:batch]
+        both = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
+        return keys, values, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, both
+
+    def __repr__(self) -> str:
+        kind = (
+            f"total_num_pages={self.total_num_pages}, page_size={self.page_size}"
+            if self.is_paged
+            else f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}"
+        )
+        return (
+            f"InferenceParams({kind}, num_heads_kv={self.num_heads_kv}, head_dim_k={self.head_dim_k}, "
+            f"head_dim_v={self.head_dim_v}, dtype={self.dtype})"
+        )
+
+
+def _sums(lengths: Iterable[int]) -> list[int]:
+    sums, total = [], 0
+    for length in lengths:
+        total += length
+        sums.append(total)
+    return sums

@@ -1,0 +1,195 @@
+"""Which query sees which key.
+
+Every token has a position in its sequence, and every rule is one about the distance from query to key:
+
+    distance = position of the query - position of the key       -right ≤ distance ≤ left
+
+A causal mask is right = 0, a sliding window sets left too. Where the diagonal is that of the bottom right corner, the
+queries stand at the end of the keys: their positions are moved by the difference of the lengths. Beside the distance
+there are tokens that are padding, and in a packed batch ("thd") tokens of different sequences. The lengths stay
+tensors all the way: a graph does not depend on them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}: give one of {', '.join(choices)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A mask type, a window and a diagonal, resolved."""
+
+    has_padding: bool
+    is_arbitrary: bool
+    left: int  # keys that a query sees behind it; -1: all
+    right: int  # and ahead
+    is_bottom_right: bool
+
+    def is_plain(self, q_size: int, k_size: int) -> bool:
+        """Whether it is no mask, or a causal one whose diagonal starts at the first query and key."""
+        if self.has_padding or self.is_arbitrary or self.left != -1:
+            return False
+        return self.right == -1 or (self.right == 0 and (not self.is_bottom_right or q_size == k_size))
+
+
+def resolve_rule(mask_type: str, window_size: Any, bottom_right_diagonal: bool | None) -> Rule:
+    """Check the three and put them together. A causal mask says where its diagonal is; otherwise it is that of the
+    bottom right corner, unless `bottom_right_diagonal` is False."""
+    name = mask_type.replace(",", "_")
+    name = "padding_causal" if name == "causal_padding" else name
+    check_choice("attn_mask_type", name, MASK_TYPES)
+    left, right = (-1, -1) if window_size is None else window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size is {(left, right)}: give how far a query sees back and ahead, -1 for all")
+    if "causal" in name:
+        return Rule("padding" in name, False, left, 0, name.endswith("bottom_right"))
+    return Rule(name == "padding", name == "arbitrary", left, right, bottom_right_diagonal is not False)
+
+
+@dataclass(slots=True)
+class Side:
+    """The tokens of the queries, or of the keys; B is 1 where all sequences of a batch are alike."""
+
+    position: torch.Tensor  # int [B, S]
+    is_token: torch.Tensor | None  # bool [B, S]; False: padding
+    sequence: torch.Tensor | None  # int [1, S], in a packed batch
+
+
+def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `size` tokens, packed: the sequence that each is of and its place in it, [size]. Tokens past the last
+    sequence count as its."""
+    index = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    sequence = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return sequence, index - cu_seqlens[sequence]
+
+
+def batch_sides(
+    rule: Rule, q_size: int, k_size: int, q_is_token: Any, k_is_token: Any, device: torch.device
+) -> tuple[Side, Side]:
+    """Sequences side by side; `is_token` bool [b, s], or None where there is no padding."""
+    q = Side(torch.arange(q_size, device=device)[None], q_is_token, None)
+    k = Side(torch.arange(k_size, device=device)[None], k_is_token, None)
+    if rule.is_bottom_right:
+        q_length = q_size if q_is_token is None else q_is_token.sum(-1, keepdim=True)
+        k_length = k_size if k_is_token is None else k_is_token.sum(-1, keepdim=True)
+        q.position = q.position + (k_length - q_length)
+    return q, k
+
+
+def packed_side(cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, size: int) -> Side:
+    """Sequences one behind the other; those of `cu_seqlens_padded` with padding behind each of them."""
+    starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    sequence, position = packed_positions(starts, size)
+    return Side(position[None], (position < cu_seqlens.diff()[sequence])[None], sequence[None])
+
+
+def cached_side(lengths: torch.Tensor, size: int) -> Side:
+    """Sequences of at most `size` tokens, each in its own part of a cache that is seen as one packed batch."""
+    index = torch.arange(lengths.shape[0] * size, device=lengths.device)
+    sequence, position = index // size, index % size
+    return Side(position[None], (position < lengths[sequence])[None], sequence[None])
+
+
+def align(rule: Rule, q: Side, q_lengths: torch.Tensor, k_lengths: torch.Tensor) -> None:
+    """Move the queries of a packed batch to the end of their keys, where the rule says so. Lengths [b]."""
+    if rule.is_bottom_right:
+        assert q.sequence is not None
+        q.position = q.position + (k_lengths - q_lengths)[q.sequence]
+
+
+def distance(q: Side, k: Side) -> torch.Tensor:
+    """int [B, 1, queries, keys]."""
+    return q.position[:, None, :, None] - k.position[:, None, None, :]
+
+
+def allowed(rule: Rule, q: Side, k: Side) -> torch.Tensor | None:
+    """bool [B, 1, queries, keys]: True where a query sees a key; None: everywhere."""
+    terms = []
+    if rule.right >= 0:
+        terms.append(distance(q, k) >= -rule.right)
+    if rule.left >= 0:
+        terms.append(distance(q, k) <= rule.left)
+    if q.sequence is not None and k.sequence is not None:
+        terms.append(q.sequence[:, None, :, None] == k.sequence[:, None, None, :])
+    if q.is_token is not None:
+        terms.append(q.is_token[:, None, :, None])
+    if k.is_token is not None:
+        terms.append(k.is_token[:, None, None, :])
+    found = None
+    for term in terms:
+        found = term if found is None else found & term
+    return found
+
+
+def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
+    """FP32 [heads]: 2^(-8/n), 2^(-16/n), … for the largest power of two n ≤ heads, then every second one of 2n's."""
+    n = 2 ** math.floor(math.log2(num_heads))
+    powers = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+    powers += [2.0 ** (-4.0 * (2 * i + 1) / n) for i in range(num_heads - n)]
+    return torch.tensor(powers, dtype=torch.float32, device=device)
+
+
+def alibi_bias(slopes: torch.Tensor, q: Side, k: Side) -> torch.Tensor:
+    """-slope · |distance|, FP32 [B, heads, queries, keys]; slopes [heads] or [b, heads]."""
+    return distance(q, k).abs().float() * -slopes.float().reshape(-1, slopes.shape[-1], 1, 1)
+
+
+def checked_mask(mask: Any) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+        raise ValueError(f"attention_mask is {mask if mask is None else type(mask).__name__}: give a tensor of bool")
+    return mask
+
+
+def tokens_of(
+    rule: Rule, q: torch.Tensor, k: torch.Tensor, attention_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Which of the queries [b, s_q, ..] and of the keys are no padding, bool [b, s]; None: all of them."""
+    if not rule.has_padding:
+        return None, None
+    if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        sides = ((q, cu_seqlens_q.diff()), (k, cu_seqlens_kv.diff()))
+        q_tokens, k_tokens = (torch.arange(x.shape[1], device=x.device) < n[:, None] for x, n in sides)
+        return q_tokens, k_tokens
+    if attention_mask is None:
+        raise ValueError("a padding mask needs attention_mask [b, 1, 1, s], or cu_seqlens_q and cu_seqlens_kv [b + 1]")
+    masks = attention_mask if isinstance(attention_mask, tuple | list) else (attention_mask, attention_mask)
+    found = []
+    for x, mask in zip((q, k), masks, strict=True):
+        if checked_mask(mask).numel() != x.shape[0] * x.shape[1]:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}: give [{x.shape[0]}, 1, 1, {x.shape[1]}] for padding, "
+                "and (of queries, of keys) where they differ"
+            )
+        found.append(~mask.reshape(x.shape[0], x.shape[1]))
+    return found[0], found[1]
+
+
+def packed_sides(
+    rule: Rule, q_size: int, k_size: int, cu_q: Any, cu_k: Any, cu_q_padded: Any, cu_k_padded: Any
+) -> tuple[Side, Side]:
+    """Of a packed batch."""
+    if not rule.has_padding:
+        raise ValueError("qkv_format 'thd' needs a padding mask: give attn_mask_type='padding_causal' or 'padding'")
+    if cu_q is None or cu_k is None or cu_q.dim() != 1 or cu_q.shape != cu_k.shape:
+        raise ValueError("qkv_format 'thd' needs cu_seqlens_q and cu_seqlens_kv, both [number of sequences + 1]")
+    q, k = packed_side(cu_q, cu_q_padded, q_size), packed_side(cu_k, cu_k_padded, k_size)
+    align(rule, q, cu_q.diff(), cu_k.diff())
+    return q, k

@@ -1,0 +1,360 @@
+"""MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.attention.dot_product import DotProductAttention
+from mezzotint.attention.kv_cache import InferenceParams
+from mezzotint.attention.masks import check_choice
+from mezzotint.attention.rope import apply_rotary_pos_emb
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import l2norm, l2norm_backward
+from mezzotint.module.layernorm_linear import LayerNormLinear
+from mezzotint.module.linear import Linear
+from mezzotint.module.norm import LayerNorm, RMSNorm
+from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+
+QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
+
+
+class L2Normalization(nn.Module):
+    """x / sqrt(sum(x²) + eps) over the last dimension, in FP32, rounded once; no parameters."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        return _L2Norm.apply(inp, self.eps)
+
+
+class _L2Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
+        y, rs = run_op(l2norm, x, eps)
+        ctx.save_for_backward(x, rs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return run_op(l2norm_backward, grads[0], *ctx.saved_tensors), None
+
+
+class MultiheadAttention(nn.Module):
+    """Self-attention, or cross-attention over `encoder_output`, of `num_attention_heads` heads.
+
+    Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
+    `query_layer`, and `key_value`; `q_norm` and `k_norm` with `qk_norm_type`; `core_attention`; `proj`.
+
+    `fuse_qkv_params` gives one `weight` for all three, in which with `qkv_weight_interleaved` the heads of each group
+    are side by side (its queries, its key, its value), else all queries come first; without it there are
+    `query_weight`, `key_weight` and `value_weight`. `qk_norm_before_rope`: queries and keys are normalised before they
+    are turned, not after.
+    """
+
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        check_features(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+        check_choice("attention_type", attention_type, ("self", "cross"))
+        if qk_norm_type is not None:
+            check_choice("qk_norm_type", qk_norm_type, QK_NORMS)
+        if layer_number is not None:
+            check_features(layer_number=layer_number)
+        check_parallel(
+            tp_group,
+            tp_size,
+            sequence_parallel,
+            None,
+            ub_overlap_ag=ub_overlap_ag,
+            ub_overlap_rs=ub_overlap_rs,
+            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+            ub_bulk_dgrad=ub_bulk_dgrad,
+            ub_bulk_wgrad=ub_bulk_wgrad,
+        )
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size is {hidden_size}: give a multiple of num_attention_heads={num_attention_heads}, or "
+                "kv_channels"
+            )
+        channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        device, params_dtype = resolve_device(device), resolve_dtype(params_dtype)
+        self.name = name or ""
+        self.hidden_size, self.num_attention_heads, self.num_gqa_groups = hidden_size, num_attention_heads, groups
+        self.hidden_size_per_attention_head = channels
+        self.hidden_size_q, self.hidden_size_kv = channels * num_attention_heads, channels * groups
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_type, self.qkv_format = attention_type, qkv_format
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+
+        linear: dict[str, Any] = {
+            "init_method": init_method,
+            "bias": bias,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "return_layernorm_output": return_layernorm_output,
+            "zero_centered_gamma": zero_centered_gamma,
+            "normalization": normalization,
+        }
+        if attention_type == "self":
+            sizes = {"query": self.hidden_size_q, "key": self.hidden_size_kv, "value": self.hidden_size_kv}
+            width, split = sum(sizes.values()), None if fuse_qkv_params else sizes
+            if input_layernorm:
+                linear_name = self._part("layernorm_linear_qkv")
+                self.layernorm_qkv = LayerNormLinear(
+                    hidden_size, width, parameters_split=split, name=linear_name, **linear, **norm
+                )
+            else:
+                linear_name = self._part("linear_qkv")
+                self.qkv = Linear(hidden_size, width, parameters_split=split, name=linear_name, **linear)
+        else:
+            if input_layernorm:
+                query_split = None if fuse_qkv_params else ("query",)
+                linear_name = self._part("layernorm_linear_q")
+                self.layernorm_query = LayerNormLinear(
+                    hidden_size, self.hidden_size_q, parameters_split=query_split, name=linear_name, **linear, **norm
+                )
+            else:
+                self.query_layer = Linear(hidden_size, self.hidden_size_q, name=self._part("linear_q"), **linear)
+            self.key_value = Linear(
+                hidden_size,
+                2 * self.hidden_size_kv,
+                parameters_split=None if fuse_qkv_params else ("key", "value"),
+                name=self._part("linear_kv"),
+                **linear,
+            )
+        self.q_norm, self.k_norm = (
+            _make_qk_norm(qk_norm_type, channels, qk_norm_eps, params_dtype, device) for _ in range(2)
+        )
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            channels,
+            num_gqa_groups=groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            name=self._part("core_attention"),
+        ).to(device)
+        linear |= {"init_method": output_layer_init_method, "parallel_mode": "row" if set_parallel_mode else None}
+        self.proj = Linear(self.hidden_size_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
+
+    def _part(self, name: str) -> str | None:
+        return f"{self.name}.{name}" if self.name else None
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group of tensor parallelism; one of a single process changes nothing."""
+        check_parallel(tp_group, 1, False, None)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The group of context parallelism; one of a single process changes nothing."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) → the same[, proj's bias][, norm's output].
+
+        `rotary_pos_emb`: angles of `RotaryPositionEmbedding`, or (of queries, of keys). The others as of
+        `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`.
+        """
+        check_input(hidden_states, self.hidden_size, "hidden_states")
+        if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
+            inference_params.allocate_memory(self.layer_number)
+        if self.attention_type == "self":
+            q, k, v, norm_out = self._self_heads(hidden_states, is_first_microbatch)
+        else:
+            if encoder_output is None:
+                raise ValueError("encoder_output is None: cross-attention takes its keys and values from it")
+            q, k, v, norm_out = self._cross_heads(hidden_states, encoder_output, is_first_microbatch)
+        if self.qk_norm_before_rope and self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotary_pos_emb is not None:
+            cu = (cu_seqlens_q, cu_seqlens_kv)
+            if cu_seqlens_q_padded is not None and pad_between_seqs is not False:
+                cu = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            q, k = self._turn(q, k, rotary_pos_emb, cu, inference_params)
+        if not self.qk_norm_before_rope and self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        y = self.core_attention(
+            q,
+            k,
+            v,
+            attention_mask,
+            qkv_format=self.qkv_format,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=self.window_size if window_size is None else window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            checkpoint_core_attention=checkpoint_core_attention,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            fast_zero_fill=fast_zero_fill,
+            inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
+        )
+        projected = self.proj(y, is_first_microbatch=is_first_microbatch)
+        outputs = projected if self.return_bias else (projected,)
+        if self.input_layernorm and self.return_layernorm_output:
+            outputs = (*outputs, norm_out)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _self_heads(self, x: torch.Tensor, is_first: bool | None) -> tuple[torch.Tensor, ...]:
+        """Queries [.., h, d], keys and values [.., g, d], and the norm's output or None."""
+        mixed, norm_out = self._project("layernorm_qkv" if self.input_layernorm else "qkv", x, is_first)
+        channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
+        if self.qkv_weight_interleaved:
+            queries = self.num_attention_heads // groups
+            mixed = mixed.view(*mixed.shape[:-1], groups, queries + 2, channels)
+            q, k, v = mixed.split((queries, 1, 1), -2)
+        else:
+            q, k, v = mixed.split((self.hidden_size_q, self.hidden_size_kv, self.hidden_size_kv), -1)
+        lead = x.shape[:-1]
+        return q.reshape(*lead, -1, channels), k.reshape(*lead, -1, channels), v.reshape(*lead, -1, channels), norm_out
+
+    def _cross_heads(
+        self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None
+    ) -> tuple[torch.Tensor, ...]:
+        """The same; keys and values of `encoder_output`."""
+        check_input(encoder_output, self.hidden_size, "encoder_output")
+        channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
+        mixed, _ = self._project("key_value", encoder_output, is_first)
+        if self.qkv_weight_interleaved:
+            k, v = mixed.view(*mixed.shape[:-1], groups, 2 * channels).chunk(2, -1)
+        else:
+            k, v = mixed.view(*mixed.shape[:-1], 2 * groups, channels).chunk(2, -2)
+        q, norm_out = self._project("layernorm_query" if self.input_layernorm else "query_layer", x, is_first)
+        return q.view(*x.shape[:-1], -1, channels), k, v, norm_out
+
+    def _project(self, name: str, x: torch.Tensor, is_first: bool | None) -> tuple[torch.Tensor, Any]:
+        made = getattr(self, name)(x, is_first_microbatch=is_first)
+        return made if isinstance(made, tuple) else (made, None)
+
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, angles: Any, cu_seqlens: Any, params: InferenceParams | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary positions; of a sequence that is decoded, behind what the cache holds of it."""
+        turned = []
+        both = angles if isinstance(angles, tuple) else (angles, angles)
+        starts = None
+        if params is not None:
+            starts = params.get_seqlens_pre_step()
+            cu_seqlens = (params.cu_seqlens_q, params.cu_seqlens_q)
+            if both[0].shape[0] < params.max_sequence_length:
+                raise ValueError(
+                    f"rotary_pos_emb has {both[0].shape[0]} positions: inference_params takes sequences of "
+                    f"{params.max_sequence_length}, make as many"
+                )
+        for x, freqs, cu in zip((q, k), both, cu_seqlens, strict=True):
+            options = {"cu_seqlens": cu} if self.qkv_format == "thd" else {}
+            turned.append(
+                apply_rotary_pos_emb(x, freqs, self.qkv_format, starts, self.rotary_pos_interleaved, **options)
+            )
+        return turned[0], turned[1]
+
+
+def _make_qk_norm(
+    kind: str | None, channels: int, eps: float, dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps)
+    made = RMSNorm if kind == "RMSNorm" else LayerNorm
+    return made(channels, eps=eps, params_dtype=dtype, device=device)

@@ -1,0 +1,159 @@
+"""Rotary position embedding: pairs of a head's channels are turned by an angle that grows with the position.
+
+    y[i]       = x[i] · cos(a) - x[i + D/2] · sin(a)        a = position · base^(-2i / D)
+    y[i + D/2] = x[i + D/2] · cos(a) + x[i] · sin(a)        i < D/2
+
+Interleaved: the pairs are (2i, 2i + 1). D channels are turned, those behind them pass. All in FP32, rounded once.
+"""
+
+import torch
+from torch import nn
+
+from mezzotint.attention.masks import packed_positions
+from mezzotint.module.parameters import check_features, resolve_device
+
+FORMATS = ("sbhd", "bshd", "thd")
+
+
+class RotaryPositionEmbedding(nn.Module):
+    """Angles for `apply_rotary_pos_emb`.
+
+    `rotary_percent` of the `dim` channels are turned. With `seq_len_interpolation_factor` and
+    `pretrained_max_position_embeddings`, positions are squeezed into the range that a model was trained on.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        check_features(dim=dim)
+        turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if turned < 2 or turned % 2:
+            raise ValueError(f"dim is {dim} and rotary_percent {rotary_percent}: {turned} channels make no pairs")
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base, self.interleaved = rotary_base, interleaved
+        exponent = torch.arange(0, turned, 2, dtype=torch.float32, device=resolve_device(None)) / turned
+        self.register_buffer("inv_freq", torch.div(1.0, rotary_base**exponent))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Positions `offset` to `offset + max_seq_len` → angles FP32 [max_seq_len, 1, 1, turned channels]."""
+        place = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
+        factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
+        if factor is not None and trained is not None:
+            place = place * (trained / max_seq_len if max_seq_len > trained * factor else 1.0 / factor)
+        angles = place[:, None] * self.inv_freq.float()
+        both = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return both[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """t [s, b, h, d], [b, s, h, d] or [t, h, d] turned by freqs [s2, 1, 1, d2], d2 ≤ d; in t's dtype.
+
+    Sequence i begins at `start_positions[i]`; more entries than sequences are not read. "thd" needs `cu_seqlens`
+    [b + 1]. `cp_size` and `cp_rank`: t holds the rank's two chunks of each sequence, `cu_seqlens` counts them all.
+    There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
+    """
+    if tensor_format not in FORMATS:
+        raise ValueError(f"tensor_format is {tensor_format!r}: give 'sbhd', 'bshd' or 'thd'")
+    if cp_size > 1 and start_positions is not None:
+        raise ValueError(f"start_positions with cp_size={cp_size}: sequences that are split begin at 0; leave it None")
+    turned = freqs.shape[-1]
+    if turned > t.shape[-1]:
+        raise ValueError(f"freqs has {turned} channels, t {t.shape[-1]}: turn at most as many as there are")
+    places = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)  # [s], [b, s] or [t]
+    last = freqs.shape[0] - 1
+    if tensor_format != "thd":
+        length = t.shape[0 if tensor_format == "sbhd" else 1] * cp_size
+        if length > freqs.shape[0]:
+            raise ValueError(f"freqs has {freqs.shape[0]} positions, t {length}: make freqs for the longest sequence")
+    angles = freqs.reshape(freqs.shape[0], turned).float()[places.clamp(max=last)].unsqueeze(-2)
+    if tensor_format == "sbhd":
+        angles = angles[:, None] if places.dim() == 1 else angles.transpose(0, 1)
+    x = t[..., :turned].float()
+    y = (x * angles.cos() + _quarter_turn(x, interleaved) * angles.sin()).to(t.dtype)
+    return y if turned == t.shape[-1] else torch.cat((y, t[..., turned:]), -1)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv [s, b, g, q + k + v] or [b, s, g, q + k + v], channels of each group side by side, `qkv_split_arg_list` how
+    many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned."""
+    if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:
+        raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: give three that add up to {qkv.shape[-1]}")
+    if tensor_format not in ("sbhd", "bshd"):
+        raise ValueError(f"tensor_format is {tensor_format!r}: give 'sbhd' or 'bshd'")
+    q, k, v = qkv.split(qkv_split_arg_list, -1)
+    q = q.reshape(*q.shape[:2], -1, k.shape[-1])
+    q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
+    k = apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
+    return q, k, v
+
+
+def _positions(
+    t: torch.Tensor,
+    tensor_format: str,
+    starts: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+    cp_rank: int,
+) -> torch.Tensor:
+    """Of each token in its whole sequence: [s], [b, s] where sequences begin at their own place, [t] for "thd"."""
+    if tensor_format == "thd":
+        if cu_seqlens is None:
+            raise ValueError("tensor_format 'thd' needs cu_seqlens, [number of sequences + 1]")
+        cu_seqlens = cu_seqlens // cp_size
+        sequence, place = packed_positions(cu_seqlens, t.shape[0])
+        place = _on_rank(place, cu_seqlens.diff()[sequence], cp_size, cp_rank)
+        return place if starts is None else place + starts[sequence]
+    batch, length = (t.shape[1], t.shape[0]) if tensor_format == "sbhd" else (t.shape[0], t.shape[1])
+    place = torch.arange(length, device=t.device)
+    if starts is not None:
+        return starts[:batch, None] + place
+    return _on_rank(place, length, cp_size, cp_rank)
+
+
+def _on_rank(place: torch.Tensor, length: int | torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Place in a rank's part, of `length` tokens, → place in the sequence. Of 2 · `cp_size` chunks the rank has number
+    `cp_rank`, and the one that is as far from the end."""
+    if cp_size == 1:
+        return place
+    chunk = length // 2
+    behind = length * cp_size - (cp_rank + 2) * chunk
+    return place + torch.where(place < chunk, cp_rank * chunk, behind)
+
+
+def _quarter_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """(first, second) of each pair → (-second, first)."""
+    if interleaved:
+        first, second = x[..., ::2], x[..., 1::2]
+        return torch.stack((-second, first), -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)

@@ -1,0 +1,315 @@
+"""TransformerLayer: attention and an MLP, each added to what came in.
+
+    x = x + dropout(self_attention(norm(x)))
+    x = x + dropout(inter_attention(norm(x), encoder_output))      layer_type="decoder"
+    x = x + dropout(mlp(norm(x)))
+
+`output_layernorm` moves the norm from before the self-attention to behind the layer,
+`apply_residual_connection_post_layernorm` adds to the norm's output instead of its input, and
+`parallel_attention_mlp` gives attention and MLP the same input: x + dropout(attention(norm(x)) + mlp(norm(x))).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mezzotint.attention.kv_cache import InferenceParams
+from mezzotint.attention.masks import check_choice
+from mezzotint.attention.multihead import MultiheadAttention
+from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
+from mezzotint.module.boundary import dequantized
+from mezzotint.module.layernorm_mlp import LayerNormMLP
+from mezzotint.module.norm import LayerNorm, RMSNorm, check_normalization
+from mezzotint.module.parameters import check_input, check_parallel
+
+
+class DropPath(nn.Module):
+    """Leaves samples (of the first dimension) out with probability `drop_prob`, and scales up the others."""
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return hidden_state
+        shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
+        keeps = torch.rand(shape, device=hidden_state.device) >= self.drop_prob
+        return hidden_state * (keeps / (1.0 - self.drop_prob)).to(hidden_state.dtype)
+
+
+class TransformerLayer(nn.Module):
+    """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
+
+    Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (`output_layernorm`).
+    Options of attention as of `MultiheadAttention`, of the MLP as of `LayerNormMLP`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        check_choice("layer_type", layer_type, ("encoder", "decoder"))
+        # The other ub_ arguments say how to overlap, this one whether to.
+        check_parallel(tp_group, tp_size, sequence_parallel, None, ub_tp_comm_overlap=ub_tp_comm_overlap)
+        if parallel_attention_mlp and (
+            layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
+        ):
+            raise ValueError(
+                "parallel_attention_mlp goes with layer_type='encoder', without output_layernorm and "
+                "apply_residual_connection_post_layernorm"
+            )
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True"
+            )
+        self.name = name or ""
+        self.layer_number, self.layer_type = layer_number, layer_type
+        self.hidden_size, self.hidden_dropout = hidden_size, hidden_dropout
+        self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.enc_dec_attn_mask_type, self.enc_dec_window_size = enc_dec_attn_mask_type, enc_dec_window_size
+        self.enc_dec_bottom_right_diagonal = enc_dec_bottom_right_diagonal
+        self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        common: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "bias": bias,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "set_parallel_mode": set_parallel_mode,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "return_bias": not parallel_attention_mlp,
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "device": device,
+        }
+        attention: dict[str, Any] = {
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "softmax_type": softmax_type,
+        }
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            input_layernorm=not output_layernorm,
+            attention_type="self",
+            name=self._part("self_attention"),
+            **common,
+            **attention,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                attention_type="cross",
+                name=self._part("inter_attention"),
+                **common,
+                **attention,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            activation=activation,
+            activation_params=activation_params,
+            name=self._part("layernorm_mlp"),
+            **common,
+        )
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
+        if output_layernorm:
+            made = RMSNorm if check_normalization(normalization) else LayerNorm
+            self.layernorm = made(
+                hidden_size,
+                eps=layernorm_epsilon,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
+
+    def _part(self, name: str) -> str | None:
+        return f"{self.name}.{name}" if self.name else None
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group of tensor parallelism; one of a single process changes nothing."""
+        check_parallel(tp_group, 1, False, None)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """The group of context parallelism; one of a single process changes nothing."""
+        self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Delayed scaling starts over in every module."""
+        for module in self.modules():
+            if isinstance(module, TransformerEngineBaseModule):
+                module.reset_fp8_meta_tensors()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> torch.Tensor:
+        """hidden_states [s, b, hidden], or as `attn_input_format` says → the same.
+
+        Arguments of the self-attention as of `MultiheadAttention.forward`; those with `enc_dec` and `encoder_output`
+        are of the cross-attention.
+        """
+        check_input(hidden_states, self.hidden_size, "hidden_states")
+        x = dequantized(hidden_states).to(activation_dtype(hidden_states))
+        shared: dict[str, Any] = {
+            "is_first_microbatch": is_first_microbatch,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "fast_zero_fill": fast_zero_fill,
+        }
+        attended = self.self_attention(
+            x,
+            attention_mask,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_kv,
+            pad_between_seqs=pad_between_seqs,
+            **shared,
+        )
+        if self.parallel_attention_mlp:
+            mlp_out = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+            return self._bias_dropout_add(attended, mlp_out, x, self.drop_path)
+        x = self._add(attended, x, self.drop_path)
+        if self.layer_type == "decoder":
+            attended = self.inter_attention(
+                x,
+                enc_dec_attn_mask,
+                encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                **shared,
+            )
+            x = self._add(attended, x, None)
+        x = self._add(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x, self.drop_path)
+        return self.layernorm(x) if self.output_layernorm else x
+
+    def _add(self, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None) -> torch.Tensor:
+        """(output, bias), added to x, or (output, bias, norm's output), added to the last."""
+        return self._bias_dropout_add(made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
+
+    def _bias_dropout_add(
+        self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, drop_path: DropPath | None
+    ) -> torch.Tensor:
+        """residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
+        total = y.float() if bias is None else y + bias.float()
+        total = functional.dropout(total, self.hidden_dropout, self.training)
+        if drop_path is not None:
+            total = drop_path(total)
+        return (residual + total).to(residual.dtype)
