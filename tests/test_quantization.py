@@ -487,15 +487,32 @@ def test_each_module_by_its_own_recipe() -> None:
             model.check(module.scale_fwd, module.amax_history_fwd)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a shorter history leaves the rows behind it; a longer one finds them instead of zeros"
-)
-def test_a_history_that_is_lengthened_again_gets_zeros() -> None:
-    module = make("linear")
-    for magnitude in (1.0, 100.0, 1.0, 1.0):
-        step(module, sample() * magnitude, DelayedScaling(amax_history_len=4))
-    step(module, sample(), DelayedScaling(amax_history_len=2))
-    with mz.autocast(recipe=DelayedScaling(amax_history_len=4)):
+@pytest.mark.compile
+@pytest.mark.parametrize("order", ["eager", "compiled", "compiled between", "eager between"])
+@pytest.mark.parametrize("name", ["linear", "layernorm_mlp"])
+def test_a_history_that_is_lengthened_again_gets_zeros(name: str, order: str) -> None:
+    """Also where graphs, which do not know what was before them, take turns with eager code."""
+    module, twin = make(name), make(name)
+    graph = torch.compile(module, fullgraph=True, backend="aot_eager")
+    between, around = {
+        "eager": (module, module),
+        "compiled": (graph, graph),
+        "compiled between": (graph, module),
+        "eager between": (module, graph),
+    }[order]
+    four, two = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=2)
+    for seed, (call, recipe) in enumerate([(around, four)] * 4 + [(between, two), (around, four), (between, two)]):
+        x = sample(seed=seed) * (100.0 if seed == 1 else 1.0)
+        if recipe is two:
+            assert twin.amax_history_fwd[2:4].any()
+            assert twin.amax_history_bwd[2:4].any()
+        got, expected = step(module, x, recipe, call), step(twin, x, recipe)
+        assert_equal(got, expected)
+        if recipe is two:
+            for history in (module.amax_history_fwd, module.amax_history_bwd):
+                assert history[:2].any()
+                assert not history[2:].any()
+    with mz.autocast(recipe=four):
         module(sample())
         assert not module.fp8_meta["scaling_fwd"].amax_history[2:].any()
 

@@ -83,9 +83,10 @@ class TransformerEngineBaseModule(StatefulModule):
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """State of a recipe: a history that is long enough."""
         self._recipe = recipe
-        _, self._request = self._resolve(recipe, ((True, True),) * self.num_gemms)
-        if self._request is not None:
-            self._grow_history(self._request.amax_history_len)
+        _, request = self._resolve(recipe, ((True, True),) * self.num_gemms)
+        if request is not None:
+            self._fit_history(request.amax_history_len)
+        self._request = request
 
     @property
     def quantizers(self) -> dict[str, list[Quantizer]]:
@@ -230,8 +231,8 @@ class TransformerEngineBaseModule(StatefulModule):
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
                 "recipe without state such as Float8CurrentScaling"
             )
+        self._fit_history(request.amax_history_len)
         self._request = request
-        self._grow_history(request.amax_history_len)
         recomputation = STATE.recomputation
         is_first = not self._is_pending
         call.records = True

@@ -84,8 +84,12 @@ class StatefulModule(nn.Module):
             else:
                 old[length:].zero_()
 
-    def _grow_history(self, length: int) -> None:
-        if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
+    def _fit_history(self, length: int) -> None:
+        """Rows for a recipe's history. What is behind them is cleared: a longer one later would find it there."""
+        rows = min(self.amax_history_fwd.shape[0], self.amax_history_bwd.shape[0])
+        # A graph always clears: the length before is state that it would have to guard on.
+        is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
+        if length > rows or (length < rows and is_shorter):
             self.adjust_amax_history_length(length)
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
