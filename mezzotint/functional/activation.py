@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.kernels._lib import as_matrix, run_op
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
     PARAMETERS,
@@ -58,11 +58,11 @@ class ActivationBwdArgs(Saved):
 def activation_quantized(
     a: ActivationFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """act(x), rows scaled, as a matrix, quantized in the same pass; its amax where the scale was given."""
-    x = as_matrix(a.x)
-    width = x.shape[1] // 2 if is_gated(a.name) else x.shape[1]
-    arguments = (x, None, a.name, a.params, _of_rows(a.scales))
-    y_q, amax, _ = quantize_source("activation", arguments, (x.shape[0], width), x.dtype, quantizer, scale)
+    """act(x), rows scaled, quantized in the same pass; its amax where the scale was given."""
+    x = a.x
+    width = x.shape[-1] // 2 if is_gated(a.name) else x.shape[-1]
+    arguments = (x, None, a.name, a.params, a.scales)
+    y_q, amax, _ = quantize_source("activation", arguments, (*x.shape[:-1], width), x.dtype, quantizer, scale)
     return y_q, amax
 
 
@@ -73,10 +73,9 @@ def activation_gradient_quantized(
     scale: torch.Tensor | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of x as a matrix, quantized in the same pass; its amax; its column sums, the bias gradient."""
-    x = as_matrix(b.x)
-    arguments = (as_matrix(dy), x, None, b.name, b.params, _of_rows(b.scales))
-    return quantize_source("activation_backward", arguments, x.shape, x.dtype, quantizer, scale, bias_dtype)
+    """The gradient of x, quantized in the same pass; its amax; its column sums, the bias gradient."""
+    arguments = (dy, b.x, None, b.name, b.params, b.scales)
+    return quantize_source("activation_backward", arguments, b.x.shape, b.x.dtype, quantizer, scale, bias_dtype)
 
 
 def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
@@ -97,11 +96,6 @@ def scales_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor | No
 
 def activate(a: ActivationFwdArgs) -> torch.Tensor:
     return run_op(activation_forward, a.x, None, a.name, a.params, a.scales)
-
-
-def _of_rows(scales: torch.Tensor | None) -> torch.Tensor | None:
-    """Those of x → those of its matrix."""
-    return None if scales is None else scales.reshape(-1)
 
 
 def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:

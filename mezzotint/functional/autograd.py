@@ -150,6 +150,11 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     """Enter what backward saw, and update after the last backward of the iteration."""
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
     run_op(delayed_saw_, state.history[0], [amax for amax in amaxes if amax is not None], slots)
+    end_backward(state)
+
+
+def end_backward(state: GradState) -> None:
+    """All that backward saw is entered: new scales, if this was the last backward of the iteration."""
     if state.is_first:
         if state.update is not None:
             state.update(state.history, state.scale)

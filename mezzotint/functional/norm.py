@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.kernels._lib import as_matrix, run_op
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
@@ -61,8 +61,8 @@ def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
 def norm_forward_quantized(
     a: NormFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None, NormMade]:
-    """y (M, K) quantized, in one pass with the norm; its amax where the scale was given."""
-    options, x = a.options, as_matrix(a.x)
+    """y in x's shape, quantized in one pass with the norm; its amax where the scale was given."""
+    options, x = a.options, a.x
     mu, rs = run_op(norm_stats, x, options.eps, options.rms)
     arguments = (x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
     y_q, amax, _ = quantize_source("norm", arguments, x.shape, x.dtype, quantizer, scale)

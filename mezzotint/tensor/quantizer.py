@@ -95,14 +95,16 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
-        memo = self.__dict__.setdefault("_memo", {})
+        memo = self.__dict__["_memo"]
+        if memo is None:
+            memo = self.__dict__["_memo"] = {}
         if internal not in memo:
             memo[internal] = self._find_holder(internal)
         return memo[internal]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
-        self.__dict__.pop("_memo", None)  # what was worked out from other values
+        self.__dict__["_memo"] = None  # what was worked out from other values
 
     def _find_holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         storage, tensor = self._classes()

@@ -60,7 +60,7 @@ def test_quantized(fmt: Format, name: str) -> None:
     args, dy = arguments(name, draw(SHAPE[:-1], 2, torch.float32))
     scale = torch.tensor([2.0]) if quantizer.takes_scale() else None
     kept = activation_setup(args, None)
-    y, dx = (t.flatten(0, 1) for t in (activate(args), activation_gradient(kept, dy)))
+    y, dx = activate(args), activation_gradient(kept, dy)
     for made, want in (
         (lambda: activation_quantized(args, quantizer, scale), y),
         (lambda: activation_gradient_quantized(kept, dy, quantizer, scale, torch.float32), dx),
