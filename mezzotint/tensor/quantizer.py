@@ -95,6 +95,8 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
+        if torch.compiler.is_compiling():  # a memo would be state to guard on
+            return self._find_holder(internal)
         memo = self.__dict__["_memo"]
         if memo is None:
             memo = self.__dict__["_memo"] = {}
