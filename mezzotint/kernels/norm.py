@@ -5,12 +5,13 @@
 
 g is gamma, or 1 + gamma (in FP32) when `zero_centered`. mu and rs are FP32 [rows]; RMSNorm has mu of size 0. The
 normalised dimension is the last one. Statistics and what is made of them are two ops, so that a quantization can
-take the second one in (`quantize_ops.py`).
+take the second one in (`quantize_ops.py`). The backward can take in the sum with the gradient that comes past the norm.
 """
 
 import torch
 
 from mezzotint.kernels._lib import as_matrix, leaf, matrix_shape
+from mezzotint.kernels.pointwise import add_reference
 
 
 def norm_stats_reference(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +76,22 @@ def norm_backward_reference(
     return dx.mul_(rs[:, None]).to(x.dtype).view(x.shape), dgamma, dbeta
 
 
+def norm_backward_add_reference(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    mu: torch.Tensor,
+    rs: torch.Tensor,
+    gamma: torch.Tensor,
+    zero_centered: bool,
+    rms: bool,
+    has_beta: bool,
+    residual: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same with round(dx + residual), in x's shape, for dx, which was rounded before."""
+    dx, dgamma, dbeta = norm_backward_reference(dy, x, mu, rs, gamma, zero_centered, rms, has_beta)
+    return add_reference(dx, residual), dgamma, dbeta
+
+
 def _stats_fake(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, _ = matrix_shape(x.shape)
     return x.new_empty(0 if rms else rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
@@ -93,6 +110,7 @@ def _backward_fake(
     zero_centered: bool,
     rms: bool,
     has_beta: bool,
+    *_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if has_beta else 0)
 
@@ -116,5 +134,13 @@ norm_backward = leaf(
     " bool has_beta) -> (Tensor, Tensor, Tensor)",
     fake=_backward_fake,
     cpu=norm_backward_reference,
+    cuda="norm:backward",
+)
+
+norm_backward_add = leaf(
+    "norm_backward_add(Tensor dy, Tensor x, Tensor mu, Tensor rs, Tensor gamma, bool zero_centered, bool rms,"
+    " bool has_beta, Tensor residual) -> (Tensor, Tensor, Tensor)",
+    fake=_backward_fake,
+    cpu=norm_backward_add_reference,
     cuda="norm:backward",
 )

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.pointwise import add
 from tests.formats import HIGH
 from tests.values import VIEWS, as_view, raw
 
@@ -102,6 +103,37 @@ def test_forward_and_backward(shape: tuple[int, ...], kind: str, dtype: torch.dt
     torch.testing.assert_close(dgamma.double(), grads[1], rtol=1e-5, atol=1e-4)
     if has_beta:
         torch.testing.assert_close(dbeta.double(), grads[2], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_with_a_residual(kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit the backward and a sum after it, which rounds again; the parameters' gradients as before."""
+    rms, has_beta, zero_centered = KINDS[kind]
+    for seed, shape in enumerate(SHAPES):
+        x, dy, gamma = draw(shape, dtype, seed), draw(shape, dtype, seed + 50), draw(shape[-1:], torch.float32, 7)
+        args = (dy, x, *norm_stats(x, EPS, rms), gamma, zero_centered, rms, has_beta)
+        dx, dgamma, dbeta = norm_backward(*args)
+        for other in HIGH:
+            residual = draw(shape, other, seed + 90)
+            got = norm_backward_add(*args, residual)
+            twice = torch.from_numpy(dx.float().numpy() + residual.float().numpy()).to(dtype)
+            for a, b in zip(got, (twice, dgamma, dbeta), strict=True):
+                assert (a.shape, a.dtype) == (b.shape, b.dtype)
+                assert a.is_contiguous()
+                assert torch.equal(raw(a), raw(b))
+            assert torch.equal(raw(got[0]), raw(add(dx, residual)))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_residual_of_any_strides(view: str) -> None:
+    for shape in ((5, 33), (3, 4, 64)):
+        x, dy, residual = (draw(shape, torch.bfloat16, seed) for seed in range(3))
+        args = (dy, x, *norm_stats(x, EPS, True), draw(shape[-1:], torch.float32, 3), False, True, False)
+        seen = as_view(residual, view)
+        got, want = (norm_backward_add(*args, r)[0] for r in (seen, seen.clone(memory_format=torch.contiguous_format)))
+        assert got.is_contiguous()
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.pointwise import add
 from tests.formats import HIGH
 from tests.kernels.test_norm import EPS, KINDS, draw, in_double
 from tests.values import VIEWS, as_view, raw
@@ -69,6 +70,24 @@ def test_apply_is_exact(kind: str) -> None:
         assert torch.equal(raw(got.cpu()), raw(norm_apply(*args, zero_centered, rms))), shape
 
 
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (4, 0)], ids=str)
+def test_backward_with_a_residual(shape: tuple[int, ...], rms: bool) -> None:
+    """The bytes of the backward and of a sum after it."""
+    number = len(str(shape))
+    dtype, other = HIGH[number % 3], HIGH[(number + rms) % 3]
+    x, dy = draw(shape, dtype, number).cuda(), draw(shape, dtype, number + 50).cuda()
+    residual = draw(shape, other, number + 90).cuda()
+    gamma = draw(shape[-1:], torch.float32, 3).cuda()
+    args = (dy, x, *norm_stats(x, EPS, rms), gamma, True, rms, not rms)
+    dx, *rest = norm_backward(*args)
+    for seen in (residual, as_view(residual, "inner"), as_view(residual, "every_second")):
+        got = norm_backward_add(*args, seen)
+        for a, b in zip(got, (add(dx, residual), *rest), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert torch.equal(raw(a), raw(b))
+
+
 def test_strides() -> None:
     for shape, view in product(((33, 70), (3, 5, 96)), VIEWS):
         x, dy = (as_view(draw(shape, torch.bfloat16, seed).cuda(), view) for seed in (1, 2))
@@ -116,3 +135,6 @@ def test_more_elements_than_32_bits_count(large: torch.Tensor) -> None:
     del y
     dx = norm_backward(large, large, *stats, gamma, False, True, False)[0]
     assert torch.equal(dx[-128:], norm_backward(tail, tail, *few, gamma, False, True, False)[0])
+    del dx
+    dx = norm_backward_add(large, large, *stats, gamma, False, True, False, large)[0]
+    assert torch.equal(dx[-128:], norm_backward_add(tail, tail, *few, gamma, False, True, False, tail)[0])

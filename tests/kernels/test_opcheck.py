@@ -23,7 +23,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
@@ -172,10 +172,13 @@ def test_norm(rms: bool, dtype: torch.dtype) -> None:
         torch.library.opcheck(norm_stats, (x, 1e-5, rms), test_utils=utils)
         torch.library.opcheck(norm_apply, norm, test_utils=utils)
         torch.library.opcheck(norm_backward, (x, *norm[:4], rms, rms, not rms), test_utils=utils)
+        torch.library.opcheck(norm_backward_add, (x, *norm[:4], rms, rms, not rms, x), test_utils=utils)
         if len(shape) == 2:
             turned = x.t().contiguous().t()
             torch.library.opcheck(norm_apply, (turned, *norm[1:]), test_utils=FAST)
-            torch.library.opcheck(norm_backward, (turned, turned, *norm[1:4], rms, rms, True), test_utils=FAST)
+            backward = (turned, turned, *norm[1:4], rms, rms, True)
+            torch.library.opcheck(norm_backward, backward, test_utils=FAST)
+            torch.library.opcheck(norm_backward_add, (*backward, turned), test_utils=FAST)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -255,7 +258,9 @@ def test_every_op_has_a_case() -> None:
             here |= {called_op(variant, way, x)[0].name() for way in variant.directions}
     here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
-    here |= {op.name() for op in (activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)}
+    here |= {
+        op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)
+    }
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}

@@ -18,6 +18,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import mezzotint.kernels.triton as package
+from mezzotint.kernels.triton import norm
+from mezzotint.kernels.triton._jit import ahead
 
 CAPABILITIES = (89, 90, 100, 120)
 MODULES = [
@@ -75,3 +77,21 @@ def test_kernel_compiles(module: ModuleType, index: int, capability: int) -> Non
 def test_every_kernel_is_listed(module: ModuleType) -> None:
     listed = {kernel.__name__ for kernel, _, _ in getattr(module, "AHEAD", ())}
     assert set(kernels_of(module)) == listed
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("width", [100, 4096, 20000])
+def test_a_residual_leaves_the_order_of_sums(dtype: str, width: int) -> None:
+    """The norm's backward: threads share out the rows in the same way with a residual, so that dx has the same bits."""
+    options = norm.backward_config(width)
+    layouts = []
+    for residual in ("-", dtype, "fp32"):
+        pointers = f"{dtype} {dtype} fp32 fp32 fp32 {dtype} fp32 fp32 {residual}"
+        constants = {"ZERO_CENTERED": False, "WHOLE": options["BK"] >= width, **options}
+        text = compile_ahead(*ahead(norm._backward_kernel, pointers, **constants), 90).asm["ttgir"]
+        found = []
+        for shape, name in re.findall(r'"tt\.reduce"[\s\S]*?\}\) : \(tensor<(\w+), (#\w+)>\) ->', text):
+            found += [shape, *re.findall(rf"^{name} = (.*)$", text, re.MULTILINE)]
+        layouts.append(found)
+    assert len(layouts[0]) >= 4
+    assert layouts[0] == layouts[1] == layouts[2]

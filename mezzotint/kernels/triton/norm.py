@@ -86,6 +86,17 @@ def _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTER
 
 
 @triton.jit
+def _store_dx(dx, residual, value, r, c, M, K):
+    """Rounded; and once more with the residual added, if there is one."""
+    inside = (r < M)[:, None] & (c < K)[None, :]
+    at = r[:, None] * K + c[None, :]
+    value = value.to(dx.dtype.element_ty)
+    if residual is not None:
+        value = (value.to(tl.float32) + load(residual + at, inside)).to(dx.dtype.element_ty)
+    tl.store(dx + at, value, mask=inside)
+
+
+@triton.jit
 def _backward_kernel(
     dy,
     x,
@@ -95,6 +106,7 @@ def _backward_kernel(
     dx,
     dgammas,
     dbetas,
+    residual,
     M,
     K,
     dy_stride,
@@ -115,14 +127,12 @@ def _backward_kernel(
         r = first + tl.arange(0, BM)
         scale = tl.load(rs + r, mask=r < M, other=0.0)
         mean = None if mu is None else tl.load(mu + r, mask=r < M, other=0.0)
-        to = dx + r[:, None] * K
         if WHOLE:
             grad, h, d = _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTERED)
             value = d - h * tl.div_rn(tl.sum(d * h, 1), width)[:, None]
             if mean is not None:
                 value = value - tl.div_rn(tl.sum(d, 1), width)[:, None]
-            value = (value * scale[:, None]).to(dx.dtype.element_ty)
-            tl.store(to + c[None, :], value, mask=(r < M)[:, None] & (c < K)[None, :])
+            _store_dx(dx, residual, value * scale[:, None], r, c, M, K)
             dgamma += grad * h
             dbeta += grad
         else:
@@ -139,8 +149,7 @@ def _backward_kernel(
                 value = d - h * along
                 if mean is not None:
                     value = value - middle
-                value = (value * scale[:, None]).to(dx.dtype.element_ty)
-                tl.store(to + start + c[None, :], value, mask=(r < M)[:, None] & (start + c < K)[None, :])
+                _store_dx(dx, residual, value * scale[:, None], r, start + c, M, K)
     if WHOLE:
         tl.store(dgammas + pid * K + c, tl.sum(dgamma, 0), mask=c < K)
         if dbetas is not None:
@@ -191,6 +200,7 @@ def backward(
     zero_centered: bool,
     rms: bool,
     has_beta: bool,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dx = x.new_empty(x.shape)
     dgamma, dbeta = gamma.new_empty(gamma.shape), gamma.new_empty(gamma.shape if has_beta else 0)
@@ -200,6 +210,9 @@ def backward(
         return dx, dgamma, dbeta
     mean = None if rms else mu.contiguous()
     rs = rs.contiguous()
+    if residual is not None:
+        # As dense and as wide as dx: else threads might share out the rows in another way, and add in another order.
+        residual = residual.to(torch.promote_types(residual.dtype, x.dtype)).contiguous()
     options = backward_config(K)
     whole = options["BK"] >= K
     programs = min(PROGRAMS, cdiv(M, options["BM"])) if whole else M
@@ -214,6 +227,7 @@ def backward(
             dx,
             sums[0],
             sums[1] if has_beta else None,
+            residual,
             M,
             K,
             dy.stride(0),
@@ -242,23 +256,33 @@ AHEAD = [
     ahead(_stats_kernel, "fp16 fp32 fp32", WHOLE=False, **stats_config(_WIDE)),
     ahead(
         _backward_kernel,
-        "bf16 bf16 fp32 fp32 fp32 bf16 fp32 fp32",
+        "bf16 bf16 fp32 fp32 fp32 bf16 fp32 fp32 -",
         ZERO_CENTERED=True,
         WHOLE=True,
         **backward_config(4096),
     ),
     ahead(
         _backward_kernel,
-        "fp32 fp32 - fp32 bf16 fp32 fp32 -",
+        "fp32 fp32 - fp32 bf16 fp32 fp32 - -",
         ZERO_CENTERED=False,
         WHOLE=True,
         **backward_config(100),
     ),
+    *(
+        ahead(
+            _backward_kernel,
+            f"fp16 fp16 fp32 fp32 fp16 fp16 fp32 fp32 {residual}",
+            ZERO_CENTERED=False,
+            WHOLE=False,
+            **backward_config(_WIDE),
+        )
+        for residual in ("-", "fp32")
+    ),
     ahead(
         _backward_kernel,
-        "fp16 fp16 fp32 fp32 fp16 fp16 fp32 fp32",
+        "bf16 bf16 - fp32 bf16 bf16 fp32 - bf16",
         ZERO_CENTERED=False,
-        WHOLE=False,
-        **backward_config(_WIDE),
+        WHOLE=True,
+        **backward_config(4096),
     ),
 ]

@@ -1,0 +1,125 @@
+"""Kernels of plain arithmetic in Triton's interpreter, on the CPU, against the reference: every index and mask.
+
+What is pointwise has the reference's bytes, once the interpreter rounds to BF16 as a GPU does. Sums run in another
+order. The interpreter is chosen before Triton is imported: another process.
+"""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+HIGH = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((5, 7), (3, 4, 33), (24,), (1, 1), (0, 16), (16, 0), (70, 130), (2, 2100))
+RNG = torch.tensor([0x1234_5678_9ABC_DEF0, 0x7_0000_0007])
+
+
+def test_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_pointwise_interpreted"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def convert(value: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """The interpreter's own conversion between FP32 and BF16 cuts bits off."""
+    bits = torch.from_numpy(value.copy())
+    if target.name == "bf16":
+        return bits.view(torch.float32).to(torch.bfloat16).view(torch.uint16).numpy()
+    return bits.view(torch.bfloat16).float().numpy()
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2).to(dtype)
+
+
+def same(got: torch.Tensor, want: torch.Tensor, case: Any) -> None:
+    from tests.values import raw
+
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), case
+    assert torch.equal(raw(got), raw(want)), case
+
+
+def close(got: torch.Tensor, want: torch.Tensor, case: Any) -> None:
+    ulp = max(torch.finfo(want.dtype).eps, 1e-5)
+    torch.testing.assert_close(got, want, rtol=ulp, atol=1e-4, msg=lambda text: f"{case}: {text}")
+
+
+def check_pointwise(shape: tuple[int, ...], dtype: torch.dtype, view: str) -> None:
+    from mezzotint.kernels import pointwise as reference
+    from mezzotint.kernels.triton import pointwise as kernels
+    from tests.values import as_view
+
+    case = (shape, dtype, view)
+    x = as_view(draw(shape, dtype, 0), view)
+    for seed, other in enumerate((torch.float32, dtype)):
+        for y in (as_view(draw(shape, other, seed), view), as_view(draw(shape[-1:], other, seed), view)):
+            same(kernels.scale_add(x, 0.3, y), reference.scale_add_reference(x, 0.3, y), case)
+    for p in (0.0, 0.3, 1.0):
+        same(kernels.dropout(x, RNG, p), reference.dropout_reference(x, RNG, p), case)
+    y, rs = kernels.l2norm(x, 1e-5)
+    close(rs, reference.l2norm_reference(x, 1e-5)[1], case)
+    same(y, (x.float() * rs[..., None]).to(dtype), case)
+    dy = as_view(draw(shape, dtype, 1), view)
+    close(kernels.l2norm_backward(dy, x, rs), reference.l2norm_backward_reference(dy, x, rs), case)
+
+
+def check_norm(shape: tuple[int, ...], dtype: torch.dtype, view: str, rms: bool) -> None:
+    from mezzotint.kernels.norm import norm_stats_reference
+    from mezzotint.kernels.pointwise import add_reference
+    from mezzotint.kernels.triton import norm
+    from tests.values import as_view
+
+    x, dy = draw(shape, dtype, 0), draw(shape, dtype, 1)
+    args = (dy, x, *norm_stats_reference(x, 1e-5, rms), draw(shape[-1:], torch.float32, 2), True, rms, not rms)
+    dx, *rest = norm.backward(*args)
+    for other in (torch.float32, dtype, torch.bfloat16):
+        residual = as_view(draw(shape, other, 3), view)
+        got = norm.backward(*args, residual)
+        for a, b in zip(got, (add_reference(dx, residual), *rest), strict=True):
+            same(a, b, (shape, dtype, view, other))
+
+
+def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name: str) -> None:
+    from mezzotint.kernels import activation as reference
+    from mezzotint.kernels.triton import activation as kernels
+    from tests.values import as_view
+
+    case = (shape, dtype, view, name)
+    gated = reference.is_gated(name)
+    x = as_view(draw((*shape[:-1], 2 * shape[-1]) if gated else shape, dtype, 0), view)
+    dy = as_view(draw(shape, dtype, 1), view)
+    for seed, other in enumerate((torch.float32, dtype)):
+        scales = as_view(draw(shape[:-1], other, seed), view) if len(shape) > 1 else draw((), other, seed)
+        y = kernels.forward(x, None, name, [], scales)
+        same(y, reference.activation_forward_reference(x, None, name, [], scales), case)
+        dx = kernels.backward(dy, x, None, name, [], scales)
+        same(dx, reference.activation_backward_reference(dy, x, None, name, [], scales), case)
+    ds = kernels.scale_gradient(dy, x, name, [])
+    close(ds, reference.activation_scale_gradient_reference(dy, x, name, []), case)
+
+
+def main() -> None:
+    from triton.runtime import interpreter
+
+    from mezzotint.kernels.triton import norm, pointwise
+
+    interpreter._convert_float = convert
+    for index, shape in enumerate(SHAPES):
+        for dtype in HIGH:
+            for view in ("contiguous", "inner") if index < 4 else ("contiguous",):
+                check_pointwise(shape, dtype, view)
+                check_norm(shape, dtype, view, index % 2 == 0)
+                # Without exponentials: the interpreter's are numpy's.
+                check_activation(shape, dtype, view, ("relu", "sreglu")[index % 2])
+    norm.WHOLE_BACKWARD = pointwise.WHOLE = 128  # longer rows are walked in pieces
+    for dtype in HIGH:
+        check_pointwise((3, 300), dtype, "inner")
+        check_norm((3, 300), dtype, "inner", False)
+
+
+if __name__ == "__main__":
+    main()
