@@ -7,6 +7,7 @@ the region lies in.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,6 +272,11 @@ is_mxfp8_available = _gate("mxfp8")
 is_fp8_block_scaling_available = _gate("float8_block")
 is_fp8_rowwise_available = _gate("float8_rowwise")
 is_nvfp4_available = _gate("nvfp4")
+# The same with the reason: (whether, how).
+check_fp8_support = partial(is_fp8_available, True)
+check_mxfp8_support = partial(is_mxfp8_available, True)
+check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, True)
+check_nvfp4_support = partial(is_nvfp4_available, True)
 
 
 def is_bf16_available(return_reason: bool = False) -> Any:

@@ -76,6 +76,10 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("margin", EMPTY),
         ("_fp32_max", torch.finfo(torch.float32).max),
     ],
+    "check_fp8_support": [],
+    "check_mxfp8_support": [],
+    "check_fp8_block_scaling_support": [],
+    "check_nvfp4_support": [],
     "get_default_recipe": [],
     "get_device_compute_capability": [],
     "is_non_tn_fp8_gemm_supported": [],
@@ -908,6 +912,12 @@ def test_gates(gate: str, cc: tuple[int, int] | None, monkeypatch: pytest.Monkey
     assert runs is True
     assert reason.startswith(HOW[cc][gate])
     assert available.__doc__.startswith(f"Whether {GATES[gate]} runs here")
+
+
+def test_support_is_availability_with_its_reason() -> None:
+    for gate in ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4"):
+        support = getattr(quantization, f"check_{gate}_support")
+        assert support() == getattr(quantization, f"is_{gate}_available")(return_reason=True)
 
 
 def test_bf16_is_available() -> None:

@@ -19,6 +19,7 @@ from mezzotint.functional.weight import quantize_weight
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
+from mezzotint.module.compat import UpstreamNames
 from mezzotint.module.state import StatefulModule
 from mezzotint.module.weights import Weights
 from mezzotint.module.wgrad import WeightGradStore
@@ -55,7 +56,7 @@ class Call:
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
 
-class TransformerEngineBaseModule(StatefulModule):
+class TransformerEngineBaseModule(UpstreamNames, StatefulModule):
     """Base of the linear-like modules."""
 
     module_type: ClassVar[str] = "linear"
@@ -84,14 +85,19 @@ class TransformerEngineBaseModule(StatefulModule):
         """State of a recipe: a history that is long enough."""
         self._recipe = recipe
         _, request = self._resolve(recipe, ((True, True),) * self.num_gemms)
-        if request is not None:
-            self._fit_history(request.amax_history_len)
-        self._request = request
+        if request is None:
+            self._request = None
+        else:
+            self._use_history(request)
+
+    def set_activation_dtype(self, inp: torch.Tensor) -> None:
+        """Note what a forward with this input computes in, as `activation_dtype`."""
+        self.activation_dtype = activation_dtype(inp)
 
     @property
     def quantizers(self) -> dict[str, list[Quantizer]]:
         """Of the recipe in use, slot by slot."""
-        recipe = self._recipe or STATE.recipe
+        recipe = self._recipe_in_use()
         if recipe is None:
             return {}
         return {
@@ -231,8 +237,7 @@ class TransformerEngineBaseModule(StatefulModule):
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
                 "recipe without state such as Float8CurrentScaling"
             )
-        self._fit_history(request.amax_history_len)
-        self._request = request
+        self._use_history(request)
         recomputation = STATE.recomputation
         is_first = not self._is_pending
         call.records = True

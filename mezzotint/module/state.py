@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mezzotint.module.parameters import attributes_of, restore_attributes
+from mezzotint.quantization import STATE
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 
 HISTORY_LENGTH = 1024
@@ -84,25 +85,35 @@ class StatefulModule(nn.Module):
             else:
                 old[length:].zero_()
 
-    def _fit_history(self, length: int) -> None:
-        """Rows for a recipe's history. What is behind them is cleared: a longer one later would find it there."""
-        rows = min(self.amax_history_fwd.shape[0], self.amax_history_bwd.shape[0])
-        # A graph always clears: the length before is state that it would have to guard on.
-        is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
-        if length > rows or (length < rows and is_shorter):
+    def _grow_history(self, length: int) -> None:
+        if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
             self.adjust_amax_history_length(length)
+
+    def _use_history(self, request: DelayedScalingRequest) -> None:
+        """From now on this request's rows. Those behind them are cleared: a longer history would find them again."""
+        length = request.amax_history_len
+        self._grow_history(length)
+        # A graph clears them always: what was before it is state that it would have to guard on.
+        is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
+        if is_shorter and length < self.amax_history_fwd.shape[0]:
+            self.adjust_amax_history_length(length)
+        self._request = request
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
         """Scale, history, and the request that they serve: what the end of an autocast region updates."""
         assert self._request is not None
         return self.scale_fwd, self.amax_history_fwd[: self._request.amax_history_len], self._request
 
+    def _recipe_in_use(self) -> Recipe | None:
+        """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
+        return STATE.recipe if STATE.enabled or self._recipe is None else self._recipe
+
     @property
     def fp8_meta(self) -> dict[str, Any]:
         """Delayed scaling's live state, and the recipe in use."""
         length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
         return {
-            "recipe": self._recipe,
+            "recipe": self._recipe_in_use(),
             "num_gemms": self.num_gemms,
             "scaling_fwd": MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
             "scaling_bwd": MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),

@@ -1,0 +1,121 @@
+"""Upstream's names on modules: what tools and subclasses call."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mezzotint as mz
+from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.recipe import DelayedScaling
+from tests.recipes import MODULES, RECIPES, make, run, sample, step
+
+NAMES = """
+    adjust_amax_history_length backward_dw end_forward fast_setattr forward get_extra_state get_fp8_meta_tensors
+    get_quantizer_roles grad_input_quantizer_role init_fp8_meta_tensors init_fp8_metadata is_debug_iter is_fsdp2
+    module_setattr need_backward_dw no_debug_features_active output_quantizer_role prepare_forward prepare_forward_ctx
+    register_parameter register_wgrad_accumulation_and_reduce_hooks reset_fp8_meta_tensors reset_parameters
+    set_activation_dtype set_extra_state set_meta_tensor set_tensor_parallel_group
+"""
+over_modules = pytest.mark.parametrize("name", MODULES)
+
+
+@over_modules
+def test_names_are_there(name: str) -> None:
+    module = make(name)
+    assert isinstance(module, TransformerEngineBaseModule)
+    assert all(hasattr(module, attribute) for attribute in NAMES.split())
+
+
+def test_attributes() -> None:
+    module = make("linear")
+    module.fast_setattr("seen", 3)
+    assert module.seen == 3
+    module.module_setattr("extra", torch.nn.Parameter(torch.zeros(2)))
+    assert "extra" in dict(module.named_parameters())
+
+
+def test_no_debugging_tool() -> None:
+    module = make("linear")
+    assert not module.is_debug_iter()
+    assert module.no_debug_features_active(module.quantizers)
+
+
+@pytest.fixture
+def one_process(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_is_fsdp2(one_process: None) -> None:
+    module = make("linear")
+    assert not module.is_fsdp2
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+    assert module.is_fsdp2
+    assert not make("linear").is_fsdp2
+
+
+@pytest.mark.parametrize("fwd", [True, False])
+def test_set_meta_tensor(fwd: bool) -> None:
+    module = make("linear")
+    module.set_meta_tensor(fwd, DelayedScaling(amax_history_len=2000))
+    assert module.fp8_meta["scaling_fwd"].amax_history.shape == (2000, 3)
+    assert module.fp8_meta["scaling_bwd"].amax_history.shape == (2000, 2)
+
+
+def test_a_subclass_prepares_its_forward() -> None:
+    class Doubled(mz.Linear):
+        ended = 0
+
+        def end_forward(self) -> None:
+            self.ended += 1
+
+        def forward(self, inp: torch.Tensor) -> torch.Tensor:
+            with self.prepare_forward_ctx(inp, num_gemms=1) as prepared:
+                assert prepared.is_contiguous()
+                return 2 * super().forward(prepared)
+
+    module = Doubled(64, 48, params_dtype=torch.bfloat16, device="cpu")
+    x = sample(64).t()
+    assert not x.is_contiguous()
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        assert torch.equal(module(x), 2 * mz.Linear.forward(module, x))
+        assert module.fp8_meta["recipe"] is RECIPES["mxfp8"]
+    assert module.activation_dtype == torch.bfloat16
+    assert module.ended == 1
+    assert module.prepare_forward(x, allow_non_contiguous=True) is x
+    with torch.autocast("cpu", torch.float16):
+        module.set_activation_dtype(x)
+    assert module.activation_dtype == torch.float16
+
+
+# What is in use, as tools read it
+
+
+@pytest.mark.compile
+@over_modules
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_the_recipe_of_the_region_is_in_use(name: str, recipe: str) -> None:
+    """Of a compiled module, too, whose graph writes nothing down; another recipe was in use before."""
+    module = make(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(module, fullgraph=True, backend=counter)
+    chosen = RECIPES[recipe]
+    assert chosen is not None
+    step(module, sample(), RECIPES["current"])
+    for _ in range(2):
+        run(module, sample(), chosen, call)
+        with mz.autocast(recipe=chosen):
+            assert module.fp8_meta["recipe"] is chosen
+            found = module.quantizers
+            for key, roles in (("scaling_fwd", True), ("scaling_bwd", False)):
+                for quantizer, role in zip(found[key], module.get_quantizer_roles(fwd=roles), strict=True):
+                    made = chosen.quantizer(role)
+                    is_request = isinstance(made, mz.DelayedScalingRequest)
+                    assert isinstance(quantizer, mz.Float8Quantizer) if is_request else quantizer == made
+    assert counter.frame_count == 1
+    assert module.fp8_meta["recipe"] is RECIPES["current"]  # the last that eager code ran with
