@@ -72,15 +72,16 @@ def l2norm_backward_reference(dy: torch.Tensor, x: torch.Tensor, rs: torch.Tenso
     return ((grad - h * (grad * h).sum(-1, keepdim=True)) * scale).to(x.dtype)
 
 
-# Torch's own kernels widen to FP32 and round once, what they write as what they read: these two need no Triton.
+# Torch's own CUDA kernels of these two widen what they read to FP32 and round what they write, once, in one launch.
+# Detached, because `out` is refused where a gradient could be asked for.
 
 
 def _add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.add(x, y, out=x.new_empty(x.shape))
+    return torch.add(x.detach(), y.detach(), out=x.new_empty(x.shape))
 
 
 def _scale(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return torch.mul(x, factor, out=x.new_empty(x.shape))
+    return torch.mul(x.detach(), factor, out=x.new_empty(x.shape))
 
 
 def _same(x: torch.Tensor, *_: object) -> torch.Tensor:

@@ -86,6 +86,14 @@ def test_every_shape(shape: tuple[int, ...]) -> None:
             same(scale_add(x, 0.3, bias), add(scale(x, 0.3), bias), x)
 
 
+def test_torchs_kernels_take_parameters() -> None:
+    """A leaf op has no gradient of its own, and runs where its arguments could have one."""
+    x = draw((5, 33), torch.bfloat16, 0).requires_grad_()
+    bias = torch.nn.Parameter(draw((33,), torch.float32, 1))
+    same(pointwise._add(x, bias), add(x, bias).detach(), x)
+    same(pointwise._scale(x, 0.3), scale(x, 0.3).detach(), x)
+
+
 def test_scale_add_rounds_twice() -> None:
     """1 + 2^-8 lies between two BF16 numbers; what is added decides which way only if it is not rounded first."""
     x = torch.tensor([1.0], dtype=torch.bfloat16)
