@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from mezzotint import custom_recipes, dynamo, recipe
+from mezzotint import custom_recipes, dynamo, ops, recipe
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.multihead import MultiheadAttention
@@ -23,6 +23,7 @@ from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
+from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from mezzotint.quantization import (
     autocast,
     fp8_autocast,

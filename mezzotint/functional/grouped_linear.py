@@ -52,6 +52,7 @@ class GroupedLinearFwdArgs:
     saves_original_input: bool
     grad_state: GradState | None
     parallel: Parallel | None = None  # None: whole weights are here
+    xs_q: tuple[Any, ...] | None = None  # the groups of x, where a producer has quantized them
 
 
 @dataclass(slots=True)
@@ -91,7 +92,12 @@ def _quantized(
 
 def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, GroupedLinearMade]:
     """y (M, N)."""
-    xs_q, amaxes = _quantized(a.x, a.splits, [q.input for q in a.quantizers], a.input_scales)
+    xs_q: tuple[Any, ...]
+    amaxes: tuple[torch.Tensor | None, ...] = ()
+    if a.xs_q is None:
+        xs_q, amaxes = _quantized(a.x, a.splits, [q.input for q in a.quantizers], a.input_scales)
+    else:
+        xs_q = a.xs_q
     weights = [in_high_precision(w, a.numerics) for w in a.weights_q]
     y = _products(list(xs_q), weights, False, a.numerics.dtype, a.biases, a.numerics.fast_fprop)
     return y, GroupedLinearMade(xs_q, amaxes)
@@ -135,14 +141,24 @@ def _saved_inputs(b: GroupedLinearBwdArgs) -> list[Any]:
     return list(_quantized(b.xs, b.splits, again, b.input_scales)[0])
 
 
-def grouped_linear_backward(b: GroupedLinearBwdArgs, dy: Any) -> tuple[Any, ...]:
-    """dx (M, K), dW_i (N, K) each, db_i [N] each; the amaxes of dy, group by group."""
+def grouped_linear_backward(
+    b: GroupedLinearBwdArgs, dy: Any, dys_q: tuple[Any, ...] | None = None, dbs: tuple[Any, ...] | None = None
+) -> tuple[Any, ...]:
+    """dx (M, K), dW_i (N, K) each, db_i [N] each; the amaxes of dy, group by group.
+
+    `dys_q`, `dbs`: the groups of dy, and the gradients of the biases, where a producer has made them.
+    """
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
-    parts = dy.split(list(b.splits))
-    gs, amaxes = _quantized(dy, b.splits, [q.grad_output for q in b.quantizers], b.grad_scales)
-    dbs: tuple[Any, ...] = (None,) * len(b.bias_dtypes)
-    if b.needs.bias:
+    parts: Any = ()
+    gs: Any = dys_q
+    amaxes: tuple[Any, ...] = (None,) * len(b.splits)
+    if dys_q is None:
+        parts = dy.split(list(b.splits))
+        gs, amaxes = _quantized(dy, b.splits, [q.grad_output for q in b.quantizers], b.grad_scales)
+    if dbs is None:
+        dbs = (None,) * len(b.bias_dtypes)
+    if b.needs.bias and dys_q is None:
         dbs = tuple([run_op(column_sum, part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
     dx = None
     if b.needs.input:

@@ -7,7 +7,7 @@ import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
 
@@ -73,12 +73,16 @@ def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
     return NormBwdArgs(a.x, made.mu, made.rs, a.gamma, a.options, a.beta is not None)
 
 
-def norm_gradients(b: NormBwdArgs, dy: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dx, dgamma, dbeta."""
+def norm_gradients(
+    b: NormBwdArgs, dy: Any, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dx, with `residual` added, dgamma, dbeta."""
     options = b.options
-    dx, dgamma, dbeta = run_op(
-        norm_backward, dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta
-    )
+    arguments = (dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta)
+    if residual is None:
+        dx, dgamma, dbeta = run_op(norm_backward, *arguments)
+    else:
+        dx, dgamma, dbeta = run_op(norm_backward_add, *arguments, residual)
     return dx, dgamma, dbeta if b.has_beta else None
 
 

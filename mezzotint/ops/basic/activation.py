@@ -1,0 +1,276 @@
+"""Activations, plain and gated: what each computes is in `kernels/activation.py`.
+
+They hand their output over quantized where the operation behind wants it so, and their gradient back likewise.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.constants import DType
+from mezzotint.functional.activation import (
+    ActivationBwdArgs,
+    ActivationFwdArgs,
+    activate,
+    activation_gradient,
+    activation_gradient_quantized,
+    activation_quantized,
+    scales_gradient,
+)
+from mezzotint.kernels.activation import PARAMETERS
+from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import enter, plain, value_and_scale
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.quantize import quantize_storage
+
+
+class Activation(BasicOperation):
+    """act(x). `cache_quantized_input` keeps x for backward in FP8: half the memory, its rounding in the gradient."""
+
+    activation: ClassVar[str]
+    params: tuple[float, ...] = ()
+    glu_interleave_size: int | None = None
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        self.cache_quantized_input = cache_quantized_input
+
+    def op_forward_compute(
+        self, input_: Any, *, next_op_input_quantizer: Any, **given: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        y, x = self._compute(input_, None, next_op_input_quantizer)
+        return y, (x,)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        dx, _, _ = self.gradient(ctx, grad_output, ctx.prev_op_grad_output_quantizer, None)
+        return dx, ()
+
+    def _compute(self, input_: Any, scales: torch.Tensor | None, quantizer: Any) -> tuple[Any, Any]:
+        """Output, and the input as backward gets it."""
+        x: Any = plain(input_)
+        args = ActivationFwdArgs(self._halves(x), self.activation, self.params, None, scales)
+        if quantizer is None:
+            y = activate(args)
+        else:
+            y, amax = activation_quantized(args, *value_and_scale(quantizer))
+            enter(quantizer, amax)
+        if self.cache_quantized_input:
+            x = quantize_storage(x, _CACHE)
+        return y, x
+
+    def gradient(
+        self, ctx: OperationContext, grad_output: Any, quantizer: Any, sums: torch.dtype | None
+    ) -> tuple[Any, torch.Tensor | None, ActivationBwdArgs]:
+        """The input's gradient, made with `quantizer`, and its column sums in dtype `sums` (these of plain `dy`s too).
+
+        `ctx`'s last saved tensors are x and, of scaled activations, the scales.
+        """
+        x, *scales = ctx.saved_tensors
+        args = ActivationBwdArgs(self._halves(plain(x)), self.activation, self.params, scales[0] if scales else None)
+        dy = plain(grad_output)
+        if quantizer is None or self.glu_interleave_size is not None:
+            dx = activation_gradient(args, dy)
+            if self.glu_interleave_size is not None:
+                dx = interleave_glu_tensor(dx, self.glu_interleave_size)
+            return dx, None, args
+        dx, amax, summed = activation_gradient_quantized(args, dy, *value_and_scale(quantizer), sums)
+        enter(quantizer, amax)
+        return dx, summed, args
+
+    def _halves(self, x: torch.Tensor) -> torch.Tensor:
+        """[x1 | x2], which may lie interleaved."""
+        return x if self.glu_interleave_size is None else deinterleave_glu_tensor(x, self.glu_interleave_size)
+
+
+_CACHE = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
+
+
+class GELU(Activation):
+    """x · Φ(x), by its tanh approximation."""
+
+    activation = "gelu"
+
+
+class GLU(Activation):
+    """sigmoid(x1) · x2, of x = [x1 | x2]."""
+
+    activation = "glu"
+
+
+class GEGLU(Activation):
+    """gelu(x1) · x2."""
+
+    activation = "geglu"
+
+
+class QGELU(Activation):
+    """x · sigmoid(1.702 x)."""
+
+    activation = "qgelu"
+
+
+class QGEGLU(Activation):
+    """qgelu(x1) · x2."""
+
+    activation = "qgeglu"
+
+
+class ReLU(Activation):
+    """max(x, 0)."""
+
+    activation = "relu"
+
+
+class ReGLU(Activation):
+    """relu(x1) · x2."""
+
+    activation = "reglu"
+
+
+class SReLU(Activation):
+    """max(x, 0)²."""
+
+    activation = "srelu"
+
+
+class SReGLU(Activation):
+    """srelu(x1) · x2."""
+
+    activation = "sreglu"
+
+
+class SiLU(Activation):
+    """x · sigmoid(x)."""
+
+    activation = "silu"
+
+
+class SwiGLU(Activation):
+    """silu(x1) · x2. `glu_interleave_size`: x1 and x2 lie in turns of that many columns."""
+
+    activation = "swiglu"
+
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ClampedSwiGLU(SwiGLU):
+    """min(x1, limit) · sigmoid(alpha · min(x1, limit)) · (clamp(x2, ±limit) + glu_linear_offset)."""
+
+    activation = "clamped_swiglu"
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.params = (float(limit), float(alpha), float(glu_linear_offset))
+
+
+class SiTUGLU(SwiGLU):
+    """beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)."""
+
+    activation = "situglu"
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.params = (float(beta1), float(beta2))
+
+
+class _Scaled(Activation):
+    """act(x), its rows multiplied by the extra input `scales` (…), one for each: the weights of a router."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward_compute(
+        self, input_: Any, *, basic_op_extra_inputs: Any, next_op_input_quantizer: Any, **given: Any
+    ) -> Any:
+        scales = basic_op_extra_inputs[0][0]
+        if tuple(scales.shape) != tuple(input_.shape[:-1]):
+            raise ValueError(
+                f"the scales have shape {tuple(scales.shape)}: give one for each row, {tuple(input_.shape[:-1])}"
+            )
+        y, x = self._compute(input_, scales, next_op_input_quantizer)
+        return y, [()], (x, scales)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: list[OperationContext], input_: Any, tensors_to_save: Any, **given: Any
+    ) -> None:
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ctx, dy = basic_op_ctxs[0], plain(grad_output)
+        dx, _, args = self.gradient(ctx, dy, ctx.prev_op_grad_output_quantizer, None)
+        return dx, [()], [(scales_gradient(args, dy),)]
+
+
+class ScaledSReLU(_Scaled):
+    """max(x, 0)² · scales."""
+
+    activation = "srelu"
+
+
+class ScaledSwiGLU(_Scaled):
+    """silu(x1) · x2 · scales."""
+
+    activation = "swiglu"
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self.glu_interleave_size = glu_interleave_size
+
+
+class ScaledSiTUGLU(ScaledSwiGLU):
+    """SiTUGLU · scales."""
+
+    activation = "situglu"
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(glu_interleave_size)
+        self.params = (float(beta1), float(beta2))
+
+
+class ScaledClampedQGeGLU(ScaledSwiGLU):
+    """ClampedSwiGLU · scales."""
+
+    activation = "clamped_swiglu"
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = PARAMETERS["clamped_swiglu"]["limit"],
+        alpha: float = PARAMETERS["clamped_swiglu"]["alpha"],
+        glu_linear_offset: float = PARAMETERS["clamped_swiglu"]["glu_linear_offset"],
+    ) -> None:
+        super().__init__(glu_interleave_size)
+        self.params = (float(limit), float(alpha), float(glu_linear_offset))

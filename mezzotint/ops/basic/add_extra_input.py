@@ -1,0 +1,50 @@
+"""AddExtraInput: x + an extra input, as at the end of a residual branch."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import add
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class AddExtraInput(BasicOperation):
+    """x + extra, both of one shape.
+
+    `in_place` gives the memory of the extra input for the result: the caller must not read it afterwards.
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, **given: Any) -> Any:
+        return add_extra(plain(input_), basic_op_extra_inputs[0][0], self.in_place), [()], ()
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: list[OperationContext], input_: Any, tensors_to_save: Any, **given: Any
+    ) -> None:
+        pass
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        dy = plain(grad_output)
+        return dy, [()], [(dy,)]
+
+    def extra_repr(self) -> str:
+        return f"in_place={self.in_place}"
+
+
+def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory."""
+    if extra.shape != x.shape:
+        raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
+    if in_place and extra.dtype == x.dtype and not torch.compiler.is_compiling():
+        # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
+        return extra.detach().add_(x)
+    return run_op(add, x, extra)

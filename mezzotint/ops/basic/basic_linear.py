@@ -1,0 +1,216 @@
+"""BasicLinear: x · Wᵀ, without bias, over the functional linear."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.functional.linear import (
+    LinearBwdArgs,
+    LinearFwdArgs,
+    LinearMade,
+    Needs,
+    Numerics,
+    keeps_input,
+    linear_backward,
+    linear_forward,
+    linear_setup,
+)
+from mezzotint.functional.weight import as_storage
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.module.base import Call
+from mezzotint.module.parameters import check_features, check_parallel, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.ops.op import BasicOperation, OperationContext, Run
+from mezzotint.ops.quantizing import delayed, enter, holds, plain
+from mezzotint.recipe import slot
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class LinearRun(Run):
+    """One run of a linear: its weight as the GEMMs take it, and what its neighbours may quantize with."""
+
+    __slots__ = ("grad_output", "input", "weight_q")
+
+    def __init__(self, call: Call, weight_q: Any, input_: Any, grad_output: Any) -> None:
+        super().__init__(call)
+        self.weight_q, self.input, self.grad_output = weight_q, input_, grad_output
+
+
+class BasicLinear(BasicOperation):
+    """x (…, in) · `weight` (out, in)ᵀ.
+
+    A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does. With
+    `accumulate_into_main_grad` the weight's gradient is added to `weight.main_grad`.
+    """
+
+    weight: torch.Tensor
+    _takes_run = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_features(in_features=in_features, out_features=out_features)
+        check_parallel(
+            tensor_parallel_group,
+            1,
+            sequence_parallel,
+            tensor_parallel_mode,
+            userbuffers_options=userbuffers_options,
+        )
+        self.in_features, self.out_features = in_features, out_features
+        self.tensor_parallel_mode = tensor_parallel_mode
+        self.fuse_wgrad_accumulation = accumulate_into_main_grad
+        device = resolve_device(device)
+        weights = Weights("", in_features, out_features, False, None, None)
+        weights.tracker = rng_state_tracker_function
+        weights.register(self, device, resolve_dtype(dtype))
+        del self._parameters["bias"]  # an operation of its own
+        self._weights = (weights,)
+        self._init_state(1, device)
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
+
+    def _tensor(self, mode: str, index: int) -> tuple[int, str]:
+        return 0, ("input", "weight")[index] if mode == "forward" else "grad_output"
+
+    def _input_quantizer(self, run: LinearRun) -> Any:
+        return run.input
+
+    def _grad_output_quantizer(self, run: LinearRun) -> Any:
+        return run.grad_output
+
+    # One run
+
+    def _begin(
+        self,
+        *,
+        requires_grad: bool,
+        input_requires_grad: bool,
+        is_first_microbatch: bool | None = None,
+        **kwargs: Any,
+    ) -> LinearRun:
+        if kwargs:
+            raise TypeError(f"BasicLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
+        self.pre_fuser_forward(requires_grad=requires_grad)
+        weight = self.weight
+        needs = Needs(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
+        call = self._start(weight.dtype, (needs,), is_first_microbatch)
+        weights_q, amaxes = self._weights_q(call, (weight,))
+        enter_weights(self, call, amaxes)
+        args = self._linear_args(call, 0, weight, None, weights_q[0])
+        # Where backward reads them unquantized, neighbours must not quantize them.
+        input_ = None if keeps_input(args) else delayed(self, call, 0, "input", args.quantizers.input)
+        grad_output = None
+        if not (args.numerics.keeps_wgrad and needs.weight):
+            grad_output = delayed(self, call, 0, "grad_output", args.quantizers.grad_output)
+        return LinearRun(call, weights_q[0], input_, grad_output)
+
+    def _args(self, input_: Any, run: LinearRun, bias: torch.Tensor | None) -> LinearFwdArgs:
+        if len(input_.shape) < 1 or input_.shape[-1] != self.in_features:
+            raise ValueError(f"input has shape {tuple(input_.shape)}: its last dimension must be {self.in_features}")
+        args = self._linear_args(run.call, 0, self.weight, bias, run.weight_q)
+        args.numerics = in_dtype(args.numerics, input_.dtype)
+        quantizer = args.quantizers.input
+        if not isinstance(input_, QuantizedTensorStorage):
+            args.x = input_
+        elif quantizer is not None and holds(input_, quantizer) and not keeps_input(args):
+            args.x_q = as_storage(input_)
+        else:
+            args.x = plain(input_)
+        return args
+
+    def compute(self, input_: Any, run: LinearRun, bias: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]]:
+        """(…, out), with the bias added before it is rounded; what `save` takes."""
+        args = self._args(input_, run, bias)
+        y, made = linear_forward(args)
+        if made.amax is not None:
+            enter(delayed(self, run.call, 0, "input", args.quantizers.input), made.amax)
+        x_q = made.x_q if isinstance(made.x_q, QuantizedTensorStorage) else None
+        return y.view(*input_.shape[:-1], y.shape[1]), (x_q,)
+
+    def save(self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], run: LinearRun) -> None:
+        """What backward needs."""
+        made = LinearMade(tensors_to_save[0], None)
+        ctx.save_for_backward(linear_setup(self._args(input_, run, None), made))
+        ctx.grad_output_quantizer = delayed(self, run.call, 0, "grad_output", run.call.quantizers[0].grad_output)
+
+    def op_forward_compute(
+        self, input_: Any, *, run: LinearRun, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, **_: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        return self.compute(input_, run)
+
+    def op_forward_save_ctx(
+        self,
+        ctx: OperationContext,
+        input_: Any,
+        tensors_to_save: tuple[Any, ...],
+        *,
+        run: LinearRun,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **_: Any,
+    ) -> None:
+        self.save(ctx, input_, tensors_to_save, run)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        saved: LinearBwdArgs = ctx.saved_tensors[0]
+        dy, dy_q = plain_or_quantized(grad_output, saved.quantizers.grad_output)
+        dx, dw, _, amax = linear_backward(saved, dy, dy_q)
+        enter(ctx.grad_output_quantizer, amax)
+        return dx, (dw,)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def plain_or_quantized(grad_output: Any, quantizer: Any) -> tuple[Any, Any]:
+    """dy in high precision, or as the operation behind quantized it for this one: the other is None."""
+    if not isinstance(grad_output, QuantizedTensorStorage):
+        return grad_output, None
+    if quantizer is not None and holds(grad_output, quantizer):
+        return None, as_storage(grad_output)
+    return plain(grad_output), None
+
+
+def in_dtype(numerics: Numerics, dtype: torch.dtype) -> Numerics:
+    """The same with another dtype of activations."""
+    if numerics.dtype == dtype:
+        return numerics
+    return Numerics(
+        dtype,
+        numerics.fast_fprop,
+        numerics.fast_dgrad,
+        numerics.fast_wgrad,
+        numerics.override,
+        numerics.keeps_wgrad,
+    )
+
+
+def enter_weights(op: Any, call: Call, amaxes: Sequence[torch.Tensor | None]) -> None:
+    """The maxima of the weights, into delayed scaling's history."""
+    slots = [slot(gemm, "weight") for gemm, amax in enumerate(amaxes) if amax is not None]
+    if call.records and slots:
+        with torch.no_grad():
+            run_op(delayed_saw_, op.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)

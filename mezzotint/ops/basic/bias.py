@@ -1,0 +1,65 @@
+"""Bias: x + b."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.activation import column_sum
+from mezzotint.kernels.pointwise import add
+from mezzotint.module.parameters import check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.parallel import local_size
+from mezzotint.ops.quantizing import plain
+
+
+class Bias(BasicOperation):
+    """x (…, size) + `bias` [size]. `tensor_parallel`: this process holds its part of the bias."""
+
+    bias: torch.Tensor
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
+    ) -> None:
+        super().__init__()
+        check_features(size=size)
+        self.size = size
+        self.local_size = local_size("size", size, tensor_parallel_group) if tensor_parallel else size
+        device = resolve_device(device)
+        self.bias = nn.Parameter(torch.empty(self.local_size, device=device, dtype=resolve_dtype(dtype)))
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if defer_init:
+            return
+        if self.bias.is_meta:
+            self.bias = nn.Parameter(torch.empty_like(self.bias, device=resolve_device(None)), self.bias.requires_grad)
+        nn.init.zeros_(self.bias)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.bias.is_meta:
+            self.reset_parameters()
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        x = plain(input_)
+        check_input(x, self.local_size, "input")
+        return run_op(add, x, self.bias), ()
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.needs_bias = self.bias.requires_grad
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        dy = plain(grad_output)
+        return dy, (run_op(column_sum, dy, self.bias.dtype) if ctx.needs_bias else None,)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}"

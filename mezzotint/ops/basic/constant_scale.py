@@ -1,0 +1,30 @@
+"""ConstantScale: x · scale."""
+
+from typing import Any
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import scale
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class ConstantScale(BasicOperation):
+    """x · `scale`, a number that is not trained."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        return run_op(scale, plain(input_), self.scale), ()
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        pass
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        return run_op(scale, plain(grad_output), self.scale), ()
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"

@@ -1,0 +1,46 @@
+"""Dropout."""
+
+from typing import Any
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.philox import draw_rng
+from mezzotint.kernels.pointwise import dropout
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class Dropout(BasicOperation):
+    """In training, 0 with probability `p`, else x / (1 - p).
+
+    Which elements, a counter-based generator says: backward asks it again, instead of keeping a mask.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"p is {p}: give a probability")
+        self.dropout_probability = float(p)
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        if not self._drops():
+            return input_, ()
+        x = plain(input_)
+        rng = draw_rng(x)
+        return run_op(dropout, x, rng, self.dropout_probability), (rng,)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        if not ctx.saved_tensors:
+            return grad_output, ()
+        (rng,) = ctx.saved_tensors
+        return run_op(dropout, plain(grad_output), rng, self.dropout_probability), ()
+
+    def _drops(self) -> bool:
+        return self.training and self.dropout_probability > 0.0
+
+    def extra_repr(self) -> str:
+        return f"p={self.dropout_probability}"

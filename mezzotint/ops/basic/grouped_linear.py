@@ -1,0 +1,230 @@
+"""GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.functional.grouped_linear import (
+    GroupedLinearBwdArgs,
+    GroupedLinearFwdArgs,
+    GroupedLinearMade,
+    compute_grouped_weight_gradients,
+    grouped_linear_backward,
+    grouped_linear_forward,
+    grouped_linear_setup,
+)
+from mezzotint.functional.linear import Needs
+from mezzotint.kernels._lib import as_matrix, run_op
+from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.module.base import scale_of
+from mezzotint.module.grouped_linear import check_rows, resolve_splits
+from mezzotint.module.parameters import check_features, resolve_device, resolve_dtype
+from mezzotint.module.weights import Weights
+from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+from mezzotint.recipe import slot
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class GroupedLinear(BasicOperation):
+    """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
+
+    The extra input is the number of rows of each group, a list or a tensor (which is read: on a GPU that waits for
+    it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`).
+    """
+
+    module_type = "grouped_linear"
+    num_extra_inputs = 1
+    _takes_run = True
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        check_features(num_groups=num_groups, in_features=in_features, out_features=out_features)
+        for name, value in (
+            ("single_grouped_weight", single_grouped_weight),
+            ("single_grouped_bias", single_grouped_bias),
+            ("scale_bias", scale_bias),
+        ):
+            if value:
+                raise NotImplementedError(f"{name}: there is one plain parameter for each group; leave it False")
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.use_bias = bias
+        self.fuse_wgrad_accumulation = accumulate_into_main_grad
+        device = resolve_device(device)
+        self._weights = tuple(
+            [Weights("", in_features, out_features, bias, None, None, str(i)) for i in range(num_groups)]
+        )
+        for group in self._weights:
+            group.tracker = rng_state_tracker_function
+            group.register(self, device, resolve_dtype(dtype))
+        self._init_state(num_groups, device)
+        if delay_wgrad_compute:
+            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def _add_gradients(self, store: int, gradients: Any) -> None:
+        for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all
+            group.add_gradient(self, gradient)
+
+    def _gemm_name(self, gemm: int) -> str:
+        return str(gemm)
+
+    def pre_first_fuser_forward(self) -> None:
+        if any(param.is_meta for param in self.parameters()):
+            self.reset_parameters()
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        return self.num_groups * (2 if mode == "forward" else 1)
+
+    def _tensor(self, mode: str, index: int) -> tuple[int, str]:
+        if mode == "backward":
+            return index, "grad_output"
+        return index // 2, ("input", "weight")[index % 2]
+
+    def _input_quantizer(self, run: LinearRun) -> Any:
+        return None  # each group of rows has its own
+
+    def _grad_output_quantizer(self, run: LinearRun) -> Any:
+        return None
+
+    # One run
+
+    def _params(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        weights = tuple([group.weight(self) for group in self._weights])
+        return weights, tuple([group.bias(self) for group in self._weights] if self.use_bias else ())
+
+    def _begin(
+        self,
+        *,
+        requires_grad: bool,
+        input_requires_grad: bool,
+        is_first_microbatch: bool | None = None,
+        **kwargs: Any,
+    ) -> LinearRun:
+        if kwargs:
+            raise TypeError(f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
+        self.pre_fuser_forward(requires_grad=requires_grad)
+        weights, biases = self._params()
+        needs = Needs(
+            requires_grad and input_requires_grad,
+            requires_grad and any(weight.requires_grad for weight in weights),
+            requires_grad and any(bias.requires_grad for bias in biases),
+        )
+        call = self._start(weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
+        weights_q, amaxes = self._weights_q(call, weights)
+        enter_weights(self, call, amaxes)
+        return LinearRun(call, weights_q, None, None)
+
+    def args(self, x: torch.Tensor, split_sizes: Any, run: LinearRun) -> GroupedLinearFwdArgs:
+        """Of the functional core; x (…, in)."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension must be {self.in_features}")
+        splits = resolve_splits(split_sizes, self.num_groups)
+        x = as_matrix(x)
+        check_rows(splits, x.shape[0])
+        weights, biases = self._params()
+        call, groups = run.call, range(self.num_groups)
+        return GroupedLinearFwdArgs(
+            x,
+            weights,
+            biases,
+            run.weight_q,
+            splits,
+            call.needs[0],
+            call.quantizers,
+            in_dtype(call.numerics, x.dtype),
+            tuple([self._weight_grad(group, weights[group], 0) for group in groups]),
+            tuple([scale_of(call.scales, group, "input") for group in groups]),
+            tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
+            self.save_original_input,
+            None,
+        )
+
+    def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:
+        """The maxima of each group's input, into delayed scaling's history."""
+        slots = [slot(group, "input") for group, amax in enumerate(amaxes) if amax is not None]
+        if run.call.records and slots:
+            run_op(delayed_saw_, self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
+
+    def fuser_forward_compute(
+        self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **given: Any
+    ) -> Any:
+        run = basic_op_kwargs[0]["run"]
+        args = self.args(plain(input_), basic_op_extra_inputs[0][0], run)
+        y, made = grouped_linear_forward(args)
+        self.enter_inputs(run, made.amaxes)
+        quantized = tuple([x if isinstance(x, QuantizedTensorStorage) else None for x in made.xs_q])
+        return y.view(*input_.shape[:-1], y.shape[1]), [()], quantized
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
+        **given: Any,
+    ) -> None:
+        args = self.args(plain(input_), basic_op_extra_inputs[0][0], basic_op_kwargs[0]["run"])
+        self.save(basic_op_ctxs[0], args, tensors_to_save)
+
+    def save(self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...]) -> None:
+        """What backward needs."""
+        ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())))
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        dx, grads = self.gradients(basic_op_ctxs[0], plain(grad_output))
+        return dx, [grads], [(None,)]
+
+    def gradients(self, ctx: OperationContext, dy: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """dx, and the parameters' gradients in their order."""
+        saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
+        grads, amaxes = grouped_linear_backward(saved, as_matrix(dy))
+        return self._finish(grads, amaxes[::2], dy.shape[:-1])
+
+    def gradients_of(
+        self, saved: GroupedLinearBwdArgs, dys_q: tuple[Any, ...], dbs: tuple[Any, ...], amaxes: Any, leading: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The same of groups that a producer has quantized."""
+        grads, _ = grouped_linear_backward(saved, None, dys_q, dbs if saved.bias_dtypes else ())
+        return self._finish(grads, amaxes, leading)
+
+    def _finish(self, grads: Any, amaxes: Any, leading: Any) -> tuple[Any, tuple[Any, ...]]:
+        slots = [slot(group, "grad_output") for group, amax in enumerate(amaxes) if amax is not None]
+        if slots:
+            run_op(delayed_saw_, self.amax_history_bwd[0], [amax for amax in amaxes if amax is not None], slots)
+        dx, dws, dbs = grads
+        if dx is not None:
+            dx = dx.view(*leading, dx.shape[1])
+        dbs = dbs or (None,) * self.num_groups
+        pairs = [(dw, db) if self.use_bias else (dw,) for dw, db in zip(dws, dbs, strict=True)]
+        return dx, tuple([grad for pair in pairs for grad in pair])
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}"
+        )

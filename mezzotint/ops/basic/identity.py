@@ -1,0 +1,20 @@
+"""Identity."""
+
+from typing import Any
+
+from mezzotint.ops.op import BasicOperation, OperationContext
+
+
+class Identity(BasicOperation):
+    """x."""
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        return input_, ()
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        pass
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        return grad_output, ()

@@ -1,0 +1,35 @@
+"""L2Normalization: x / sqrt(Σ x² + eps) over the last dimension."""
+
+from typing import Any
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import l2norm, l2norm_backward
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class L2Normalization(BasicOperation):
+    """x / sqrt(Σ x² + eps). `seq_length` and `micro_batch_size` are taken for compatibility."""
+
+    def __init__(
+        self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        x = plain(input_)
+        y, rs = run_op(l2norm, x, self.eps)
+        return y, (x, rs)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        x, rs = ctx.saved_tensors
+        return run_op(l2norm_backward, plain(grad_output), x, rs), ()
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"

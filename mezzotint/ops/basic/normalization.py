@@ -1,0 +1,123 @@
+"""LayerNorm and RMSNorm, which hand their output over quantized where the operation behind wants it so."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mezzotint.functional.norm import (
+    NormBwdArgs,
+    NormFwdArgs,
+    NormMade,
+    NormOptions,
+    norm_forward,
+    norm_forward_quantized,
+    norm_gradients,
+    norm_setup,
+)
+from mezzotint.module.norm import register_norm, reset_norm
+from mezzotint.module.parameters import check_features, resolve_device, resolve_dtype
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import enter, plain, value_and_scale
+
+
+class _Norm(BasicOperation):
+    rms: bool
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Iterable[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(shape)})
+        self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
+        device = resolve_device(device)
+        register_norm(self, "", shape, self.rms, device, resolve_dtype(dtype))
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        if not defer_init:
+            reset_norm(self, "", self.zero_centered_gamma)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    def _args(self, x: torch.Tensor) -> NormFwdArgs:
+        """With the normalised dimensions as one."""
+        gamma, beta = self.weight, self.bias
+        if len(self.normalized_shape) > 1:
+            x = _flat(x, self.normalized_shape)
+            gamma, beta = gamma.flatten(), None if beta is None else beta.flatten()
+        return NormFwdArgs(x, gamma, beta, NormOptions(self.eps, self.zero_centered_gamma, self.rms))
+
+    def op_forward_compute(
+        self, input_: Any, *, next_op_input_quantizer: Any, **given: Any
+    ) -> tuple[Any, tuple[Any, ...]]:
+        x = plain(input_)
+        _check_shape(x, self.normalized_shape)
+        args = self._args(x)
+        if next_op_input_quantizer is None or len(self.normalized_shape) > 1:
+            y, made = norm_forward(args)
+            return y.view(x.shape), (x, made.mu, made.rs)
+        y_q, amax, made = norm_forward_quantized(args, *value_and_scale(next_op_input_quantizer))
+        enter(next_op_input_quantizer, amax)
+        return y_q, (x, made.mu, made.rs)
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.save_for_backward(*tensors_to_save, self.weight)
+
+    def backward_args(self, ctx: OperationContext) -> NormBwdArgs:
+        """What the functional core keeps, from what was saved."""
+        x, mu, rs, weight = ctx.saved_tensors
+        args = self._args(x)
+        args.gamma = weight.flatten() if weight.dim() > 1 else weight
+        return norm_setup(args, NormMade(mu, rs))
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        saved = self.backward_args(ctx)
+        dx, dgamma, dbeta = norm_gradients(saved, plain(grad_output).reshape(saved.x.shape))
+        return dx.view(ctx.saved_tensors[0].shape), self.param_gradients(dgamma, dbeta)
+
+    def param_gradients(self, dgamma: torch.Tensor, dbeta: torch.Tensor | None) -> tuple[Any, ...]:
+        """Those that there are parameters for, in their shape."""
+        grads = (dgamma,) if dbeta is None else (dgamma, dbeta)
+        return tuple([grad.view(self.normalized_shape) for grad in grads])
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _check_shape(x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
+        raise ValueError(f"input has shape {tuple(x.shape)}: its last dimensions must be {shape}")
+
+
+def _flat(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return x.reshape(*x.shape[: x.dim() - len(shape)], size)
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
+
+    rms = False
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
+
+    rms = True

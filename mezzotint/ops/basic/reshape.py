@@ -1,0 +1,29 @@
+"""Reshape."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class Reshape(BasicOperation):
+    """x in another shape of as many elements; one size may be -1."""
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.target_shape = tuple(shape)
+
+    def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        return plain(input_).reshape(self.target_shape), ()
+
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        ctx.input_shape = tuple(input_.shape)
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
+        return plain(grad_output).reshape(ctx.input_shape), ()
+
+    def extra_repr(self) -> str:
+        return f"{self.target_shape}"

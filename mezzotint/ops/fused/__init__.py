@@ -1,0 +1,44 @@
+"""Operations that do the work of several, and when they take their place: longer runs first."""
+
+from mezzotint.ops.fused.backward_activation_bias import BackwardActivationBias, fuse_backward_activation_bias
+from mezzotint.ops.fused.backward_add_rmsnorm import BackwardAddRMSNorm, fuse_backward_add_rmsnorm
+from mezzotint.ops.fused.backward_linear import (
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    fuse_backward_linear_add,
+    fuse_backward_linear_scale,
+)
+from mezzotint.ops.fused.forward_linear_bias import (
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+    fuse_forward_linear_bias_activation,
+    fuse_forward_linear_bias_add,
+    fuse_forward_linear_scale_add,
+)
+from mezzotint.ops.fused.grouped_mlp import GroupedMLP, fuse_grouped_mlp
+from mezzotint.ops.fusion import (
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+
+__all__ = [
+    "BackwardActivationBias",
+    "BackwardAddRMSNorm",
+    "BackwardLinearAdd",
+    "BackwardLinearScale",
+    "ForwardLinearBiasActivation",
+    "ForwardLinearBiasAdd",
+    "ForwardLinearScaleAdd",
+    "GroupedMLP",
+]
+
+register_forward_backward_fusion(fuse_grouped_mlp)
+register_forward_fusion(fuse_forward_linear_scale_add)
+register_forward_fusion(fuse_forward_linear_bias_add)
+register_forward_fusion(fuse_forward_linear_bias_activation)
+register_backward_fusion(fuse_backward_linear_add)
+register_backward_fusion(fuse_backward_linear_scale)
+register_backward_fusion(fuse_backward_activation_bias)
+register_backward_fusion(fuse_backward_add_rmsnorm)

@@ -1,0 +1,37 @@
+"""Backward of a norm and of the branch before it: the norm's dx and the gradient of the extra output in one kernel."""
+
+from typing import Any
+
+from mezzotint.functional.norm import norm_gradients
+from mezzotint.ops.basic.make_extra_output import MakeExtraOutput
+from mezzotint.ops.basic.normalization import LayerNorm, RMSNorm
+from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class BackwardAddRMSNorm(FusedOperation):
+    """MakeExtraOutput, RMSNorm (or LayerNorm): round(round(dx of the norm) + gradient of the extra output)."""
+
+    def __init__(self, *, add: MakeExtraOutput, rmsnorm: RMSNorm | LayerNorm) -> None:
+        super().__init__([add, rmsnorm])
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        norm: Any = self.basic_ops[1]
+        saved = norm.backward_args(basic_op_ctxs[1])
+        shape, extra = saved.x.shape, basic_op_grad_extra_outputs[0][0]
+        residual = None if extra is None else extra.reshape(shape)
+        dx, dgamma, dbeta = norm_gradients(saved, plain(grad_output).reshape(shape), residual)
+        dx = dx.view(basic_op_ctxs[1].saved_tensors[0].shape)
+        return dx, [(), norm.param_gradients(dgamma, dbeta)], [(), ()]
+
+
+def fuse_backward_add_rmsnorm(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(add: Any, norm: Any) -> FusibleOperation | None:
+        if isinstance(add, MakeExtraOutput) and not add.in_place and isinstance(norm, RMSNorm | LayerNorm):
+            return BackwardAddRMSNorm(add=add, rmsnorm=norm)
+        return None
+
+    return replace_windows(ops, 2, fuse)

@@ -1,0 +1,57 @@
+"""Backward of a linear with what stands before or behind it: the arithmetic of the operations one by one."""
+
+from typing import Any
+
+from mezzotint.ops.basic.basic_linear import BasicLinear
+from mezzotint.ops.basic.constant_scale import ConstantScale
+from mezzotint.ops.basic.make_extra_output import MakeExtraOutput, add_gradient
+from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+
+
+class BackwardLinearAdd(FusedOperation):
+    """MakeExtraOutput, BasicLinear: the linear's dx and the gradient of the extra output in one sum."""
+
+    def __init__(self, *, backward_add: MakeExtraOutput, linear: BasicLinear) -> None:
+        super().__init__([backward_add, linear])
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        make_extra, linear = self.basic_ops
+        dx, grads = linear.op_backward(basic_op_ctxs[1], grad_output)  # type: ignore[operator]
+        dx = add_gradient(dx, basic_op_grad_extra_outputs[0][0], bool(make_extra.in_place))
+        return dx, [(), grads], [(), ()]
+
+
+class BackwardLinearScale(FusedOperation):
+    """BasicLinear, ConstantScale: the gradient scaled, then the linear's backward."""
+
+    def __init__(self, *, scale: ConstantScale, linear: BasicLinear) -> None:
+        super().__init__([linear, scale])
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        linear, scale = self.basic_ops
+        dy, _ = scale.op_backward(basic_op_ctxs[1], grad_output)  # type: ignore[operator]
+        dx, grads = linear.op_backward(basic_op_ctxs[0], dy)  # type: ignore[operator]
+        return dx, [grads, ()], [(), ()]
+
+
+def fuse_backward_linear_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(make_extra: Any, linear: Any) -> FusibleOperation | None:
+        if isinstance(make_extra, MakeExtraOutput) and make_extra.in_place and isinstance(linear, BasicLinear):
+            return BackwardLinearAdd(backward_add=make_extra, linear=linear)
+        return None
+
+    return replace_windows(ops, 2, fuse)
+
+
+def fuse_backward_linear_scale(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(linear: Any, scale: Any) -> FusibleOperation | None:
+        if isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale):
+            return BackwardLinearScale(scale=scale, linear=linear)
+        return None
+
+    return replace_windows(ops, 2, fuse)

@@ -1,0 +1,168 @@
+"""Forward of a linear and what follows it: bias, activation, scale, sum with an extra input.
+
+The bias is added inside the GEMM, before its result is rounded: one rounding where the operations one by one round
+twice, so the result may differ from theirs by one unit in the last place. All else is the same arithmetic.
+"""
+
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import scale_add
+from mezzotint.ops.basic.activation import Activation
+from mezzotint.ops.basic.add_extra_input import AddExtraInput, add_extra
+from mezzotint.ops.basic.basic_linear import BasicLinear
+from mezzotint.ops.basic.bias import Bias
+from mezzotint.ops.basic.constant_scale import ConstantScale
+from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+
+
+class _ForwardLinear(FusedOperation):
+    """BasicLinear, then Bias where there is one; what comes behind is in the classes below."""
+
+    def __init__(self, linear: BasicLinear, bias: Bias | None, *rest: BasicOperation) -> None:
+        super().__init__([linear, *([] if bias is None else [bias]), *rest])
+        self._has_bias = bias is not None
+
+    def _parts(self) -> tuple[Any, Any, list[Any]]:
+        ops = list(self.basic_ops)
+        return (ops[0], ops[1], ops[2:]) if self._has_bias else (ops[0], None, ops[1:])
+
+    def _linear(self, input_: Any, basic_op_kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+        linear, bias, _ = self._parts()
+        return linear.compute(input_, basic_op_kwargs[0]["run"], None if bias is None else bias.bias)
+
+    def _save_linear(self, ctxs: list[OperationContext], input_: Any, saved: Any, basic_op_kwargs: Any) -> None:
+        linear, bias, _ = self._parts()
+        if ctxs[0].requires_grad:
+            linear.save(ctxs[0], input_, saved, basic_op_kwargs[0]["run"])
+        if bias is not None:
+            ctxs[1].needs_bias = bias.bias.requires_grad
+
+
+class ForwardLinearBiasActivation(_ForwardLinear):
+    """Linear + bias (+ activation, which hands its output over quantized)."""
+
+    def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: Activation | None) -> None:
+        super().__init__(linear, bias, *([] if activation is None else [activation]))
+
+    def fuser_forward_compute(
+        self,
+        input_: Any,
+        *,
+        basic_op_extra_inputs: Any,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> Any:
+        y, saved = self._linear(input_, basic_op_kwargs)
+        for activation in self._parts()[2]:
+            y, more = activation.op_forward_compute(
+                y, prev_op_grad_output_quantizer=None, next_op_input_quantizer=next_op_input_quantizer
+            )
+            saved = (*saved, *more)
+        return y, [() for _ in self.basic_ops], saved
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_kwargs: Any,
+        **_: Any,
+    ) -> None:
+        linear_saved, *activation_saved = tensors_to_save
+        self._save_linear(basic_op_ctxs, input_, (linear_saved,), basic_op_kwargs)
+        if activation_saved:
+            basic_op_ctxs[-1].save_for_backward(*activation_saved)
+
+
+class ForwardLinearBiasAdd(_ForwardLinear):
+    """Linear (+ bias) + an extra input, whose memory takes the result."""
+
+    def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
+        super().__init__(linear, bias, add)
+
+    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
+        y, saved = self._linear(input_, basic_op_kwargs)
+        y = add_extra(y, basic_op_extra_inputs[-1][0], self._parts()[2][0].in_place)
+        return y, [() for _ in self.basic_ops], saved
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_kwargs: Any,
+        **_: Any,
+    ) -> None:
+        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+
+
+class ForwardLinearScaleAdd(_ForwardLinear):
+    """Linear · scale + an extra input: scale and sum in one kernel."""
+
+    def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
+        super().__init__(linear, None, scale, add)
+
+    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
+        y, saved = self._linear(input_, basic_op_kwargs)
+        extra: torch.Tensor = basic_op_extra_inputs[-1][0]
+        if extra.shape != y.shape:
+            raise ValueError(
+                f"the extra input has shape {tuple(extra.shape)}, the input {tuple(y.shape)}: give equal ones"
+            )
+        return run_op(scale_add, y, self._parts()[2][0].scale, extra), [() for _ in self.basic_ops], saved
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_kwargs: Any,
+        **_: Any,
+    ) -> None:
+        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+
+
+def fuse_forward_linear_scale_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(linear: Any, scale: Any, add: Any) -> FusibleOperation | None:
+        if isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale) and isinstance(add, AddExtraInput):
+            return ForwardLinearScaleAdd(linear=linear, scale=scale, add=add)
+        return None
+
+    return replace_windows(ops, 3, fuse)
+
+
+def fuse_forward_linear_bias_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(linear: Any, bias: Any, add: Any) -> FusibleOperation | None:
+        if isinstance(linear, BasicLinear) and isinstance(bias, Bias) and isinstance(add, AddExtraInput):
+            return ForwardLinearBiasAdd(linear=linear, bias=bias, add=add)
+        return None
+
+    def fuse_without(linear: Any, add: Any) -> FusibleOperation | None:
+        if isinstance(linear, BasicLinear) and isinstance(add, AddExtraInput):
+            return ForwardLinearBiasAdd(linear=linear, bias=None, add=add)
+        return None
+
+    return replace_windows(replace_windows(ops, 3, fuse), 2, fuse_without)
+
+
+def fuse_forward_linear_bias_activation(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(linear: Any, bias: Any, activation: Any) -> FusibleOperation | None:
+        is_activation = isinstance(activation, Activation) and activation.num_extra_inputs == 0
+        if isinstance(linear, BasicLinear) and isinstance(bias, Bias) and is_activation:
+            return ForwardLinearBiasActivation(linear=linear, bias=bias, activation=activation)
+        return None
+
+    def fuse_without(linear: Any, bias: Any) -> FusibleOperation | None:
+        if isinstance(linear, BasicLinear) and isinstance(bias, Bias):
+            return ForwardLinearBiasActivation(linear=linear, bias=bias, activation=None)
+        return None
+
+    return replace_windows(replace_windows(ops, 3, fuse), 2, fuse_without)

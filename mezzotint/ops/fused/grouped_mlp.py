@@ -1,0 +1,123 @@
+"""Two grouped linears with an activation between them: a mixture of experts.
+
+The activation hands each group of rows over quantized, forward to the second linear and backward to the first, with
+the bias gradients. The arithmetic is that of the operations one by one.
+"""
+
+from typing import Any
+
+from mezzotint.functional.activation import (
+    ActivationBwdArgs,
+    ActivationFwdArgs,
+    activation_gradient_quantized,
+    activation_quantized,
+    scales_gradient,
+)
+from mezzotint.functional.grouped_linear import grouped_linear_forward
+from mezzotint.kernels._lib import as_matrix
+from mezzotint.ops.basic.activation import Activation
+from mezzotint.ops.basic.grouped_linear import GroupedLinear
+from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.quantizing import plain
+
+
+class GroupedMLP(FusedOperation):
+    """GroupedLinear, activation (with the scales of a router or without), GroupedLinear."""
+
+    def __init__(self, *, fc1: GroupedLinear, activation: Activation, fc2: GroupedLinear) -> None:
+        super().__init__([fc1, activation, fc2])
+
+    def fuser_forward_compute(
+        self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **given: Any
+    ) -> Any:
+        fc1, activation, fc2 = self._ops()
+        (splits1,), scales, (splits2,) = basic_op_extra_inputs
+        run1, run2 = basic_op_kwargs[0]["run"], basic_op_kwargs[2]["run"]
+        args1 = fc1.args(plain(input_), splits1, run1)
+        hidden, made = grouped_linear_forward(args1)
+        fc1.enter_inputs(run1, made.amaxes)
+        args2 = fc2.args(hidden[:, : fc2.in_features], splits2, run2)  # its x is made below, group by group
+        quantizers = [q.input for q in args2.quantizers]
+        act = ActivationFwdArgs(hidden, activation.activation, activation.params, None, scales[0] if scales else None)
+        xs_q, amaxes = [], []
+        for group, part in enumerate(_split(act, args2.splits)):
+            x_q, amax = activation_quantized(part, quantizers[group], args2.input_scales[group])
+            xs_q.append(x_q)
+            amaxes.append(amax)
+        fc2.enter_inputs(run2, amaxes)
+        args2.xs_q = tuple(xs_q)
+        y, _ = grouped_linear_forward(args2)
+        return y.view(*input_.shape[:-1], y.shape[1]), [(), (), ()], (*made.xs_q, hidden, *xs_q)
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_extra_inputs: Any,
+        basic_op_kwargs: Any,
+        **given: Any,
+    ) -> None:
+        fc1, _, fc2 = self._ops()
+        (splits1,), scales, (splits2,) = basic_op_extra_inputs
+        count = fc1.num_groups
+        hidden = tensors_to_save[count]
+        args1 = fc1.args(plain(input_), splits1, basic_op_kwargs[0]["run"])
+        args2 = fc2.args(hidden[:, : fc2.in_features], splits2, basic_op_kwargs[2]["run"])
+        if basic_op_ctxs[0].requires_grad:
+            fc1.save(basic_op_ctxs[0], args1, tensors_to_save[:count])
+        basic_op_ctxs[1].save_for_backward(hidden, *scales)
+        fc2.save(basic_op_ctxs[2], args2, tensors_to_save[count + 1 :])
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        fc1, activation, fc2 = self._ops()
+        da, grads2 = fc2.gradients(basic_op_ctxs[2], plain(grad_output))
+        da = as_matrix(da)
+        hidden, *scales = basic_op_ctxs[1].saved_tensors
+        saved1 = basic_op_ctxs[0].saved_tensors[0]
+        act = ActivationBwdArgs(hidden, activation.activation, activation.params, scales[0] if scales else None)
+        dys_q, dbs, amaxes = [], [], []
+        for group, (part, dy) in enumerate(zip(_split(act, saved1.splits), da.split(list(saved1.splits)), strict=True)):
+            dtype = saved1.bias_dtypes[group] if saved1.needs.bias else None
+            dy_q, amax, db = activation_gradient_quantized(
+                part, dy, saved1.quantizers[group].grad_output, saved1.grad_scales[group], dtype
+            )
+            dys_q.append(dy_q)
+            dbs.append(db)
+            amaxes.append(amax)
+        leading = grad_output.shape[:-1]
+        dx, grads1 = fc1.gradients_of(saved1, tuple(dys_q), tuple(dbs), amaxes, leading)
+        extra = (scales_gradient(act, da),) if scales else ()
+        return dx, [grads1, (), grads2], [(None,), extra, (None,)]
+
+    def _ops(self) -> tuple[Any, Any, Any]:
+        fc1, activation, fc2 = self.basic_ops
+        return fc1, activation, fc2
+
+
+def _split(act: Any, splits: tuple[int, ...]) -> list[Any]:
+    """The activation of each group of rows."""
+    xs = act.x.split(list(splits))
+    scales = [None] * len(xs) if act.scales is None else act.scales.reshape(-1).split(list(splits))
+    return [type(act)(x, act.name, act.params, scales=s) for x, s in zip(xs, scales, strict=True)]
+
+
+def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    # Where backward computes on unquantized tensors the activation has to write one.
+    if recipe is None or recipe.override() is not None or recipe.keeps_wgrad():
+        return ops
+
+    def fuse(fc1: Any, activation: Any, fc2: Any) -> FusibleOperation | None:
+        if not (isinstance(fc1, GroupedLinear) and isinstance(fc2, GroupedLinear)):
+            return None
+        if not isinstance(activation, Activation) or activation.cache_quantized_input:
+            return None
+        if activation.glu_interleave_size is not None or fc1.num_groups != fc2.num_groups:
+            return None
+        return GroupedMLP(fc1=fc1, activation=activation, fc2=fc2)
+
+    return replace_windows(ops, 3, fuse)

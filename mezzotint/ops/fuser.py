@@ -1,0 +1,307 @@
+"""OperationFuser: runs a list of operations as one pipeline, in one autograd function.
+
+    forward    for each forward group:  x, extra outputs = group(x, extra inputs), with what its neighbours hand over
+    backward   for each backward group, from the end:  dx, gradients of parameters and extra inputs
+
+Forward and backward groups are independent fusions of the same basic operations (`fusion.py`). Backward ends at the
+first operation that needs a gradient.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import flatten, unflatten
+from mezzotint.module.base import activation_dtype
+from mezzotint.module.boundary import dequantized
+from mezzotint.ops.fusion import (
+    BACKWARD_FUSIONS,
+    FORWARD_BACKWARD_FUSIONS,
+    FORWARD_FUSIONS,
+    Group,
+    expand,
+    fuse,
+)
+from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
+from mezzotint.ops.quantizing import as_tensor, plain
+from mezzotint.ops.wiring import Wiring
+from mezzotint.quantization import STATE
+
+__all__ = ["OperationFuser"]
+
+
+class Pipeline:
+    """One run: everything that forward and backward need to know, decided before autograd begins."""
+
+    __slots__ = (
+        "backward",
+        "basic_ops",
+        "first",
+        "forward",
+        "grad_quantizers",
+        "input_quantizers",
+        "kwargs",
+        "needs_input_grad",
+        "num_params",
+        "runs",
+        "wiring",
+    )
+
+    def __init__(
+        self,
+        basic_ops: list[BasicOperation],
+        forward: list[Group],
+        backward: list[Group],
+        wiring: Wiring,
+        kwargs: list[dict[str, Any]],
+        num_params: list[int],
+        first: int,
+        needs_input_grad: bool,
+    ) -> None:
+        self.basic_ops, self.forward, self.backward, self.wiring = basic_ops, forward, backward, wiring
+        self.num_params, self.first, self.needs_input_grad = num_params, first, needs_input_grad
+        # An operation with state is asked for it once, here; both halves of its forward get what it says.
+        self.runs = [
+            op._begin(
+                requires_grad=place >= first, input_requires_grad=place > first or needs_input_grad, **kwargs[place]
+            )
+            for place, op in enumerate(basic_ops)
+        ]
+        self.kwargs = [
+            {**given, "run": run} if op._takes_run else given
+            for op, given, run in zip(basic_ops, kwargs, self.runs, strict=True)
+        ]
+        self.input_quantizers = [op._input_quantizer(run) for op, run in zip(basic_ops, self.runs, strict=True)]
+        self.grad_quantizers = [
+            op._grad_output_quantizer(run) if place >= first else None
+            for place, (op, run) in enumerate(zip(basic_ops, self.runs, strict=True))
+        ]
+
+    def input_quantizer(self, place: int) -> Any:
+        """Of the operation at this place; None past the end."""
+        return self.input_quantizers[place] if place < len(self.basic_ops) else None
+
+    def grad_quantizer(self, place: int) -> Any:
+        """Of the operation at this place; None before the beginning."""
+        return self.grad_quantizers[place] if place >= 0 else None
+
+    def contexts(self) -> list[OperationContext]:
+        return [
+            OperationContext(place >= self.first, self.grad_quantizer(place - 1))
+            for place in range(len(self.basic_ops))
+        ]
+
+
+def _run_forward(
+    pipeline: Pipeline, input_: Any, extra_inputs: Sequence[Any], ctxs: list[OperationContext]
+) -> tuple[Any, list[Any]]:
+    """Output and the extra outputs for the caller."""
+    x, channels = input_, {}  # type: ignore[var-annotated]
+    extra_outputs: list[Any] = []
+    for op, places in pipeline.forward:
+        given: dict[str, Any] = {
+            "basic_op_extra_inputs": [pipeline.wiring.inputs_of(i, extra_inputs, channels) for i in places],
+            "prev_op_grad_output_quantizer": pipeline.grad_quantizer(places[0] - 1),
+            "next_op_input_quantizer": pipeline.input_quantizer(places[-1] + 1),
+            "basic_op_kwargs": [pipeline.kwargs[i] for i in places],
+        }
+        own = [ctxs[i] for i in places]
+        # By the class that the form is written in: an `op_forward` may stand over a parent's `fuser_forward`.
+        cls: Any = BasicOperation if op._family == "op" else type(op)
+        if op.is_split:
+            y, extra, tensors_to_save = cls.fuser_forward_compute(op, x, **given)
+            if places[-1] >= pipeline.first:
+                cls.fuser_forward_save_ctx(op, own, x, tensors_to_save, **given)
+        else:
+            y, extra = cls.fuser_forward(op, own, x, **given)
+        x = y
+        for place, outputs in zip(places, extra, strict=True):
+            extra_outputs.extend(pipeline.wiring.give_outputs(place, tuple(outputs), channels))
+    return x, extra_outputs
+
+
+class _Function(torch.autograd.Function):
+    """The pipeline. `forward` is called as it is where gradients are off: then nothing here owns its outputs."""
+
+    @staticmethod
+    def forward(
+        func_ctx: Any, input_: Any, pipeline: Pipeline, set_output_requires_grad: bool, *params_and_extra_inputs: Any
+    ) -> Any:
+        extra_inputs = params_and_extra_inputs[sum(pipeline.num_params) :]
+        ctxs = pipeline.contexts()
+        output, extra_outputs = _run_forward(pipeline, input_, extra_inputs, ctxs)
+        outputs = [as_tensor(output), *extra_outputs]
+        if set_output_requires_grad:
+            flat: list[torch.Tensor] = []
+            func_ctx.specs = [flatten(ctx.to_save, flat) for ctx in ctxs]
+            for ctx in ctxs:
+                ctx.to_save = ()
+            func_ctx.save_for_backward(*flat)
+            func_ctx.ctxs, func_ctx.pipeline = ctxs, pipeline
+            # Autograd owns what leaves here, so it gets a tensor of its own for each output.
+            seen = [input_, *extra_inputs]
+            for i, made in enumerate(outputs):
+                if isinstance(made, torch.Tensor) and any(made is other for other in seen):
+                    outputs[i] = made.view_as(made)
+                seen.append(made)
+            needs_grad = pipeline.wiring.outputs_that_need_grad(pipeline.first)
+            func_ctx.mark_non_differentiable(
+                *[made for made, needed in zip(outputs[1:], needs_grad, strict=True) if not needed]
+            )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Any) -> Any:
+        pipeline: Pipeline = func_ctx.pipeline
+        wiring, count = pipeline.wiring, len(pipeline.basic_ops)
+        tensors = list(func_ctx.saved_tensors)
+        ctxs = [
+            restored(ctx, unflatten(spec, tensors)) for ctx, spec in zip(func_ctx.ctxs, func_ctx.specs, strict=True)
+        ]
+        grad_params: list[Any] = [(None,) * n for n in pipeline.num_params]
+        grad_extra_inputs: list[Any] = [()] * count
+        channel_grads: dict[str, Any] = {}
+        dy = grad_output
+        for op, places in pipeline.backward:
+            if places[-1] < pipeline.first:
+                break
+            own = [ctxs[i] for i in places]
+            grads = [wiring.grads_of_outputs(i, grad_extra_outputs, channel_grads) for i in places]
+            dy, params, extra = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=grads)
+            for place, param_grads, extra_grads in zip(places, params, extra, strict=True):
+                grad_params[place] = _counted(tuple(param_grads), pipeline.num_params[place], op, "parameters")
+                wanted = pipeline.basic_ops[place].num_extra_inputs
+                grad_extra_inputs[place] = _counted(tuple(extra_grads), wanted, op, "extra inputs")
+                wiring.take_input_grads(place, grad_extra_inputs[place], channel_grads)
+            for place in reversed(places):
+                run = pipeline.runs[place]
+                if run is not None:
+                    run.end_backward()
+        flat: list[Any] = [gradient for grads in grad_params for gradient in grads]
+        flat.extend(wiring.caller_input_grads(grad_extra_inputs))
+        return (plain(dy) if pipeline.needs_input_grad else None, None, None, *flat)
+
+
+def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[Any, ...]:
+    if len(grads) != count:
+        raise RuntimeError(f"{type(op).__name__} gave gradients of {len(grads)} {what}: it has {count}")
+    return grads
+
+
+class OperationFuser:
+    """A pipeline of operations: fused for the recipe in force, and fused again when that changes."""
+
+    forward_backward_fusion_functions = FORWARD_BACKWARD_FUSIONS
+    forward_fusion_functions = FORWARD_FUSIONS
+    backward_fusion_functions = BACKWARD_FUSIONS
+
+    def __init__(self, ops: Sequence[FusibleOperation]) -> None:
+        self._basic_ops = expand(ops)
+        if not self._basic_ops:
+            raise ValueError("ops is empty: a pipeline needs at least one operation")
+        self._wiring = Wiring(self._basic_ops)
+        self._forward_ops: list[Group] = []
+        self._backward_ops: list[Group] = []
+        self._fused_for: Any = None
+        for op in self._basic_ops:
+            op._has_fuser = True
+            op._init_own_state()
+            op.pre_first_fuser_forward()
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs the caller gives."""
+        return self._wiring.num_caller_inputs
+
+    def maybe_fuse_ops(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
+        """Forward groups, and backward groups from the end. `first`: the first operation that needs a gradient."""
+        if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
+            return self._fuse(recipe, first)
+        memo = self._fused_for
+        if memo is None or memo[1] != first or (memo[0] is not recipe and memo[0] != recipe):
+            self._forward_ops, self._backward_ops = self._fuse(recipe, first)
+            self._fused_for = (recipe, first)
+        return self._forward_ops, self._backward_ops
+
+    def _fuse(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
+        forward, backward = fuse(self._basic_ops, recipe)
+        split: list[Group] = []
+        for op, places in backward:
+            if places[0] < first <= places[-1]:  # backward ends within: operation by operation
+                split.extend([(self._basic_ops[i], (i,)) for i in places])
+            else:
+                split.append((op, places))
+        return forward, split[::-1]
+
+    def __call__(
+        self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
+    ) -> Any:
+        """Output, or (output, *extra outputs). `basic_op_kwargs`: keyword arguments of each basic operation."""
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(
+                f"{len(extra_inputs)} extra inputs were given: {[type(op).__name__ for op in self._basic_ops]} take "
+                f"{self.num_extra_inputs}"
+            )
+        if basic_op_kwargs is None:
+            basic_op_kwargs = [{} for _ in self._basic_ops]
+        elif len(basic_op_kwargs) != len(self._basic_ops):
+            raise ValueError(
+                f"basic_op_kwargs has {len(basic_op_kwargs)} entries: this pipeline has {len(self._basic_ops)} basic "
+                "operations, give a dict for each"
+            )
+        if torch.compiler.is_compiling() and not all(op.is_split for op in self._basic_ops):
+            return _run_untraced(self, input, extra_inputs, basic_op_kwargs)
+        return self._run(input, extra_inputs, basic_op_kwargs)
+
+    def _run(self, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
+        input_ = dequantized(input_)
+        input_ = input_.to(activation_dtype(input_))
+        params = [list(op.parameters()) for op in self._basic_ops]
+        count = len(params)
+        first, needs_input_grad = count, False
+        if torch.is_grad_enabled():
+            needs_input_grad = input_.requires_grad
+            first = 0 if needs_input_grad else self._first_that_needs_grad(params, extra_inputs)
+        recipe = STATE.recipe if STATE.enabled else None
+        forward, backward = self.maybe_fuse_ops(recipe, first)
+        pipeline = Pipeline(
+            self._basic_ops,
+            forward,
+            backward,
+            self._wiring,
+            basic_op_kwargs,
+            [len(own) for own in params],
+            first,
+            needs_input_grad,
+        )
+        flat = [param for own in params for param in own]
+        if first < count:
+            outputs = _Function.apply(input_, pipeline, True, *flat, *extra_inputs)
+        else:
+            with torch.no_grad():
+                outputs = _Function.forward(None, input_, pipeline, False, *flat, *extra_inputs)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _first_that_needs_grad(self, params: list[list[Any]], extra_inputs: Sequence[Any]) -> int:
+        for place, own in enumerate(params):
+            if any(param.requires_grad for param in own):
+                return place
+            given = [extra_inputs[source] for source in self._wiring.inputs[place] if isinstance(source, int)]
+            if any(isinstance(extra, torch.Tensor) and extra.requires_grad for extra in given):
+                return place
+        return len(params)
+
+
+@torch.compiler.disable(
+    reason="an operation of this pipeline has its forward in whole form (op_forward or fuser_forward), which writes "
+    "its context while it computes and so cannot be traced. Split it into op_forward_compute and op_forward_save_ctx "
+    "(fuser_forward_compute and fuser_forward_save_ctx): see mezzotint.ops.op"
+)
+def _run_untraced(
+    fuser: OperationFuser, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
+) -> Any:
+    return fuser._run(input_, extra_inputs, basic_op_kwargs)
+
+
+FusibleOperation._fuser_class = OperationFuser

@@ -1,0 +1,117 @@
+"""Which operations are run as one: lists of functions that rewrite lists of operations.
+
+A fusion is `function(ops, *, recipe) -> ops`: it gets the operations of a pipeline in order and gives them back with
+some runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None where nothing is quantized.
+Joint fusions come first and hold for forward and backward; then forward and backward are fused independently.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation
+
+__all__ = [
+    "Group",
+    "fuse",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "replace_windows",
+]
+
+Fusion = Callable[..., list[FusibleOperation]]
+Group = tuple[FusibleOperation, tuple[int, ...]]  # an operation and the places of its basic operations in the pipeline
+
+FORWARD_BACKWARD_FUSIONS: list[Fusion] = []
+FORWARD_FUSIONS: list[Fusion] = []
+BACKWARD_FUSIONS: list[Fusion] = []
+
+
+def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+    """Fuse forward passes by this function, too; before all others if `prepend`."""
+    _register(FORWARD_FUSIONS, op_fusion_func, prepend)
+
+
+def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+    """Fuse backward passes by this function, too; before all others if `prepend`."""
+    _register(BACKWARD_FUSIONS, op_fusion_func, prepend)
+
+
+def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
+    """Fuse both passes alike by this function, before they are fused independently."""
+    _register(FORWARD_BACKWARD_FUSIONS, op_fusion_func, prepend)
+
+
+def _register(fusions: list[Fusion], function: Fusion, prepend: bool) -> None:
+    if not callable(function):
+        raise TypeError(f"op_fusion_func is {type(function).__name__}: give a function (ops, *, recipe) -> ops")
+    fusions.insert(0 if prepend else len(fusions), function)
+
+
+def replace_windows(
+    ops: Sequence[FusibleOperation],
+    size: int,
+    fuse_window: Callable[..., FusibleOperation | None],
+) -> list[FusibleOperation]:
+    """Slide a window of `size` operations over the list; where `fuse_window(*window)` gives one, it takes their place.
+
+    The first window that fits wins; what was replaced is not looked at again.
+    """
+    made: list[FusibleOperation] = []
+    start = 0
+    while start < len(ops):
+        window = ops[start : start + size]
+        fused = fuse_window(*window) if len(window) == size else None
+        if fused is None:
+            made.append(ops[start])
+            start += 1
+        else:
+            made.append(fused)
+            start += size
+    return made
+
+
+def fuse(basic_ops: Sequence[BasicOperation], recipe: Any) -> tuple[list[Group], list[Group]]:
+    """The pipeline's forward and backward, in the order of forward."""
+    both = _apply(list(basic_ops), FORWARD_BACKWARD_FUSIONS, recipe, basic_ops)
+    forward = _apply(list(both), FORWARD_FUSIONS, recipe, basic_ops)
+    backward = _apply(list(both), BACKWARD_FUSIONS, recipe, basic_ops)
+    return _places(forward), _places(backward)
+
+
+def _apply(
+    ops: list[FusibleOperation], fusions: list[Fusion], recipe: Any, basic_ops: Sequence[BasicOperation]
+) -> list[FusibleOperation]:
+    for fusion in fusions:
+        ops = list(fusion(ops, recipe=recipe))
+        expanded = expand(ops)
+        if len(expanded) != len(basic_ops) or any(a is not b for a, b in zip(expanded, basic_ops, strict=False)):
+            names = [type(op).__name__ for op in expanded]
+            raise RuntimeError(
+                f"the fusion {getattr(fusion, '__name__', fusion)} gave operations that expand to {names}: they must "
+                f"be the pipeline's, in order: {[type(op).__name__ for op in basic_ops]}"
+            )
+    return ops
+
+
+def expand(ops: Sequence[FusibleOperation]) -> list[BasicOperation]:
+    """The basic operations that these stand for."""
+    made: list[BasicOperation] = []
+    for op in ops:
+        if isinstance(op, FusedOperation):
+            made.extend(op.basic_ops)  # type: ignore[arg-type]
+        elif isinstance(op, BasicOperation):
+            made.append(op)
+        else:
+            raise TypeError(f"a pipeline holds {type(op).__name__}: give a BasicOperation or a FusedOperation")
+    return made
+
+
+def _places(ops: list[FusibleOperation]) -> list[Group]:
+    groups: list[Group] = []
+    start = 0
+    for op in ops:
+        count = len(op.basic_ops) if isinstance(op, FusedOperation) else 1
+        groups.append((op, tuple(range(start, start + count))))
+        start += count
+    return groups

@@ -1,0 +1,88 @@
+"""ops.Linear: a linear with a bias, as operations that can be fused with their neighbours."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.ops.basic.basic_linear import BasicLinear
+from mezzotint.ops.basic.bias import Bias
+from mezzotint.ops.op import BasicOperation, FusedOperation
+
+
+class Linear(FusedOperation):
+    """x · `weight`ᵀ + `bias`: BasicLinear and Bias. Its state dict has the keys of `torch.nn.Linear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            tensor_parallel_mode=tensor_parallel_mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+        )
+        ops: list[BasicOperation] = [linear]
+        if bias:
+            ops.append(Bias(out_features, device=device, dtype=dtype))
+        super().__init__(ops)
+        self.in_features, self.out_features = in_features, out_features
+        self.register_state_dict_post_hook(_to_linear_keys)
+        self.register_load_state_dict_pre_hook(_from_linear_keys)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.basic_ops[0].weight  # type: ignore[return-value]
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self.basic_ops[0].weight = value
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.basic_ops[1].bias if len(self.basic_ops) > 1 else None  # type: ignore[return-value]
+
+    @bias.setter
+    def bias(self, value: Any) -> None:
+        if len(self.basic_ops) < 2:
+            raise ValueError("bias: this Linear was made with bias=False")
+        self.basic_ops[1].bias = value
+
+    def reset_parameters(self) -> None:
+        """Initial values."""
+        for op in self.basic_ops:
+            op.reset_parameters()  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias", "basic_ops.0._extra_state": "_extra_state"}
+
+
+def _to_linear_keys(module: Any, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    for inner, outer in _KEYS.items():
+        if prefix + inner in state_dict:
+            state_dict[prefix + outer] = state_dict.pop(prefix + inner)
+
+
+def _from_linear_keys(module: Any, state_dict: Any, prefix: str, *rest: Any) -> None:
+    for inner, outer in _KEYS.items():
+        if prefix + outer in state_dict:
+            state_dict[prefix + inner] = state_dict.pop(prefix + outer)

@@ -1,0 +1,444 @@
+"""Fusible operations: what a pipeline is made of.
+
+A `BasicOperation` is one step; a `FusedOperation` does the work of several basic ones at once. Forward comes in one of
+two forms.
+
+Whole, which works in eager code:
+
+    def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs): ...
+
+Split, which compiles whole, because what computes and what writes the context are told apart:
+
+    def op_forward_compute(self, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs):
+        return output, tensors_to_save      # pure
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, *, ..., **kwargs):
+        ctx.save_for_backward(*tensors_to_save)
+
+Operations with extra inputs or outputs, and fused ones, write `fuser_forward`, or `fuser_forward_compute` and
+`fuser_forward_save_ctx`, instead.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from mezzotint.functional.autograd import end_backward
+from mezzotint.module.base import Call, TransformerEngineBaseModule, _delayed
+from mezzotint.module.parameters import resolve_device
+from mezzotint.ops.quantizing import delayed
+from mezzotint.quantization import STATE
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
+from mezzotint.tensor.float8 import Float8ScaledQuantizer
+
+__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
+
+_FORMS: dict[str, tuple[str, tuple[str, str]]] = {
+    "op": ("op_forward", ("op_forward_compute", "op_forward_save_ctx")),
+    "fuser": ("fuser_forward", ("fuser_forward_compute", "fuser_forward_save_ctx")),
+}
+_EXAMPLE = {
+    "op": (
+        "    def op_forward_compute(self, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer,\n"
+        "                           **kwargs):\n"
+        "        return output, tensors_to_save\n"
+        "    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, *, prev_op_grad_output_quantizer,\n"
+        "                            next_op_input_quantizer, **kwargs):\n"
+        "        ctx.save_for_backward(*tensors_to_save)"
+    ),
+    "fuser": (
+        "    def fuser_forward_compute(self, input_, *, basic_op_extra_inputs, prev_op_grad_output_quantizer,\n"
+        "                              next_op_input_quantizer, basic_op_kwargs):\n"
+        "        return output, extra_outputs, tensors_to_save\n"
+        "    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, *, basic_op_extra_inputs,\n"
+        "                               prev_op_grad_output_quantizer, next_op_input_quantizer, basic_op_kwargs):\n"
+        "        basic_op_ctxs[0].save_for_backward(*tensors_to_save)"
+    ),
+}
+
+
+class OperationContext:
+    """What a basic operation keeps from forward to backward: tensors, by `save_for_backward`, and free attributes."""
+
+    saved_tensors: tuple[Any, ...]
+    to_save: tuple[Any, ...]
+    requires_grad: bool  # backward reaches this operation
+    prev_op_grad_output_quantizer: Any  # what the operation before wants its gradient quantized with, or None
+
+    def __init__(self, requires_grad: bool = True, prev_op_grad_output_quantizer: Any = None) -> None:
+        # Backward gets a new context with the same attributes: what was made in forward is read-only to the compiler.
+        object.__setattr__(self, "_names", [])
+        self.requires_grad = requires_grad
+        self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
+        self.to_save = ()
+        self.saved_tensors = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._names:
+            self._names.append(name)
+        object.__setattr__(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Free attributes."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Tensors, storages of quantized ones, or None; in backward they are `saved_tensors`."""
+        self.to_save = tensors
+
+
+def restored(ctx: OperationContext, saved_tensors: tuple[Any, ...]) -> OperationContext:
+    """The context as backward sees it: a new one each time, so that a second backward finds what the first found."""
+    made = OperationContext()
+    for name in ctx._names:
+        setattr(made, name, getattr(ctx, name))
+    made.saved_tensors = saved_tensors
+    return made
+
+
+class FusibleOperation(nn.Module):
+    """An operation that `ops.Sequential` may fuse with its neighbours."""
+
+    is_split: ClassVar[bool] = False  # forward is in split form
+    _family: ClassVar[str] = "fuser"  # which of `_FORMS` it is written in
+    _is_base: ClassVar[bool] = True  # its forwards are there to be replaced
+    _fuser_class: ClassVar[Any] = None  # OperationFuser, which is defined over this file and puts itself in
+
+    def __init_subclass__(cls, *, is_base: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._is_base = is_base
+        if not is_base:
+            _check_forms(cls)
+
+    @property
+    def is_fused_op(self) -> bool:
+        """Whether it does the work of several basic operations."""
+        raise NotImplementedError
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called before the first run of a fuser."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each run, outside of autograd. `requires_grad`: backward will reach this operation."""
+
+    def get_input_quantizer(self) -> Any:
+        """What the operation before may hand its output over with; None for high precision."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any:
+        """What the operation behind may hand its gradient back with; None for high precision."""
+        return None
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
+    ) -> tuple[Any, Iterable[Iterable[Any]]]:
+        """Output, and the extra outputs of each basic operation: of a split form, by both halves."""
+        output, extra_outputs, tensors_to_save = self.fuser_forward_compute(input_, **given)
+        self.fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **given)
+        return output, extra_outputs
+
+    def fuser_forward_compute(self, *args: Any, **given: Any) -> Any:
+        """Output, extra outputs of each basic operation, tensors to save. Pure."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['fuser']}")
+
+    def fuser_forward_save_ctx(self, *args: Any, **given: Any) -> None:
+        """Write the contexts. It may depend on its arguments and on plain values of the operation alone."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['fuser']}")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Any, ...]],
+    ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
+        """Gradients of the input, of each basic operation's parameters, of each one's extra inputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward: write fuser_backward, or op_backward")
+
+
+def _check_forms(cls: type[FusibleOperation]) -> None:
+    """Find the form of forward that this class writes, and refuse one that is written twice, or by half."""
+    own = vars(cls)
+    wholes = [family for family, (whole, _) in _FORMS.items() if whole in own]
+    halves = [family for family, (_, split) in _FORMS.items() if split[0] in own or split[1] in own]
+    for family in halves:
+        split = _FORMS[family][1]
+        for name, other in (split, split[::-1]):
+            if name in own and other not in own and not _inherits(cls, other):
+                raise TypeError(
+                    f"{cls.__name__} defines {name} without {other}: the split form has two halves. "
+                    f"Write\n{_EXAMPLE[family]}"
+                )
+    if wholes and halves:
+        raise TypeError(
+            f"{cls.__name__} defines {_FORMS[wholes[0]][0]} and {_FORMS[halves[0]][1][0]}: a forward is written whole "
+            f"or split, not both. Keep {_FORMS[wholes[0]][0]}, or write\n{_EXAMPLE[halves[0]]}"
+        )
+    if wholes or halves:
+        cls.is_split = bool(halves)
+        cls._family = "fuser" if "fuser" in (wholes or halves) else "op"
+
+
+def _inherits(cls: type, name: str) -> bool:
+    """Whether the nearest class above that writes a forward writes this half of it, too."""
+    for base in cls.__mro__[1:]:
+        if vars(base).get("_is_base", False):
+            return False
+        if name in vars(base):
+            return True
+        if any(whole in vars(base) for whole, _ in _FORMS.values()):
+            return False
+    return False
+
+
+class Run:
+    """What one run of an operation with state was told before autograd began."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def end_backward(self) -> None:
+        """The operation's backward is over: delayed scaling takes its new scales, if it was the last one."""
+        if self.call.grad_state is not None:
+            end_backward(self.call.grad_state)
+
+
+class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True):
+    """One step of a pipeline. Gradients of its parameters come in the order of `parameters()`."""
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: dict[int, str] = {}
+        self._extra_output_channels: dict[int, tuple[str, bool]] = {}
+        self._has_fuser = False
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    # Extra inputs and outputs
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> None:
+        """Take the extra input from the channel that an operation before, in the same pipeline, writes."""
+        self._check_channel("extra input", index, self.num_extra_inputs)
+        if channel is None:
+            self._extra_input_channels.pop(index, None)
+        else:
+            self._extra_input_channels[index] = channel
+
+    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
+        """Give the extra output to operations behind that read the channel and, if `output_to_caller`, out as well."""
+        self._check_channel("extra output", index, self.num_extra_outputs)
+        if channel is None:
+            self._extra_output_channels.pop(index, None)
+        else:
+            self._extra_output_channels[index] = (channel, output_to_caller)
+
+    def _check_channel(self, what: str, index: int, count: int) -> None:
+        if self._has_fuser:
+            raise RuntimeError(
+                f"{type(self).__name__} is in a pipeline that has run: set channels before its first forward"
+            )
+        if not 0 <= index < count:
+            raise ValueError(f"index is {index}: {type(self).__name__} has {count} {what}s")
+
+    # Quantizers
+
+    def num_quantizers(self, mode: str) -> int:
+        """How many quantizers it has in mode "forward" or "backward"."""
+        return 0
+
+    def _tensor(self, mode: str, index: int) -> tuple[int, str]:
+        """The quantizer's tensor: number, and type as a role has it."""
+        return index, "input" if mode == "forward" else "grad_output"
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:  # type: ignore[override]
+        """What each quantizer of that mode is for."""
+        return [self._role(*self._tensor(mode, index)) for index in range(self.num_quantizers(mode))]
+
+    def get_quantizer(self, mode: str, index: int) -> Any:
+        """Of the recipe in force; None without one. Delayed scaling's reads and writes the state of this operation."""
+        if mode not in ("forward", "backward"):
+            raise ValueError(f"mode is {mode!r}: give 'forward' or 'backward'")
+        count = self.num_quantizers(mode)
+        if not 0 <= index < count:
+            raise ValueError(f"index is {index}: {type(self).__name__} has {count} quantizers in mode {mode!r}")
+        recipe = STATE.recipe if STATE.enabled else None
+        return None if recipe is None else self._live_quantizer(recipe, *self._tensor(mode, index))
+
+    def get_input_quantizer(self) -> Any:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None
+
+    def get_grad_output_quantizer(self) -> Any:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") > 0 else None
+
+    def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
+        """Forget what delayed scaling has learnt; room for the history of `recipe`."""
+        if "scale_fwd" in self._buffers:
+            self._reset_state()
+            request = None if recipe is None else self._delayed_request(recipe)
+            if request is not None:
+                self._grow_history(request.amax_history_len)
+
+    def _init_own_state(self) -> None:
+        """Buffers of delayed scaling, for an operation that has quantizers and did not make them itself."""
+        count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
+        if count > 0 and "scale_fwd" not in self._buffers:
+            devices = [param.device for param in self.parameters()]
+            self._init_state(count, devices[0] if devices else resolve_device(None))
+
+    def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
+        for mode in ("forward", "backward"):
+            for role in self.get_quantizer_roles(mode):
+                made = recipe.quantizer(role)
+                if isinstance(made, QuantizerRequest):
+                    return _delayed(made)
+        return None
+
+    # One run
+
+    _takes_run: ClassVar[bool] = False  # its forward gets what `_begin` gave as the keyword argument `run`
+
+    def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:
+        """Before autograd begins: ask the state, once."""
+        self.pre_fuser_forward(requires_grad=requires_grad)
+        recipe = STATE.recipe if STATE.enabled else None
+        if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
+            return None
+        request = self._delayed_request(recipe)
+        return None if request is None else Run(self._start_delayed(_call_of(request)))
+
+    def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
+        """As `get_quantizer`; delayed scaling's has the scale of this run."""
+        recipe = STATE.recipe if STATE.enabled else None
+        if recipe is None:
+            return None
+        gemm, tensor_type = self._tensor(mode, index)
+        made = recipe.quantizer(self._role(gemm, tensor_type))
+        if isinstance(made, QuantizerRequest):
+            value = Float8ScaledQuantizer(element(_delayed(made).fp8_format, mode == "forward"))
+            return delayed(self, run.call, gemm, tensor_type, value)
+        return made
+
+    def _input_quantizer(self, run: Any) -> Any:
+        return self.get_input_quantizer()
+
+    def _grad_output_quantizer(self, run: Any) -> Any:
+        return self.get_grad_output_quantizer()
+
+    # Forward and backward
+
+    def op_forward(self, ctx: OperationContext, input_: Any, **given: Any) -> Any:
+        """Output. Of a split form: both halves, one after the other."""
+        output, tensors_to_save = self.op_forward_compute(input_, **given)
+        self.op_forward_save_ctx(ctx, input_, tensors_to_save, **given)
+        return output
+
+    def op_forward_compute(self, *args: Any, **given: Any) -> Any:
+        """Output, tensors to save. Pure."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['op']}")
+
+    def op_forward_save_ctx(self, *args: Any, **given: Any) -> None:
+        """Write the context. It may depend on its arguments and on plain values of the operation alone."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['op']}")
+
+    def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
+        """Gradients of the input and of each parameter."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward: write op_backward(self, ctx, grad_output)")
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
+    ) -> tuple[Any, Iterable[Iterable[Any]]]:
+        if self._family == "fuser":
+            return super().fuser_forward(basic_op_ctxs, input_, **given)
+        return self.op_forward(basic_op_ctxs[0], input_, **_of_one(given)), [()]
+
+    def fuser_forward_compute(self, *args: Any, **given: Any) -> Any:
+        output, tensors_to_save = self.op_forward_compute(*args, **_of_one(given))
+        return output, [()], tensors_to_save
+
+    def fuser_forward_save_ctx(self, *args: Any, **given: Any) -> None:
+        basic_op_ctxs, *rest = args
+        self.op_forward_save_ctx(basic_op_ctxs[0], *rest, **_of_one(given))
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: Any,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[Any, ...]],
+    ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def forward(self, input: Any, *extra_inputs: Any, **kwargs: Any) -> Any:
+        """Run alone: output, or (output, *extra outputs)."""
+        return run_alone(self)(input, *extra_inputs, basic_op_kwargs=[kwargs])
+
+
+def _call_of(request: DelayedScalingRequest) -> Call:
+    """Of an operation whose quantizers are its own affair: delayed scaling's state alone."""
+    none: Any = None
+    return Call((), (), none, request, None, None, None, None, False, False, False)
+
+
+def _of_one(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a fuser's forward → of a single operation's."""
+    return {
+        "prev_op_grad_output_quantizer": given["prev_op_grad_output_quantizer"],
+        "next_op_input_quantizer": given["next_op_input_quantizer"],
+        **given["basic_op_kwargs"][0],
+    }
+
+
+class FusedOperation(FusibleOperation, is_base=True):
+    """Several basic operations in one."""
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        super().__init__()
+        self.basic_ops = nn.ModuleList(basic_ops)
+        if not basic_ops:
+            raise ValueError(f"basic_ops is empty: {type(self).__name__} needs the operations that it stands for")
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def get_input_quantizer(self) -> Any:
+        return _basic(self.basic_ops[0]).get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any:
+        return _basic(self.basic_ops[-1]).get_grad_output_quantizer()
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_ops:
+            _basic(op).pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_ops:
+            _basic(op).pre_fuser_forward(requires_grad=requires_grad)
+
+    def forward(self, input: Any, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
+        """Run alone: output, or (output, *extra outputs)."""
+        return run_alone(self)(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+def _basic(op: Any) -> BasicOperation:
+    return op
+
+
+def run_alone(op: FusibleOperation) -> Any:
+    """A fuser of this operation alone. Kept in eager code; a graph makes one as it is traced."""
+    if torch.compiler.is_compiling():
+        return op._fuser_class([op])
+    fuser = op.__dict__.get("_own_fuser")
+    if fuser is None:
+        fuser = op.__dict__["_own_fuser"] = op._fuser_class([op])
+    return fuser

@@ -1,0 +1,103 @@
+"""How operations hand quantized tensors to each other.
+
+The operation before one with an input quantizer makes its output with it; the operation behind one with a
+grad-output quantizer makes the gradient with that. A quantizer is a value, or, in delayed scaling, `DelayedQuantizer`.
+"""
+
+from typing import Any
+
+import torch
+
+from mezzotint.functional.weight import as_storage
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.module.base import Call, scale_of
+from mezzotint.recipe import FORWARD_TENSORS, slot
+from mezzotint.tensor.flatten import class_by_name, qualified_name
+from mezzotint.tensor.quantize import quantize_scaled
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+class DelayedQuantizer:
+    """Delayed scaling of one tensor in one run: by the scale that the run found; the amax enters the history."""
+
+    __slots__ = ("history", "quantizer", "scale", "slot")
+
+    def __init__(self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int) -> None:
+        self.quantizer, self.scale = quantizer, scale
+        self.history, self.slot = history, slot  # FP32 [n], its current row; None for a run that enters nothing
+
+    def takes_scale(self) -> bool:
+        return True
+
+    def saw(self, amax: torch.Tensor) -> None:
+        """Enter a maximum, FP32 [1]."""
+        if self.history is not None:
+            run_op(delayed_saw_, self.history, [amax], [self.slot])
+
+    def quantize(self, tensor: Any) -> Any:
+        """A storage of the directions that are wanted."""
+        return quantized(tensor, self)
+
+    def __call__(self, tensor: Any) -> Any:
+        return quantized(tensor, self)
+
+
+def delayed(op: Any, call: Call, gemm: int, tensor_type: str, quantizer: Any) -> Any:
+    """A quantizer with the scale of this run where it takes one, and the place that its amax goes to."""
+    if quantizer is None or not quantizer.takes_scale():
+        return quantizer
+    if tensor_type in FORWARD_TENSORS:
+        scales, history = call.scales, op.amax_history_fwd[0] if call.records else None
+    else:
+        scales, history = call.grad_scales, op.amax_history_bwd[0]
+    return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type))
+
+
+def value_and_scale(quantizer: Any) -> tuple[Any, torch.Tensor | None]:
+    """As the functional cores take it."""
+    return (quantizer.quantizer, quantizer.scale) if quantizer.takes_scale() else (quantizer, None)
+
+
+def enter(quantizer: Any, amax: torch.Tensor | None) -> None:
+    """What a core gave back goes to the quantizer that it was made with."""
+    if amax is not None:
+        quantizer.saw(amax)
+
+
+def quantized(x: Any, quantizer: Any) -> Any:
+    """x as a storage; as it is where it is one of that kind already."""
+    value, scale = value_and_scale(quantizer)
+    if isinstance(x, QuantizedTensorStorage):
+        if holds(x, value):
+            return as_storage(x)
+        x = x.dequantize()
+    made, amax = quantize_scaled(x.detach(), value, scale)
+    enter(quantizer, amax)
+    return made
+
+
+def plain(x: Any) -> torch.Tensor:
+    """In high precision."""
+    return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
+
+
+def holds(x: Any, quantizer: Any) -> bool:
+    """Whether a quantized tensor holds what the quantizer would make: the format, its options, both directions."""
+    name, _, values = quantizer._holder(True)
+    cls = getattr(type(x), "_STORAGE", type(x))
+    if qualified_name(cls) != name:
+        return False
+    if any(getattr(x, attribute) != values[kwarg] for attribute, kwarg, _ in cls._VALUES if kwarg in values):
+        return False
+    held, wanted = x.get_usages(), quantizer.get_usages()
+    return all(held[usage] or not wanted[usage] for usage in ("rowwise", "columnwise"))
+
+
+def as_tensor(x: Any) -> Any:
+    """A storage as the quantized tensor that users see; anything else as it is."""
+    if isinstance(x, torch.Tensor) or not isinstance(x, QuantizedTensorStorage):
+        return x
+    name = x._quantizer._holder(False)[0]  # type: ignore[union-attr]
+    return class_by_name(name)._build(x.shape, x._dtype, x.get_metadata())

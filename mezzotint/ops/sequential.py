@@ -1,0 +1,216 @@
+"""ops.Sequential: modules one after the other; runs of fusible operations among them are fused."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.ops.fuser import OperationFuser
+from mezzotint.ops.op import FusedOperation, FusibleOperation
+
+Group = OperationFuser | nn.Module
+
+
+class Sequential(nn.Module):
+    """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self._grouped: Any = None  # (modules, groups): kept in eager code
+        if len(args) == 1 and isinstance(args[0], dict):
+            for name, module in args[0].items():
+                self.add_module(name, module)
+        else:
+            self.extend(args)
+        self._module_groups  # noqa: B018  channels are checked, and state is made, here and not in a graph
+
+    # A list of modules
+
+    def _key(self, index: Any) -> str:
+        keys = list(self._modules)
+        if isinstance(index, str):
+            if index not in self._modules:
+                raise IndexError(f"index is {index!r}: this Sequential has {keys}")
+            return index
+        position = int(index)
+        if not -len(keys) <= position < len(keys):
+            raise IndexError(f"index is {index}: this Sequential has {len(keys)} modules")
+        return keys[position]
+
+    def _replace(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        for module in modules:
+            _check_module(module)
+        self._modules.clear()
+        for i, module in enumerate(modules):
+            self._modules[str(i)] = module
+        self._grouped = None
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return type(self)(*list(self)[index])
+        return self._modules[self._key(index)]
+
+    def __setitem__(self, index: Any, module: nn.Module) -> None:
+        _check_module(module)
+        self._modules[self._key(index)] = module
+        self._grouped = None
+
+    def __delitem__(self, index: Any) -> None:
+        gone = list(self._modules)[index] if isinstance(index, slice) else [self._key(index)]
+        self._replace([module for key, module in self._modules.items() if key not in gone and module is not None])
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+    def __add__(self, other: Iterable[nn.Module]) -> "Sequential":
+        return type(self)(*self, *other)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> "Sequential":
+        return self.extend(other)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        super().add_module(name, module)
+        self._grouped = None
+
+    def append(self, module: nn.Module) -> "Sequential":
+        self._replace([*self, module])
+        return self
+
+    def extend(self, modules: Iterable[nn.Module]) -> "Sequential":
+        self._replace([*self, *modules])
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> "Sequential":
+        modules = list(self)
+        modules.insert(index, module)
+        self._replace(modules)
+        return self
+
+    def pop(self, index: Any = -1) -> nn.Module:
+        key = self._key(index)
+        module: Any = self._modules[key]
+        self._replace([other for name, other in self._modules.items() if name != key and other is not None])
+        return module
+
+    # Groups
+
+    @property
+    def _module_groups(self) -> list[Group]:
+        """Runs of operations, each in a fuser, and the other modules between them."""
+        modules = list(self)
+        if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
+            return _group(modules)
+        kept = self._grouped
+        if (
+            kept is None
+            or len(kept[0]) != len(modules)
+            or any(a is not b for a, b in zip(kept[0], modules, strict=True))
+        ):
+            kept = self._grouped = (modules, _group(modules))
+        return kept[1]
+
+    def fused_ops(self) -> dict[str, list[list[Any]]]:
+        """The operations of each pipeline as its last run in eager code fused them, in the order that they run in."""
+        fusers = [group for group in self._module_groups if isinstance(group, OperationFuser)]
+        return {
+            "forward": [[op for op, _ in fuser._forward_ops] for fuser in fusers],
+            "backward": [[op for op, _ in fuser._backward_ops] for fuser in fusers],
+        }
+
+    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, Any] | None = None) -> Any:
+        """Output, or (output, *extra outputs).
+
+        `extra_inputs` go to the operations that take some, in order. `op_kwargs`: a module of this Sequential, or its
+        index, → keyword arguments of its forward; for `ops.Linear` those of its BasicLinear.
+        """
+        given = self._kwargs_by_module(op_kwargs)
+        groups, start = self._module_groups, 0
+        rest = list(extra_inputs)
+        extra_outputs: list[Any] = []
+        x = input
+        for group in groups:
+            if not isinstance(group, OperationFuser):
+                x = group(x, **given[start])
+                start += 1
+                continue
+            count, kwargs = _kwargs_of(group, list(self)[start:], given[start:])
+            own, rest = rest[: group.num_extra_inputs], rest[group.num_extra_inputs :]
+            if len(own) < group.num_extra_inputs:
+                raise ValueError(
+                    f"{len(extra_inputs)} extra inputs were given: the operations of this Sequential take "
+                    f"{self._num_extra_inputs(groups)}"
+                )
+            made = group(x, *own, basic_op_kwargs=kwargs)
+            start += count
+            if isinstance(made, tuple):
+                x, *extra = made
+                extra_outputs.extend(extra)
+            else:
+                x = made
+        if rest:
+            raise ValueError(
+                f"{len(extra_inputs)} extra inputs were given: the operations of this Sequential take "
+                f"{self._num_extra_inputs(groups)}"
+            )
+        return (x, *extra_outputs) if extra_outputs else x
+
+    def _num_extra_inputs(self, groups: list[Group]) -> int:
+        return sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
+
+    def _kwargs_by_module(self, op_kwargs: dict[Any, Any] | None) -> list[dict[str, Any]]:
+        """Module by module, in order."""
+        given: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        if not op_kwargs:
+            return given
+        modules = list(self)
+        for key, kwargs in op_kwargs.items():
+            if isinstance(key, nn.Module):
+                places = [i for i, module in enumerate(modules) if module is key]
+            else:
+                places = [list(self._modules).index(self._key(key))]
+            if not places:
+                raise ValueError(f"op_kwargs has {type(key).__name__}, which is no module of this Sequential")
+            for place in places:
+                given[place] = dict(kwargs)
+        return given
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{type(module).__name__} is no module: give torch.nn.Modules")
+
+
+def _group(modules: list[Any]) -> list[Group]:
+    groups: list[Group] = []
+    run: list[FusibleOperation] = []
+    for module in modules:
+        if isinstance(module, FusibleOperation):
+            run.append(module)
+            continue
+        if run:
+            groups.append(OperationFuser(run))
+            run = []
+        groups.append(module)
+    if run:
+        groups.append(OperationFuser(run))
+    return groups
+
+
+def _kwargs_of(
+    fuser: OperationFuser, modules: list[Any], given: list[dict[str, Any]]
+) -> tuple[int, list[dict[str, Any]]]:
+    """How many modules the fuser runs, and the keyword arguments of each of its basic operations."""
+    kwargs: list[dict[str, Any]] = []
+    count = 0
+    while len(kwargs) < len(fuser._basic_ops):
+        module = modules[count]
+        kwargs.append(given[count])
+        if isinstance(module, FusedOperation):
+            kwargs.extend([{} for _ in range(len(module.basic_ops) - 1)])
+        count += 1
+    return count, kwargs

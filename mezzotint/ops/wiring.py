@@ -1,0 +1,107 @@
+"""Extra inputs and outputs of a pipeline: which come from the caller, which from another operation, by channel."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.pointwise import add
+from mezzotint.ops.op import BasicOperation
+
+
+class Wiring:
+    """For each operation, in order: where its extra inputs come from and where its extra outputs go.
+
+    `inputs[place]`: a position among the caller's extra inputs, or the name of a channel. `outputs[place]`: the name
+    of a channel or None, and a position among the caller's extra outputs or None.
+    """
+
+    __slots__ = ("inputs", "num_caller_inputs", "num_caller_outputs", "outputs")
+
+    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
+        self.inputs: list[tuple[int | str, ...]] = []
+        self.outputs: list[tuple[tuple[str | None, int | None], ...]] = []
+        self.num_caller_inputs = self.num_caller_outputs = 0
+        written: list[str] = []
+        for place, op in enumerate(basic_ops):
+            sources: list[int | str] = []
+            for index in range(op.num_extra_inputs):
+                channel = op._extra_input_channels.get(index)
+                if channel is None:
+                    sources.append(self.num_caller_inputs)
+                    self.num_caller_inputs += 1
+                elif channel in written:
+                    sources.append(channel)
+                else:
+                    raise ValueError(
+                        f"operation {place} ({type(op).__name__}) reads the channel {channel!r}, which no operation "
+                        "before it writes: call set_extra_output_channel on one"
+                    )
+            targets: list[tuple[str | None, int | None]] = []
+            for index in range(op.num_extra_outputs):
+                channel, to_caller = op._extra_output_channels.get(index, (None, True))
+                if channel is not None and channel in written:
+                    raise ValueError(
+                        f"operation {place} ({type(op).__name__}) writes the channel {channel!r}, which another one "
+                        "before it writes: give it another name"
+                    )
+                if channel is not None:
+                    written.append(channel)
+                targets.append((channel, self.num_caller_outputs if to_caller else None))
+                self.num_caller_outputs += 1 if to_caller else 0
+            self.inputs.append(tuple(sources))
+            self.outputs.append(tuple(targets))
+
+    # Forward
+
+    def inputs_of(self, place: int, extra_inputs: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(
+            [channels[source] if isinstance(source, str) else extra_inputs[source] for source in self.inputs[place]]
+        )
+
+    def give_outputs(self, place: int, made: tuple[Any, ...], channels: dict[str, Any]) -> list[Any]:
+        """Into their channels; gives those for the caller."""
+        if len(made) != len(self.outputs[place]):
+            raise RuntimeError(f"operation {place} gave {len(made)} extra outputs: it has {len(self.outputs[place])}")
+        out = []
+        for (channel, position), value in zip(self.outputs[place], made, strict=True):
+            if channel is not None:
+                channels[channel] = value
+            if position is not None:
+                out.append(value)
+        return out
+
+    def outputs_that_need_grad(self, first: int) -> list[bool]:
+        """Of the caller's extra outputs: whether backward reaches the operation that made them."""
+        return [place >= first for place, targets in enumerate(self.outputs) for _, to in targets if to is not None]
+
+    # Backward
+
+    def grads_of_outputs(self, place: int, grads: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
+        """The caller's gradient and those of the channel's readers, added up."""
+        found = []
+        for channel, position in self.outputs[place]:
+            gradient = None if position is None else grads[position]
+            found.append(_sum(gradient, None if channel is None else channels.get(channel)))
+        return tuple(found)
+
+    def take_input_grads(self, place: int, grads: tuple[Any, ...], channels: dict[str, Any]) -> None:
+        for source, gradient in zip(self.inputs[place], grads, strict=True):
+            if isinstance(source, str):
+                channels[source] = _sum(channels.get(source), gradient)
+
+    def caller_input_grads(self, grads: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """In the caller's order."""
+        found: list[Any] = [None] * self.num_caller_inputs
+        for sources, given in zip(self.inputs, grads, strict=True):
+            for source, gradient in zip(sources, given, strict=False):
+                if not isinstance(source, str):
+                    found[source] = gradient
+        return found
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None:
+        return b
+    return a if b is None else run_op(add, a, b)
