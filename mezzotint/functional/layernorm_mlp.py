@@ -145,9 +145,10 @@ def layernorm_mlp_backward(
     fc1 = b.norm_fc1.linear
     dh_q, db1, amax1, dh = None, None, None, None
     if da is not None:
+        da = as_matrix(da)  # as the activation's input is
         quantizer = fc1.quantizers.grad_output
         if quantizer is None or fc1.numerics.keeps_wgrad or not (fc1.needs.input or fc1.needs.weight):
-            dh = activation_gradient(b.activation, as_matrix(da))
+            dh = activation_gradient(b.activation, da)
         else:
             sums = fc1.bias_dtype if fc1.needs.bias else None
             dh_q, amax1, db1 = activation_gradient_quantized(b.activation, da, quantizer, fc1.grad_scale, sums)
