@@ -269,13 +269,14 @@ class TransformerEngineBaseModule(UpstreamNames, StatefulModule):
 
     def _scales_of_weights(self, call: Call) -> Any:
         """Those that the weights of this call are quantized with, or were when they were kept."""
-        held = self._weight_scales
         if call.skips is not None:
-            fresh = self.scale_fwd.clone()
-            self._weight_scales = fresh if held is None else torch.where(call.skips == 1, held, fresh)
-            return self._weight_scales
+            scales = self.scale_fwd.clone()
+            if self._weight_scales is not None:
+                scales = torch.where(call.skips == 1, self._weight_scales, scales)
+            self._weight_scales = scales
+            return scales
         if call.reuses:
-            return call.scales if held is None else held
+            return call.scales if self._weight_scales is None else self._weight_scales
         if call.caches:
             self._weight_scales = self.scale_fwd.clone()
         return call.scales

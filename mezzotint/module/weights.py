@@ -111,6 +111,7 @@ class Weights:
             found.append(MainGrad(rows, into, bool(getattr(weight, "overwrite_main_grad", False))))
         return tuple(found)
 
+    @torch.no_grad()
     def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
         """Give the weight's gradient to its parameter, or to its parts, as autograd accumulates."""
         if gradient is None:  # it went to `main_grad`
