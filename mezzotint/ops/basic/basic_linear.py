@@ -176,7 +176,9 @@ class BasicLinear(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         saved: LinearBwdArgs = ctx.saved_tensors[0]
-        dy, dy_q = plain_or_quantized(grad_output, saved.quantizers.grad_output)
+        # A weight gradient in high precision reads dy itself, even where an operation behind quantized it on its own.
+        keeps_wgrad = saved.numerics.keeps_wgrad and saved.needs.weight
+        dy, dy_q = plain_or_quantized(grad_output, None if keeps_wgrad else saved.quantizers.grad_output)
         dx, dw, _, amax = linear_backward(saved, dy, dy_q)
         enter(ctx.grad_output_quantizer, amax)
         return dx, (dw,)
