@@ -10,37 +10,13 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import apply_rotary_pos_emb
-from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.pointwise import l2norm, l2norm_backward
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.ops.basic.l2normalization import L2Normalization
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
-
-
-class L2Normalization(nn.Module):
-    """x / sqrt(sum(x²) + eps) over the last dimension, in FP32, rounded once; no parameters."""
-
-    def __init__(self, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        return _L2Norm.apply(inp, self.eps)
-
-
-class _L2Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
-        y, rs = run_op(l2norm, x, eps)
-        ctx.save_for_backward(x, rs)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return run_op(l2norm_backward, grads[0], *ctx.saved_tensors), None
 
 
 class MultiheadAttention(nn.Module):
@@ -355,6 +331,6 @@ def _make_qk_norm(
     if kind is None:
         return None
     if kind == "L2Normalization":
-        return L2Normalization(eps)
+        return L2Normalization(eps=eps)
     made = RMSNorm if kind == "RMSNorm" else LayerNorm
     return made(channels, eps=eps, params_dtype=dtype, device=device)
