@@ -115,9 +115,13 @@ def _run_forward(
                 cls.fuser_forward_save_ctx(op, own, x, tensors_to_save, **given)
         else:
             y, extra = cls.fuser_forward(op, own, x, **given)
-        x = y
+        x, extra = y, list(extra)
+        if len(extra) != len(places):
+            raise RuntimeError(
+                f"{type(op).__name__} gave extra outputs of {len(extra)} operations: it stands for {len(places)}"
+            )
         for place, outputs in zip(places, extra, strict=True):
-            extra_outputs.extend(pipeline.wiring.give_outputs(place, tuple(outputs), channels))
+            extra_outputs.extend(pipeline.wiring.give_outputs(place, op, tuple(outputs), channels))
     return x, extra_outputs
 
 
@@ -130,9 +134,15 @@ class _Function(torch.autograd.Function):
     ) -> Any:
         extra_inputs = params_and_extra_inputs[sum(pipeline.num_params) :]
         ctxs = pipeline.contexts()
+        version = _version(input_) if set_output_requires_grad else 0
         output, extra_outputs = _run_forward(pipeline, input_, extra_inputs, ctxs)
         outputs = [as_tensor(output), *extra_outputs]
         if set_output_requires_grad:
+            if version != _version(input_):  # tensors are saved from here on: autograd would not see it
+                raise RuntimeError(
+                    "an operation wrote over the input, which backward may need: AddExtraInput(in_place=True) got its "
+                    "memory as the extra input. Give a copy, or make it with in_place=False"
+                )
             flat: list[torch.Tensor] = []
             func_ctx.specs = [flatten(ctx.to_save, flat) for ctx in ctxs]
             for ctx in ctxs:
@@ -183,6 +193,11 @@ class _Function(torch.autograd.Function):
         return (plain(dy) if pipeline.needs_input_grad else None, None, None, *flat)
 
 
+def _version(x: torch.Tensor) -> int:
+    """How often x was written to; a graph has no such count, and no operation that writes in place."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
 def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[Any, ...]:
     if len(grads) != count:
         raise RuntimeError(f"{type(op).__name__} gave gradients of {len(grads)} {what}: it has {count}")
@@ -204,10 +219,10 @@ class OperationFuser:
         self._forward_ops: list[Group] = []
         self._backward_ops: list[Group] = []
         self._fused_for: Any = None
+        self._has_run = False
         for op in self._basic_ops:
             op._has_fuser = True
             op._init_own_state()
-            op.pre_first_fuser_forward()
 
     @property
     def num_extra_inputs(self) -> int:
@@ -226,13 +241,18 @@ class OperationFuser:
 
     def _fuse(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
         forward, backward = fuse(self._basic_ops, recipe)
-        split: list[Group] = []
-        for op, places in backward:
-            if places[0] < first <= places[-1]:  # backward ends within: operation by operation
-                split.extend([(self._basic_ops[i], (i,)) for i in places])
+        # Where backward ends within: operation by operation. A joint fusion's forward, too, which knows its backward.
+        ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
+        return self._without(forward, ends_within), self._without(backward, ends_within)[::-1]
+
+    def _without(self, groups: list[Group], fused: list[FusibleOperation]) -> list[Group]:
+        made: list[Group] = []
+        for op, places in groups:
+            if any(op is other for other in fused):
+                made.extend([(self._basic_ops[i], (i,)) for i in places])
             else:
-                split.append((op, places))
-        return forward, split[::-1]
+                made.append((op, places))
+        return made
 
     def __call__(
         self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
@@ -250,11 +270,10 @@ class OperationFuser:
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries: this pipeline has {len(self._basic_ops)} basic "
                 "operations, give a dict for each"
             )
-        if torch.compiler.is_compiling() and not all(op.is_split for op in self._basic_ops):
-            return _run_untraced(self, input, extra_inputs, basic_op_kwargs)
         return self._run(input, extra_inputs, basic_op_kwargs)
 
     def _run(self, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
+        self._before_first_run()
         input_ = dequantized(input_)
         input_ = input_.to(activation_dtype(input_))
         params = [list(op.parameters()) for op in self._basic_ops]
@@ -265,6 +284,8 @@ class OperationFuser:
             first = 0 if needs_input_grad else self._first_that_needs_grad(params, extra_inputs)
         recipe = STATE.recipe if STATE.enabled else None
         forward, backward = self.maybe_fuse_ops(recipe, first)
+        if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
+            return _run_untraced(self, input_, extra_inputs, basic_op_kwargs)
         pipeline = Pipeline(
             self._basic_ops,
             forward,
@@ -282,6 +303,13 @@ class OperationFuser:
             with torch.no_grad():
                 outputs = _Function.forward(None, input_, pipeline, False, *flat, *extra_inputs)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def _before_first_run(self) -> None:
+        if not self._has_run:
+            self._has_run = True
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+                op._init_own_state()
 
     def _first_that_needs_grad(self, params: list[list[Any]], extra_inputs: Sequence[Any]) -> int:
         for place, own in enumerate(params):

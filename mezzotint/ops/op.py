@@ -104,6 +104,7 @@ class FusibleOperation(nn.Module):
     is_split: ClassVar[bool] = False  # forward is in split form
     _family: ClassVar[str] = "fuser"  # which of `_FORMS` it is written in
     _is_base: ClassVar[bool] = True  # its forwards are there to be replaced
+    _keywords: ClassVar[tuple[str, ...] | None] = None  # that a run takes; None: as its forward says
     _fuser_class: ClassVar[Any] = None  # OperationFuser, which is defined over this file and puts itself in
 
     def __init_subclass__(cls, *, is_base: bool = False, **kwargs: Any) -> None:
@@ -160,7 +161,7 @@ class FusibleOperation(nn.Module):
 
 def _check_forms(cls: type[FusibleOperation]) -> None:
     """Find the form of forward that this class writes, and refuse one that is written twice, or by half."""
-    own = vars(cls)
+    own = _own_names(cls)
     wholes = [family for family, (whole, _) in _FORMS.items() if whole in own]
     halves = [family for family, (_, split) in _FORMS.items() if split[0] in own or split[1] in own]
     for family in halves:
@@ -179,6 +180,14 @@ def _check_forms(cls: type[FusibleOperation]) -> None:
     if wholes or halves:
         cls.is_split = bool(halves)
         cls._family = "fuser" if "fuser" in (wholes or halves) else "op"
+        cls._keywords = vars(cls).get("_keywords")
+
+
+def _own_names(cls: type[FusibleOperation]) -> set[str]:
+    """Names that this class writes, itself or by classes mixed into it that are no operations."""
+    parents = [base for base in cls.__bases__ if issubclass(base, FusibleOperation)]
+    own = [base for base in cls.__mro__ if not any(issubclass(parent, base) for parent in parents)]
+    return {name for base in own for name in vars(base)}
 
 
 def _inherits(cls: type, name: str) -> bool:
@@ -244,7 +253,7 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
     def _check_channel(self, what: str, index: int, count: int) -> None:
         if self._has_fuser:
             raise RuntimeError(
-                f"{type(self).__name__} is in a pipeline that has run: set channels before its first forward"
+                f"{type(self).__name__} is in a pipeline already: set channels before it runs or enters a Sequential"
             )
         if not 0 <= index < count:
             raise ValueError(f"index is {index}: {type(self).__name__} has {count} {what}s")
@@ -292,7 +301,9 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
         count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
         if count > 0 and "scale_fwd" not in self._buffers:
             devices = [param.device for param in self.parameters()]
-            self._init_state(count, devices[0] if devices else resolve_device(None))
+            device = devices[0] if devices else resolve_device(None)
+            if device.type != "meta":  # else before the first run
+                self._init_state(count, device)
 
     def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
         for mode in ("forward", "backward"):
@@ -308,12 +319,20 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
 
     def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:
         """Before autograd begins: ask the state, once."""
+        self._check_keywords(kwargs)
         self.pre_fuser_forward(requires_grad=requires_grad)
         recipe = STATE.recipe if STATE.enabled else None
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
         request = self._delayed_request(recipe)
         return None if request is None else Run(self._start_delayed(_call_of(request)))
+
+    def _check_keywords(self, kwargs: dict[str, Any]) -> None:
+        unknown = [] if self._keywords is None else [name for name in kwargs if name not in self._keywords]
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} got the keyword arguments {unknown}: it takes {list(self._keywords or ())}"
+            )
 
     def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
         """As `get_quantizer`; delayed scaling's has the scale of this run."""

@@ -39,6 +39,7 @@ class Sequential(nn.Module):
         return keys[position]
 
     def _replace(self, modules: Iterable[nn.Module]) -> None:
+        """These modules, numbered."""
         modules = list(modules)
         for module in modules:
             _check_module(module)
@@ -49,7 +50,7 @@ class Sequential(nn.Module):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return type(self)(*list(self)[index])
+            return type(self)(dict(list(self._modules.items())[index]))
         return self._modules[self._key(index)]
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
@@ -78,23 +79,29 @@ class Sequential(nn.Module):
         self._grouped = None
 
     def append(self, module: nn.Module) -> "Sequential":
-        self._replace([*self, module])
+        _check_module(module)
+        number = len(self)
+        while str(number) in self._modules:  # a slice keeps its numbers
+            number += 1
+        self.add_module(str(number), module)
         return self
 
     def extend(self, modules: Iterable[nn.Module]) -> "Sequential":
-        self._replace([*self, *modules])
+        for module in list(modules):
+            self.append(module)
         return self
 
     def insert(self, index: int, module: nn.Module) -> "Sequential":
+        if not -len(self) <= index <= len(self):
+            raise IndexError(f"index is {index}: this Sequential has {len(self)} modules")
         modules = list(self)
         modules.insert(index, module)
         self._replace(modules)
         return self
 
-    def pop(self, index: Any = -1) -> nn.Module:
-        key = self._key(index)
-        module: Any = self._modules[key]
-        self._replace([other for name, other in self._modules.items() if name != key and other is not None])
+    def pop(self, index: Any = -1) -> Any:
+        module = self[index]
+        del self[index]
         return module
 
     # Groups

@@ -60,10 +60,13 @@ class Wiring:
             [channels[source] if isinstance(source, str) else extra_inputs[source] for source in self.inputs[place]]
         )
 
-    def give_outputs(self, place: int, made: tuple[Any, ...], channels: dict[str, Any]) -> list[Any]:
-        """Into their channels; gives those for the caller."""
+    def give_outputs(self, place: int, op: Any, made: tuple[Any, ...], channels: dict[str, Any]) -> list[Any]:
+        """Into their channels; gives those for the caller. `op`: what made them."""
         if len(made) != len(self.outputs[place]):
-            raise RuntimeError(f"operation {place} gave {len(made)} extra outputs: it has {len(self.outputs[place])}")
+            raise RuntimeError(
+                f"operation {place} ({type(op).__name__}) gave {len(made)} extra outputs: it has "
+                f"{len(self.outputs[place])}"
+            )
         out = []
         for (channel, position), value in zip(self.outputs[place], made, strict=True):
             if channel is not None:

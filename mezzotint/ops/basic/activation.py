@@ -30,6 +30,7 @@ class Activation(BasicOperation):
 
     activation: ClassVar[str]
     params: tuple[float, ...] = ()
+    _keywords = ()
     glu_interleave_size: int | None = None
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -200,6 +201,7 @@ class _Scaled(Activation):
     """act(x), its rows multiplied by the extra input `scales` (…), one for each: the weights of a router."""
 
     num_extra_inputs = 1
+    _keywords = ()
 
     def fuser_forward_compute(
         self, input_: Any, *, basic_op_extra_inputs: Any, next_op_input_quantizer: Any, **given: Any

@@ -13,17 +13,24 @@ from mezzotint.ops.quantizing import plain
 class AddExtraInput(BasicOperation):
     """x + extra, both of one shape.
 
-    `in_place` gives the memory of the extra input for the result: the caller must not read it afterwards.
+    `in_place` gives the memory of the extra input for the result: the caller must not read it afterwards. What comes
+    by a channel is read by others, too, and is not written to.
     """
 
     num_extra_inputs = 1
+    _keywords = ()
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
 
+    @property
+    def writes(self) -> bool:
+        """Whether it may write to the memory of the extra input."""
+        return self.in_place and not self._extra_input_channels
+
     def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, **given: Any) -> Any:
-        return add_extra(plain(input_), basic_op_extra_inputs[0][0], self.in_place), [()], ()
+        return add_extra(plain(input_), basic_op_extra_inputs[0][0], self.writes), [()], ()
 
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[OperationContext], input_: Any, tensors_to_save: Any, **given: Any
@@ -44,7 +51,7 @@ def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Ten
     """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory."""
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
-    if in_place and extra.dtype == x.dtype and not torch.compiler.is_compiling():
+    if in_place and extra.dtype == x.dtype and extra.is_contiguous() and not torch.compiler.is_compiling():
         # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
         return extra.detach().add_(x)
     return run_op(add, x, extra)

@@ -18,6 +18,7 @@ class Bias(BasicOperation):
     """x (…, size) + `bias` [size]. `tensor_parallel`: this process holds its part of the bias."""
 
     bias: torch.Tensor
+    _keywords = ()
 
     def __init__(
         self,

@@ -44,6 +44,8 @@ def reduce_scatter(x: Any, process_group: Any) -> Any:
 
 
 class _Collective(BasicOperation):
+    _keywords = ()
+
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
         self.process_group = process_group

@@ -11,6 +11,8 @@ from mezzotint.ops.quantizing import plain
 class ConstantScale(BasicOperation):
     """x · `scale`, a number that is not trained."""
 
+    _keywords = ()
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = float(scale)

@@ -15,6 +15,8 @@ class Dropout(BasicOperation):
     Which elements, a counter-based generator says: backward asks it again, instead of keeping a mask.
     """
 
+    _keywords = ()
+
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:

@@ -8,6 +8,8 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 class Identity(BasicOperation):
     """x."""
 
+    _keywords = ()
+
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         return input_, ()
 

@@ -11,6 +11,8 @@ from mezzotint.ops.quantizing import plain
 class L2Normalization(BasicOperation):
     """x / sqrt(Σ x² + eps). `seq_length` and `micro_batch_size` are taken for compatibility."""
 
+    _keywords = ()
+
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:

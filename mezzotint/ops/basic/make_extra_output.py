@@ -13,10 +13,12 @@ from mezzotint.ops.quantizing import plain
 class MakeExtraOutput(BasicOperation):
     """x as the output and as an extra output; their gradients are added up.
 
-    `in_place` gives the memory of the extra output's gradient for the sum: nothing else may read it.
+    `in_place` allows to write the sum over the extra output's gradient. It asks for the fusion with a linear; nothing
+    is written over: autograd hands one tensor to all terms of a sum, and nobody can know who else reads it.
     """
 
     num_extra_outputs = 1
+    _keywords = ()
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -33,23 +35,12 @@ class MakeExtraOutput(BasicOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        return add_gradient(plain(grad_output), basic_op_grad_extra_outputs[0][0], self.in_place), [()], [()]
+        return add_gradient(plain(grad_output), basic_op_grad_extra_outputs[0][0]), [()], [()]
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
 
 
-def add_gradient(dx: torch.Tensor, extra: torch.Tensor | None, in_place: bool) -> torch.Tensor:
-    """round(dx + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory.
-
-    Not where both are one tensor, as autograd hands to both sides of an addition.
-    """
-    if extra is None:
-        return dx
-    if in_place and extra.dtype == dx.dtype and not torch.compiler.is_compiling() and not _share_memory(dx, extra):
-        return extra.add_(dx)
-    return run_op(add, dx, extra)
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def add_gradient(dx: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
+    """round(dx + extra)."""
+    return dx if extra is None else run_op(add, dx, extra)

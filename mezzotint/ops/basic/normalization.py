@@ -23,6 +23,7 @@ from mezzotint.ops.quantizing import enter, plain, value_and_scale
 
 class _Norm(BasicOperation):
     rms: bool
+    _keywords = ()
     weight: torch.Tensor
     bias: torch.Tensor | None
 

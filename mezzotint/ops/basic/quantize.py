@@ -14,6 +14,7 @@ class Quantize(BasicOperation):
     """
 
     _takes_run = True
+    _keywords = ()
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()

@@ -10,6 +10,8 @@ from mezzotint.ops.quantizing import plain
 class Reshape(BasicOperation):
     """x in another shape of as many elements; one size may be -1."""
 
+    _keywords = ()
+
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
         self.target_shape = tuple(shape)

@@ -18,10 +18,9 @@ class BackwardLinearAdd(FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        make_extra, linear = self.basic_ops
+        _, linear = self.basic_ops
         dx, grads = linear.op_backward(basic_op_ctxs[1], grad_output)  # type: ignore[operator]
-        dx = add_gradient(dx, basic_op_grad_extra_outputs[0][0], bool(make_extra.in_place))
-        return dx, [(), grads], [(), ()]
+        return add_gradient(dx, basic_op_grad_extra_outputs[0][0]), [(), grads], [(), ()]
 
 
 class BackwardLinearScale(FusedOperation):

@@ -88,7 +88,7 @@ class ForwardLinearBiasAdd(_ForwardLinear):
 
     def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
         y, saved = self._linear(input_, basic_op_kwargs)
-        y = add_extra(y, basic_op_extra_inputs[-1][0], self._parts()[2][0].in_place)
+        y = add_extra(y, basic_op_extra_inputs[-1][0], self._parts()[2][0].writes)
         return y, [() for _ in self.basic_ops], saved
 
     def fuser_forward_save_ctx(
