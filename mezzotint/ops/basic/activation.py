@@ -15,6 +15,7 @@ from mezzotint.functional.activation import (
     activation_gradient,
     activation_gradient_quantized,
     activation_quantized,
+    is_gated,
     scales_gradient,
 )
 from mezzotint.kernels.activation import PARAMETERS
@@ -55,6 +56,8 @@ class Activation(BasicOperation):
     def _compute(self, input_: Any, scales: torch.Tensor | None, quantizer: Any) -> tuple[Any, Any]:
         """Output, and the input as backward gets it."""
         x: Any = plain(input_)
+        if is_gated(self.activation) and (x.dim() < 1 or x.shape[-1] % 2):
+            raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension has two halves and must be even")
         args = ActivationFwdArgs(self._halves(x), self.activation, self.params, None, scales)
         if quantizer is None:
             y = activate(args)

@@ -39,6 +39,8 @@ class _Norm(BasicOperation):
     ) -> None:
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape:
+            raise ValueError("normalized_shape is (): give the size of the last dimension, or a tuple of sizes")
         check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(shape)})
         self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
         device = resolve_device(device)
