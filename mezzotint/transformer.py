@@ -19,11 +19,13 @@ from torch.nn import functional
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.multihead import MultiheadAttention
-from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
-from mezzotint.module.boundary import dequantized
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.norm import check_normalization
+from mezzotint.layer.parameters import check_input, check_parallel
+from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_mlp import LayerNormMLP
-from mezzotint.module.norm import LayerNorm, RMSNorm, check_normalization
-from mezzotint.module.parameters import check_input, check_parallel
+from mezzotint.module.norm import LayerNorm, RMSNorm
 
 
 class DropPath(nn.Module):

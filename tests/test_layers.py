@@ -29,6 +29,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("custom_recipes",),
     ("quantization", "recipe_state"),
     ("global_state",),
+    ("layer",),
     ("module", "ops"),
     ("attention", "cross_entropy"),
     ("transformer",),

@@ -1,7 +1,7 @@
-"""softmax(mask(Q · Kᵀ · scale + bias)) · V by PyTorch's `scaled_dot_product_attention`.
+"""softmax(mask(Q · Kᵀ · scale + bias)) · V by PyTorch's kernels.
 
-A causal mask over as many keys as queries, and no mask, are the kernel's own; any other is a tensor. A query that sees
-no key gives 0, and no gradient.
+A causal mask over as many keys as queries, and no mask, are `scaled_dot_product_attention`'s own; any other is a
+tensor, or in compiled code on a GPU FlexAttention's (`flex.py`). A query that sees no key gives 0, and no gradient.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed
+from mezzotint.attention.flex import flex_attend, flex_serves
+from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed, spread
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class Scores:
     sides: tuple[Side, Side] | None  # queries and keys; may be None where it is plain
     arbitrary: torch.Tensor | None  # bool, True: not seen
     bias: torch.Tensor | None  # added after the scale
-    slopes: torch.Tensor | None  # of ALiBi
+    slopes: torch.Tensor | None  # of ALiBi, [1, h] or [b, h]
     sink: torch.Tensor | None  # FP32 [h]: a logit in the denominator that no value belongs to
     scale: float
     dropout: float
@@ -30,11 +31,13 @@ class Scores:
 def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What a query sees, bool, and what is added to the scaled products; each broadcasts to [b, h, s_q, s_k]."""
     assert scores.sides is not None
-    seen = allowed(scores.rule, *scores.sides)
+    q, k = spread(*scores.sides)
+    seen = allowed(scores.rule, q, k)
     if scores.arbitrary is not None:
         seen = ~scores.arbitrary if seen is None else seen & ~scores.arbitrary
-    bias = scores.bias if scores.slopes is None else alibi_bias(scores.slopes, *scores.sides)
-    return seen, bias
+    if scores.slopes is None:
+        return seen, scores.bias
+    return seen, alibi_bias(scores.slopes[:, :, None, None], q, k)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -45,6 +48,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         return functional.scaled_dot_product_attention(
             q, k, v, None, scores.dropout, is_causal, scale=scores.scale, enable_gqa=heads != groups
         )
+    is_positional = scores.arbitrary is None and scores.bias is None and scores.sink is None and scores.dropout == 0.0
+    if is_positional and scores.sides is not None and flex_serves(q, v):
+        return flex_attend(q, k, v, scores.rule, scores.sides, scores.slopes, scores.scale)
     seen, bias = score_terms(scores)
     if heads != groups:  # of the kernels that take a mask not all take fewer heads of keys than of queries
         k, v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)

@@ -29,8 +29,8 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
-from mezzotint.module.boundary import dequantized
-from mezzotint.module.parameters import check_features, check_parallel, default_init, resolve_device
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.parameters import check_features, check_parallel, default_init, resolve_device
 from mezzotint.quantization import STATE
 
 FORMATS = ("sbhd", "bshd", "thd")
@@ -285,13 +285,13 @@ class DotProductAttention(nn.Module):
                 raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}: give 'alibi'")
             return None
         if slopes is None:
-            return alibi_slopes(self.num_attention_heads, device)
+            return alibi_slopes(self.num_attention_heads, device)[None]
         if slopes.dim() not in (1, 2) or slopes.shape[-1] != self.num_attention_heads:
             raise ValueError(
                 f"alibi_slopes has shape {tuple(slopes.shape)}: give [{self.num_attention_heads}] or "
                 f"[b, {self.num_attention_heads}]"
             )
-        return slopes
+        return slopes.reshape(-1, self.num_attention_heads)
 
     def _sink(self, device: torch.device) -> torch.Tensor | None:
         if self.softmax_type == "off-by-one":

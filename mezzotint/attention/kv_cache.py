@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mezzotint.attention.masks import packed_positions
-from mezzotint.module.parameters import check_features, resolve_device
+from mezzotint.layer.parameters import check_features, resolve_device
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 

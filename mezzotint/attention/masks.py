@@ -43,6 +43,10 @@ class Rule:
     right: int  # and ahead
     is_bottom_right: bool
 
+    def hides(self) -> bool:
+        """Whether there is a key that a query does not see."""
+        return self.has_padding or self.is_arbitrary or self.left >= 0 or self.right >= 0
+
     def is_plain(self, q_size: int, k_size: int) -> bool:
         """Whether it is no mask, or a causal one whose diagonal starts at the first query and key."""
         if self.has_padding or self.is_arbitrary or self.left != -1:
@@ -71,6 +75,11 @@ class Side:
     position: torch.Tensor  # int [B, S]
     is_token: torch.Tensor | None  # bool [B, S]; False: padding
     sequence: torch.Tensor | None  # int [1, S], in a packed batch
+
+    def at(self, index: Any) -> "Side":
+        """Of tokens, by an index of [B, S]."""
+        is_token = None if self.is_token is None else self.is_token[index]
+        return Side(self.position[index], is_token, None if self.sequence is None else self.sequence[index])
 
 
 def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,24 +124,25 @@ def align(rule: Rule, q: Side, q_lengths: torch.Tensor, k_lengths: torch.Tensor)
         q.position = q.position + (k_lengths - q_lengths)[q.sequence]
 
 
+def spread(q: Side, k: Side) -> tuple[Side, Side]:
+    """Every query against every key: [B, 1, queries, 1] and [B, 1, 1, keys]."""
+    return q.at((slice(None), None, slice(None), None)), k.at((slice(None), None, None, slice(None)))
+
+
 def distance(q: Side, k: Side) -> torch.Tensor:
-    """int [B, 1, queries, keys]."""
-    return q.position[:, None, :, None] - k.position[:, None, None, :]
+    return q.position - k.position
 
 
 def allowed(rule: Rule, q: Side, k: Side) -> torch.Tensor | None:
-    """bool [B, 1, queries, keys]: True where a query sees a key; None: everywhere."""
+    """Whether a query sees a key, bool, of tokens whose tensors broadcast; None: always."""
     terms = []
     if rule.right >= 0:
         terms.append(distance(q, k) >= -rule.right)
     if rule.left >= 0:
         terms.append(distance(q, k) <= rule.left)
     if q.sequence is not None and k.sequence is not None:
-        terms.append(q.sequence[:, None, :, None] == k.sequence[:, None, None, :])
-    if q.is_token is not None:
-        terms.append(q.is_token[:, None, :, None])
-    if k.is_token is not None:
-        terms.append(k.is_token[:, None, None, :])
+        terms.append(q.sequence == k.sequence)
+    terms += [side.is_token for side in (q, k) if side.is_token is not None]
     found = None
     for term in terms:
         found = term if found is None else found & term
@@ -147,9 +157,9 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     return torch.tensor(powers, dtype=torch.float32, device=device)
 
 
-def alibi_bias(slopes: torch.Tensor, q: Side, k: Side) -> torch.Tensor:
-    """-slope · |distance|, FP32 [B, heads, queries, keys]; slopes [heads] or [b, heads]."""
-    return distance(q, k).abs().float() * -slopes.float().reshape(-1, slopes.shape[-1], 1, 1)
+def alibi_bias(slope: torch.Tensor, q: Side, k: Side) -> torch.Tensor:
+    """-slope · |distance|, FP32."""
+    return distance(q, k).abs().float() * -slope.float()
 
 
 def checked_mask(mask: Any) -> torch.Tensor:

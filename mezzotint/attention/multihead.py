@@ -10,10 +10,10 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import apply_rotary_pos_emb
+from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
-from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.ops.basic.l2normalization import L2Normalization
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")

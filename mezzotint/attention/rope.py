@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mezzotint.attention.masks import packed_positions
-from mezzotint.module.parameters import check_features, resolve_device
+from mezzotint.layer.parameters import check_features, resolve_device
 
 FORMATS = ("sbhd", "bshd", "thd")
 

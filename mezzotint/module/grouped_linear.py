@@ -12,11 +12,13 @@ from mezzotint.functional.grouped_linear import (
     compute_grouped_weight_gradients,
 )
 from mezzotint.functional.linear import Needs
-from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype, scale_of
-from mezzotint.module.boundary import dequantized
-from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
-from mezzotint.module.weights import Weights
-from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.layer.base import activation_dtype, scale_of
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.splits import check_rows, resolve_splits
+from mezzotint.layer.weights import Weights
+from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.module.base import TransformerEngineBaseModule
 
 
 class GroupedLinear(TransformerEngineBaseModule):
@@ -157,29 +159,6 @@ class GroupedLinear(TransformerEngineBaseModule):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}"
         )
-
-
-def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
-    """Rows of each group. A tensor is read: on a GPU that waits for it."""
-    if isinstance(m_splits, torch.Tensor):
-        m_splits = m_splits.tolist()
-    if not isinstance(m_splits, list | tuple | torch.Size):
-        raise TypeError(f"m_splits is {type(m_splits).__name__}: give a list or a tensor, the rows of each group")
-    splits = tuple(m_splits)
-    for size in splits:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise ValueError(f"m_splits holds {size!r}: give the number of rows of each group, an int of 0 or more")
-    if len(splits) != groups:
-        raise ValueError(f"m_splits has {len(splits)} entries: this module has {groups} groups")
-    return splits
-
-
-def check_rows(splits: tuple[int, ...], rows: int) -> None:
-    total = 0
-    for size in splits:
-        total += size
-    if total != rows:
-        raise ValueError(f"m_splits adds up to {total}, inp has {rows} rows: they must be equal")
 
 
 def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:

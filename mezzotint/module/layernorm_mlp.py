@@ -10,12 +10,13 @@ from mezzotint.functional.autograd import apply
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
-from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
-from mezzotint.module.boundary import dequantized
-from mezzotint.module.norm import check_normalization, register_norm, reset_norm
-from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
-from mezzotint.module.weights import Weights
-from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.norm import check_normalization, register_norm, reset_norm
+from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.weights import Weights
+from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.module.base import TransformerEngineBaseModule
 
 
 class LayerNormMLP(TransformerEngineBaseModule):

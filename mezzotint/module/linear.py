@@ -7,11 +7,12 @@ import torch
 
 from mezzotint.functional.autograd import apply
 from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
-from mezzotint.module.base import TransformerEngineBaseModule, activation_dtype
-from mezzotint.module.boundary import dequantized, quantize_gradient
-from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
-from mezzotint.module.weights import Weights
-from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized, quantize_gradient
+from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.weights import Weights
+from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.quantize import quantize
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, and their parameters inside other modules."""
+"""LayerNorm and RMSNorm."""
 
 from typing import Any
 
@@ -7,39 +7,10 @@ from torch import nn
 
 from mezzotint.functional.autograd import apply
 from mezzotint.functional.norm import NORM, NormFwdArgs, NormOptions
-from mezzotint.module.base import activation_dtype
-from mezzotint.module.boundary import dequantized
-from mezzotint.module.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
-
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
-
-def check_normalization(normalization: str) -> bool:
-    """Whether it is RMSNorm."""
-    if normalization not in NORMALIZATIONS:
-        raise ValueError(f"normalization is {normalization!r}: give 'LayerNorm' or 'RMSNorm'")
-    return normalization == "RMSNorm"
-
-
-def register_norm(
-    module: nn.Module, prefix: str, shape: int | tuple[int, ...], rms: bool, device: torch.device, dtype: torch.dtype
-) -> None:
-    """`<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialised."""
-    module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
-    beta = None if rms else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    module.register_parameter(f"{prefix}bias", beta)
-
-
-def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
-    """1 (0 when zero-centred) and 0."""
-    for name, value in ((f"{prefix}weight", 0.0 if zero_centered else 1.0), (f"{prefix}bias", 0.0)):
-        parameter = getattr(module, name)
-        if parameter is None:
-            continue
-        if parameter.is_meta:
-            fresh = torch.empty_like(parameter, device=resolve_device(None))
-            setattr(module, name, nn.Parameter(fresh, parameter.requires_grad))
-        nn.init.constant_(getattr(module, name), value)
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.norm import register_norm, reset_norm
+from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 
 
 class _Norm(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mezzotint.constants import rup
-from mezzotint.module.parameters import check_features
+from mezzotint.layer.parameters import check_features
 from mezzotint.quantization import STATE, get_default_recipe
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import flatten, unflatten
-from mezzotint.module.base import activation_dtype
-from mezzotint.module.boundary import dequantized
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized
 from mezzotint.ops.fusion import (
     BACKWARD_FUSIONS,
     FORWARD_BACKWARD_FUSIONS,
@@ -193,6 +193,18 @@ class _Function(torch.autograd.Function):
         return (plain(dy) if pipeline.needs_input_grad else None, None, None, *flat)
 
 
+def _distinct(args: list[Any]) -> list[Any]:
+    """A tensor that comes twice, as the weight of an operation used twice, the second time as a view: a graph's
+    autograd function takes each tensor once."""
+    if not torch.compiler.is_compiling():
+        return args
+    seen: list[Any] = []
+    for arg in args:
+        is_twice = isinstance(arg, torch.Tensor) and any(arg is other for other in seen)
+        seen.append(arg.view_as(arg) if is_twice else arg)
+    return seen
+
+
 def _version(x: torch.Tensor) -> int:
     """How often x was written to; a graph has no such count, and no operation that writes in place."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
@@ -285,7 +297,7 @@ class OperationFuser:
         recipe = STATE.recipe if STATE.enabled else None
         forward, backward = self.maybe_fuse_ops(recipe, first)
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
-            return _run_untraced(self, input_, extra_inputs, basic_op_kwargs)
+            return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         pipeline = Pipeline(
             self._basic_ops,
             forward,
@@ -298,7 +310,7 @@ class OperationFuser:
         )
         flat = [param for own in params for param in own]
         if first < count:
-            outputs = _Function.apply(input_, pipeline, True, *flat, *extra_inputs)
+            outputs = _Function.apply(*_distinct([input_, pipeline, True, *flat, *extra_inputs]))
         else:
             with torch.no_grad():
                 outputs = _Function.forward(None, input_, pipeline, False, *flat, *extra_inputs)
@@ -319,17 +331,6 @@ class OperationFuser:
             if any(isinstance(extra, torch.Tensor) and extra.requires_grad for extra in given):
                 return place
         return len(params)
-
-
-@torch.compiler.disable(
-    reason="an operation of this pipeline has its forward in whole form (op_forward or fuser_forward), which writes "
-    "its context while it computes and so cannot be traced. Split it into op_forward_compute and op_forward_save_ctx "
-    "(fuser_forward_compute and fuser_forward_save_ctx): see mezzotint.ops.op"
-)
-def _run_untraced(
-    fuser: OperationFuser, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]
-) -> Any:
-    return fuser._run(input_, extra_inputs, basic_op_kwargs)
 
 
 FusibleOperation._fuser_class = OperationFuser

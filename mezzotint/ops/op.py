@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from mezzotint.functional.autograd import end_backward
-from mezzotint.module.base import Call, TransformerEngineBaseModule, _delayed
-from mezzotint.module.parameters import resolve_device
+from mezzotint.layer.base import Call, Layer, delayed_request
+from mezzotint.layer.parameters import resolve_device
 from mezzotint.ops.quantizing import delayed
 from mezzotint.quantization import STATE
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
@@ -105,6 +105,7 @@ class FusibleOperation(nn.Module):
     _family: ClassVar[str] = "fuser"  # which of `_FORMS` it is written in
     _is_base: ClassVar[bool] = True  # its forwards are there to be replaced
     _keywords: ClassVar[tuple[str, ...] | None] = None  # that a run takes; None: as its forward says
+    _untraced: ClassVar[Any] = None  # runs a function outside of the graph; there from the first whole form on
     _fuser_class: ClassVar[Any] = None  # OperationFuser, which is defined over this file and puts itself in
 
     def __init_subclass__(cls, *, is_base: bool = False, **kwargs: Any) -> None:
@@ -155,7 +156,10 @@ class FusibleOperation(nn.Module):
         *,
         basic_op_grad_extra_outputs: list[tuple[Any, ...]],
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
-        """Gradients of the input, of each basic operation's parameters, of each one's extra inputs."""
+        """Gradients of the input, of each basic operation's parameters, of each one's extra inputs.
+
+        The gradient of an extra output is None where it went into a channel that nobody read.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no backward: write fuser_backward, or op_backward")
 
 
@@ -179,8 +183,22 @@ def _check_forms(cls: type[FusibleOperation]) -> None:
         )
     if wholes or halves:
         cls.is_split = bool(halves)
+        if not cls.is_split and FusibleOperation._untraced is None:
+            # Here and not for all: it imports the compiler.
+            FusibleOperation._untraced = staticmethod(torch.compiler.disable(_run_untraced, reason=_WHY_UNTRACED))
         cls._family = "fuser" if "fuser" in (wholes or halves) else "op"
         cls._keywords = vars(cls).get("_keywords")
+
+
+_WHY_UNTRACED = (
+    "an operation of this pipeline has its forward in whole form (op_forward or fuser_forward), which writes its "
+    "context while it computes and so cannot be traced. Split it into op_forward_compute and op_forward_save_ctx "
+    "(fuser_forward_compute and fuser_forward_save_ctx): see mezzotint.ops.op"
+)
+
+
+def _run_untraced(function: Any, *args: Any) -> Any:
+    return function(*args)
 
 
 def _own_names(cls: type[FusibleOperation]) -> set[str]:
@@ -216,7 +234,7 @@ class Run:
             end_backward(self.call.grad_state)
 
 
-class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True):
+class BasicOperation(FusibleOperation, Layer, is_base=True):
     """One step of a pipeline. Gradients of its parameters come in the order of `parameters()`."""
 
     num_extra_inputs: int = 0
@@ -268,7 +286,7 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
         """The quantizer's tensor: number, and type as a role has it."""
         return index, "input" if mode == "forward" else "grad_output"
 
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:  # type: ignore[override]
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """What each quantizer of that mode is for."""
         return [self._role(*self._tensor(mode, index)) for index in range(self.num_quantizers(mode))]
 
@@ -290,11 +308,15 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """Forget what delayed scaling has learnt; room for the history of `recipe`."""
+        self._reset_state()
         if "scale_fwd" in self._buffers:
-            self._reset_state()
             request = None if recipe is None else self._delayed_request(recipe)
             if request is not None:
                 self._grow_history(request.amax_history_len)
+
+    def _reset_state(self) -> None:
+        if "scale_fwd" in self._buffers:  # an operation without quantizers has none
+            super()._reset_state()
 
     def _init_own_state(self) -> None:
         """Buffers of delayed scaling, for an operation that has quantizers and did not make them itself."""
@@ -310,7 +332,7 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
             for role in self.get_quantizer_roles(mode):
                 made = recipe.quantizer(role)
                 if isinstance(made, QuantizerRequest):
-                    return _delayed(made)
+                    return delayed_request(made)
         return None
 
     # One run
@@ -342,7 +364,7 @@ class BasicOperation(FusibleOperation, TransformerEngineBaseModule, is_base=True
         gemm, tensor_type = self._tensor(mode, index)
         made = recipe.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, QuantizerRequest):
-            value = Float8ScaledQuantizer(element(_delayed(made).fp8_format, mode == "forward"))
+            value = Float8ScaledQuantizer(element(delayed_request(made).fp8_format, mode == "forward"))
             return delayed(self, run.call, gemm, tensor_type, value)
         return made
 

@@ -11,7 +11,7 @@ import torch
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
-from mezzotint.module.base import Call, scale_of
+from mezzotint.layer.base import Call, scale_of
 from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mezzotint as mz
 from mezzotint import recipe as recipes
 from mezzotint.custom_recipes.gemm import GEMMType, MMParams
-from mezzotint.module import parameters
+from mezzotint.layer import parameters
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.quantization import STATE
 from mezzotint.recipe import CustomRecipe, DelayedScaling, QuantizerRole

@@ -56,8 +56,7 @@ class Activation(BasicOperation):
     def _compute(self, input_: Any, scales: torch.Tensor | None, quantizer: Any) -> tuple[Any, Any]:
         """Output, and the input as backward gets it."""
         x: Any = plain(input_)
-        if is_gated(self.activation) and (x.dim() < 1 or x.shape[-1] % 2):
-            raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension has two halves and must be even")
+        self.output_width(x)
         args = ActivationFwdArgs(self._halves(x), self.activation, self.params, None, scales)
         if quantizer is None:
             y = activate(args)
@@ -67,6 +66,14 @@ class Activation(BasicOperation):
         if self.cache_quantized_input:
             x = quantize_storage(x, _CACHE)
         return y, x
+
+    def output_width(self, x: torch.Tensor) -> int:
+        """Of this input, which is refused where it has no halves."""
+        if not is_gated(self.activation):
+            return x.shape[-1]
+        if x.dim() < 1 or x.shape[-1] % 2:
+            raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension has two halves and must be even")
+        return x.shape[-1] // 2
 
     def gradient(
         self, ctx: OperationContext, grad_output: Any, quantizer: Any, sums: torch.dtype | None
@@ -210,10 +217,7 @@ class _Scaled(Activation):
         self, input_: Any, *, basic_op_extra_inputs: Any, next_op_input_quantizer: Any, **given: Any
     ) -> Any:
         scales = basic_op_extra_inputs[0][0]
-        if tuple(scales.shape) != tuple(input_.shape[:-1]):
-            raise ValueError(
-                f"the scales have shape {tuple(scales.shape)}: give one for each row, {tuple(input_.shape[:-1])}"
-            )
+        check_scales(scales, input_.shape[:-1])
         y, x = self._compute(input_, scales, next_op_input_quantizer)
         return y, [()], (x, scales)
 
@@ -228,6 +232,12 @@ class _Scaled(Activation):
         ctx, dy = basic_op_ctxs[0], plain(grad_output)
         dx, _, args = self.gradient(ctx, dy, ctx.prev_op_grad_output_quantizer, None)
         return dx, [()], [(scales_gradient(args, dy),)]
+
+
+def check_scales(scales: torch.Tensor, leading: Any) -> None:
+    """One for each row."""
+    if tuple(scales.shape) != tuple(leading):
+        raise ValueError(f"the scales have shape {tuple(scales.shape)}: give one for each row, {tuple(leading)}")
 
 
 class ScaledSReLU(_Scaled):

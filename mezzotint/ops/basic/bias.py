@@ -8,7 +8,7 @@ from torch import nn
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
-from mezzotint.module.parameters import check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_input, resolve_device, resolve_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.parallel import local_size
 from mezzotint.ops.quantizing import plain

@@ -17,11 +17,11 @@ from mezzotint.functional.grouped_linear import (
 from mezzotint.functional.linear import Needs
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
-from mezzotint.module.base import scale_of
-from mezzotint.module.grouped_linear import check_rows, resolve_splits
-from mezzotint.module.parameters import check_features, resolve_device, resolve_dtype
-from mezzotint.module.weights import Weights
-from mezzotint.module.wgrad import WeightGradStore
+from mezzotint.layer.base import scale_of
+from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
+from mezzotint.layer.splits import check_rows, resolve_splits
+from mezzotint.layer.weights import Weights
+from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain

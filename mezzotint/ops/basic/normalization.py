@@ -15,8 +15,8 @@ from mezzotint.functional.norm import (
     norm_gradients,
     norm_setup,
 )
-from mezzotint.module.norm import register_norm, reset_norm
-from mezzotint.module.parameters import check_features, resolve_device, resolve_dtype
+from mezzotint.layer.norm import register_norm, reset_norm
+from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 

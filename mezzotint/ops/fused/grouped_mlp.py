@@ -15,7 +15,7 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.functional.grouped_linear import grouped_linear_forward
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.ops.basic.activation import Activation
+from mezzotint.ops.basic.activation import Activation, check_scales
 from mezzotint.ops.basic.grouped_linear import GroupedLinear
 from mezzotint.ops.fusion import replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
@@ -37,7 +37,10 @@ class GroupedMLP(FusedOperation):
         args1 = fc1.args(plain(input_), splits1, run1)
         hidden, made = grouped_linear_forward(args1)
         fc1.enter_inputs(run1, made.amaxes)
-        args2 = fc2.args(hidden[:, : fc2.in_features], splits2, run2)  # its x is made below, group by group
+        for scale in scales:
+            check_scales(scale, input_.shape[:-1])
+        # Of the activation's shape; its x is made below, group by group.
+        args2 = fc2.args(hidden[:, : activation.output_width(hidden)], splits2, run2)
         quantizers = [q.input for q in args2.quantizers]
         act = ActivationFwdArgs(hidden, activation.activation, activation.params, None, scales[0] if scales else None)
         xs_q, amaxes = [], []

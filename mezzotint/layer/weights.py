@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mezzotint.functional.linear import MainGrad
-from mezzotint.module.parameters import (
+from mezzotint.layer.parameters import (
     default_init,
     forked_rng,
     quantized_parameter,

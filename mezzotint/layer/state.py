@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.module.parameters import attributes_of, restore_attributes
+from mezzotint.layer.parameters import attributes_of, restore_attributes
 from mezzotint.quantization import STATE
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 

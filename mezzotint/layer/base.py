@@ -1,0 +1,325 @@
+"""What modules and operations with weights share: the state asked once per call, quantizers by role, kept weights.
+
+A forward asks `_start` what is in force and `_weights_q` for its weights, and fills the arguments of its core. Delayed
+scaling's buffers are in `state.py`.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.functional.autograd import GradState
+from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
+from mezzotint.functional.weight import quantize_weight
+from mezzotint.layer.state import StatefulModule
+from mezzotint.layer.weights import Weights
+from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, scaled_max
+from mezzotint.recipe import (
+    FORWARD_TENSORS,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+    element,
+    slot,
+)
+from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
+from mezzotint.tensor.quantizer import Quantizer
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward: what the state said, resolved for every GEMM of the module."""
+
+    quantizers: tuple[LinearQuantizers, ...]
+    needs: tuple[Needs, ...]
+    numerics: Numerics
+    request: DelayedScalingRequest | None
+    scales: torch.Tensor | None  # forward, FP32 [3 per GEMM]
+    weight_scales: torch.Tensor | None  # those that kept weights were quantized with
+    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]
+    grad_state: GradState | None
+    records: bool  # amaxes enter the history
+    caches: bool
+    reuses: bool
+    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
+
+
+class Layer(StatefulModule):
+    """Something with GEMMs, each with a weight, that a recipe quantizes."""
+
+    module_type: ClassVar[str] = "linear"
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name or ""
+        self.fuse_wgrad_accumulation = False
+        self.save_original_input = False
+        self.wgrad_stores: tuple[WeightGradStore, ...] = ()  # one for each GEMM where gradients are delayed
+        self._weights: tuple[Weights, ...] = ()  # one for each GEMM
+        self._wgrad_hooks: list[Callable[[], None]] = []
+
+    # Roles and quantizers
+
+    def _gemm_name(self, gemm: int) -> str:
+        """What a role calls the GEMM."""
+        return self.name
+
+    def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
+        return QuantizerRole(self.module_type, tensor_type, self._gemm_name(gemm))
+
+    def _live_quantizer(self, recipe: Recipe, gemm: int, tensor_type: str) -> Quantizer:
+        """A quantizer that reads and writes this module's state where it needs one."""
+        made = recipe.quantizer(self._role(gemm, tensor_type))
+        if isinstance(made, Quantizer):
+            return made
+        forward, i = tensor_type in FORWARD_TENSORS, slot(gemm, tensor_type)
+        scale, history = (self.scale_fwd, self.amax_history_fwd) if forward else (self.scale_bwd, self.amax_history_bwd)
+        return Float8Quantizer(
+            scale[i : i + 1], history[0, i : i + 1], element(delayed_request(made).fp8_format, forward)
+        )
+
+    def _resolve(
+        self, recipe: Recipe, needs: tuple[tuple[bool, bool], ...]
+    ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
+        """Recipe → a quantizer for each tensor of each GEMM, making the directions that are read. `needs`: gradients of
+        (input, weight) of each GEMM."""
+        override, keeps_wgrad = recipe.override(), recipe.keeps_wgrad()
+        saves_input = self.save_original_input or keeps_wgrad
+        request: DelayedScalingRequest | None = None
+        found: list[LinearQuantizers] = []
+        for gemm, (needs_input, needs_weight) in enumerate(needs):
+            made: list[Quantizer | None] = []
+            for tensor_type, rowwise, columnwise in (
+                ("input", True, needs_weight and override is None and not saves_input),
+                ("weight", True, needs_input and override is None),
+                ("grad_output", needs_input, needs_weight and not keeps_wgrad),
+            ):
+                if tensor_type == "grad_output" and (override is not None or not (rowwise or columnwise)):
+                    made.append(None)
+                    continue
+                quantizer = recipe.quantizer(self._role(gemm, tensor_type))
+                if isinstance(quantizer, QuantizerRequest):
+                    asked = delayed_request(quantizer)
+                    if request is not None and asked != request:
+                        raise ValueError(
+                            f"{self._role(gemm, tensor_type)} asks for {asked}, another tensor of the module for "
+                            f"{request}: the requests of one module must be equal"
+                        )
+                    request = asked
+                    quantizer = Float8ScaledQuantizer(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
+                made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
+            found.append(LinearQuantizers(made[0], made[1], made[2]))
+        return tuple(found), request
+
+    # One forward
+
+    def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> Call:
+        """Ask the state, once."""
+        recipe = STATE.recipe if STATE.enabled else None
+        needs = tuple(needs)
+        if recipe is None:
+            none = LinearQuantizers(None, None, None)
+            numerics = Numerics(dtype, False, False, False, None, False)
+            return Call((none,) * len(needs), needs, numerics, None, None, None, None, None, False, False, False)
+        key = tuple([(need.input, need.weight) for need in needs])
+        if torch.compiler.is_compiling():
+            quantizers, request = self._resolve(recipe, key)  # at trace time; a memo would be state to guard on
+        else:
+            memo = self._resolved
+            if memo is None or memo[1] != key or (memo[0] is not recipe and memo[0] != recipe):
+                memo = self._resolved = (recipe, key, *self._resolve(recipe, key))
+            if self._recipe is not recipe:
+                self._recipe = recipe
+            quantizers, request = memo[2], memo[3]
+        fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
+        numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
+        is_second = STATE.recomputation is not None and STATE.recomputation.is_second
+        caches = is_first_microbatch is not None and not is_second
+        reuses = is_first_microbatch is False
+        call = Call(quantizers, needs, numerics, request, None, None, None, None, False, caches, reuses)
+        if caches and STATE.skip_weight_update is not None:
+            # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
+            call.reuses, call.skips = True, STATE.skip_weight_update.to(self.scale_fwd.device)
+        return call if request is None else self._start_delayed(call)
+
+    def _start_delayed(self, call: Call) -> Call:
+        request = call.request
+        assert request is not None
+        if STATE.recomputes_in_graph:
+            raise RuntimeError(
+                "delayed scaling in a checkpoint inside a compiled function: its scales are written before backward "
+                "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
+                "recipe without state such as Float8CurrentScaling"
+            )
+        self._use_history(request)
+        recomputation = STATE.recomputation
+        is_first = not self._is_pending
+        call.records = True
+        # Where backward quantizes again it needs the scales of forward, which are written before.
+        call.scales = self.scale_fwd.clone() if self._requantizes() else self.scale_fwd
+        if recomputation is not None and recomputation.is_second:
+            # The scales of the first run, whose maxima have been entered.
+            call.scales, call.weight_scales = recomputation.next_scales()
+            call.records, is_first = False, True
+        else:
+            call.weight_scales = self._scales_of_weights(call)
+            if recomputation is not None:
+                recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone()))
+            if is_first and STATE.depth > 0:
+                self._is_pending = True
+                STATE.pending = Pending(self, STATE.pending)
+        if torch.is_grad_enabled():
+            call.grad_scales = self.scale_bwd.clone()
+            update = partial(apply_own_rule, request=request, forward=False) if is_own_rule(request) else None
+            call.grad_state = GradState(
+                self.scale_bwd,
+                self.amax_history_bwd[: request.amax_history_len],
+                scaled_max(request, False),
+                request.amax_compute_algo == "most_recent",
+                update,
+                is_first,
+            )
+        return call
+
+    def _scales_of_weights(self, call: Call) -> Any:
+        """Those that the weights of this call are quantized with, or were when they were kept."""
+        if call.skips is not None:
+            scales = self.scale_fwd.clone()
+            if self._weight_scales is not None:
+                scales = torch.where(call.skips == 1, self._weight_scales, scales)
+            self._weight_scales = scales
+            return scales
+        if call.reuses:
+            return call.scales if self._weight_scales is None else self._weight_scales
+        if call.caches:
+            self._weight_scales = self.scale_fwd.clone()
+        return call.scales
+
+    def _requantizes(self) -> bool:
+        """Whether backward quantizes the input again."""
+        return self.save_original_input
+
+    def _weights_q(self, call: Call, weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
+        """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
+        held = self._workspaces if call.reuses and call.caches else None
+        quantized: list[Any] = []
+        kept: list[Any] = []
+        amaxes: list[torch.Tensor | None] = []
+        for gemm, weight in enumerate(weights):
+            workspace = None if held is None else held[gemm]
+            weight_q, fresh, amax = quantize_weight(
+                weight,
+                call.quantizers[gemm].weight,
+                workspace,
+                scale=scale_of(call.weight_scales, gemm, "weight"),
+                cache=call.caches,
+                update_workspace=call.skips is not None,
+                skip_update_flag=call.skips,
+            )
+            quantized.append(weight_q)
+            kept.append(workspace if fresh is None else fresh)
+            amaxes.append(amax)
+        if call.caches and (held is None or any(map(operator.is_not, kept, held))):
+            self._workspaces = tuple(kept)
+        return tuple(quantized), amaxes
+
+    def _linear_args(
+        self, call: Call, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
+    ) -> LinearFwdArgs:
+        """The arguments of one GEMM's linear, without x."""
+        return LinearFwdArgs(
+            None,
+            weight,
+            bias,
+            None,
+            weight_q,
+            call.needs[gemm],
+            call.quantizers[gemm],
+            call.numerics,
+            self._weight_grad(gemm, weight, gemm),
+            scale_of(call.scales, gemm, "input"),
+            scale_of(call.grad_scales, gemm, "grad_output"),
+            self.save_original_input,
+            None,
+        )
+
+    def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
+        """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
+        made = WeightGrad(weight.dtype, None, False, self.wgrad_stores[store] if self.wgrad_stores else None)
+        if self.fuse_wgrad_accumulation and weight.requires_grad:
+            parts = self._weights[gemm].main_grads(self)
+            if len(parts) == 1:
+                made.main_grad, made.overwrites = parts[0].main_grad, parts[0].overwrites
+            else:
+                made.parts = parts
+        if self.wgrad_stores and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "delay_wgrad_compute keeps tensors for a later call, which a graph cannot: use it in eager code, or "
+                "compile with delay_wgrad_compute=False"
+            )
+        return made
+
+    # Delayed weight gradients
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients wait for `backward_dw`."""
+        return bool(self.wgrad_stores)
+
+    def backward_dw(self) -> None:
+        """Compute the oldest weight gradients that wait, and add them to `grad` or `main_grad`."""
+        for gemm in reversed(range(len(self.wgrad_stores))):  # as backward goes
+            self._add_gradients(gemm, self.wgrad_stores[gemm].run())
+        for hook in self._wgrad_hooks if self.wgrad_stores else ():
+            hook()
+
+    def _add_gradients(self, store: int, gradients: Any) -> None:
+        """What a store gave, to the parameters."""
+        self._weights[store].add_gradient(self, gradients)
+
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
+        """Called after each `backward_dw`."""
+        self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    # Parameters
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initial values; materialises parameters that are on the meta device, unless deferred."""
+        if not defer_init:
+            for gemm, weights in enumerate(self._weights):
+                weights.reset(self, gemm)
+            self._reset_state()
+
+
+def activation_dtype(inp: torch.Tensor) -> torch.dtype:
+    """torch.autocast's where it is on, else the input's."""
+    kind = inp.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"inp has dtype {dtype}: modules take float32, float16 or bfloat16")
+    return dtype
+
+
+def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
+    """[1] of a GEMM's tensor, out of one direction's [n]; None of none."""
+    if scales is None:
+        return None
+    i = slot(gemm, tensor_type)
+    return scales[i : i + 1]
+
+
+def delayed_request(request: Any) -> DelayedScalingRequest:
+    """What modules can keep state for."""
+    if not isinstance(request, DelayedScalingRequest):
+        raise TypeError(
+            f"a quantizer request is {type(request).__name__}: modules keep state for DelayedScalingRequest"
+        )
+    return request

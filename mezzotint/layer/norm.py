@@ -1,0 +1,36 @@
+"""The parameters of a norm."""
+
+import torch
+from torch import nn
+
+from mezzotint.layer.parameters import resolve_device
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+def check_normalization(normalization: str) -> bool:
+    """Whether it is RMSNorm."""
+    if normalization not in NORMALIZATIONS:
+        raise ValueError(f"normalization is {normalization!r}: give 'LayerNorm' or 'RMSNorm'")
+    return normalization == "RMSNorm"
+
+
+def register_norm(
+    module: nn.Module, prefix: str, shape: int | tuple[int, ...], rms: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    """`<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialised."""
+    module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+    beta = None if rms else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    module.register_parameter(f"{prefix}bias", beta)
+
+
+def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
+    """1 (0 when zero-centred) and 0."""
+    for name, value in ((f"{prefix}weight", 0.0 if zero_centered else 1.0), (f"{prefix}bias", 0.0)):
+        parameter = getattr(module, name)
+        if parameter is None:
+            continue
+        if parameter.is_meta:
+            fresh = torch.empty_like(parameter, device=resolve_device(None))
+            setattr(module, name, nn.Parameter(fresh, parameter.requires_grad))
+        nn.init.constant_(getattr(module, name), value)

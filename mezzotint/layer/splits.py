@@ -1,0 +1,28 @@
+"""Groups of rows, given by their sizes."""
+
+from typing import Any
+
+import torch
+
+
+def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
+    """Rows of each group. A tensor is read: on a GPU that waits for it."""
+    if isinstance(m_splits, torch.Tensor):
+        m_splits = m_splits.tolist()
+    if not isinstance(m_splits, list | tuple | torch.Size):
+        raise TypeError(f"m_splits is {type(m_splits).__name__}: give a list or a tensor, the rows of each group")
+    splits = tuple(m_splits)
+    for size in splits:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"m_splits holds {size!r}: give the number of rows of each group, an int of 0 or more")
+    if len(splits) != groups:
+        raise ValueError(f"m_splits has {len(splits)} entries: this module has {groups} groups")
+    return splits
+
+
+def check_rows(splits: tuple[int, ...], rows: int) -> None:
+    total = 0
+    for size in splits:
+        total += size
+    if total != rows:
+        raise ValueError(f"m_splits adds up to {total}, inp has {rows} rows: they must be equal")
