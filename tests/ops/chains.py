@@ -163,12 +163,13 @@ def step(
     call: Any = None,
     *,
     input_grad: bool = True,
+    extra_grad: bool = True,
     **kwargs: Any,
 ) -> Result:
     """Forward and backward: outputs, gradients of all that goes in, and every buffer, by name."""
     leaf = x.detach().clone().requires_grad_(input_grad)
     leaves = [
-        value.detach().clone().requires_grad_()
+        value.detach().clone().requires_grad_(extra_grad)
         if isinstance(value, torch.Tensor) and value.is_floating_point()
         else value
         for value in extra
@@ -191,6 +192,19 @@ def step(
 
 def plain(y: torch.Tensor) -> torch.Tensor:
     return y.dequantize() if isinstance(y, mz.QuantizedTensor) else y
+
+
+class OneByOne(nn.ModuleList):
+    """Operations, each in a pipeline of its own; at most one of them takes extra inputs, or has extra outputs."""
+
+    def forward(self, x: torch.Tensor, *extra: Any) -> Any:
+        more: list[Any] = []
+        for op in self:
+            first = op.basic_ops[0] if isinstance(op, ops.FusedOperation) else op
+            x = op(x, *(extra if first.num_extra_inputs else ()))
+            if isinstance(x, tuple):
+                x, *more = x
+        return (x, *more) if more else x
 
 
 REGISTRIES = (fusion.FORWARD_BACKWARD_FUSIONS, fusion.FORWARD_FUSIONS, fusion.BACKWARD_FUSIONS)

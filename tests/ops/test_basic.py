@@ -17,7 +17,7 @@ from mezzotint import ops
 from mezzotint.ops import basic
 from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from tests.formats import HIGH
-from tests.ops.chains import OPTIONS, linear, only, plain, spread, step
+from tests.ops.chains import OPTIONS, OneByOne, linear, only, plain, spread, step
 from tests.recipes import RECIPES, VARIANTS, assert_equal
 from tests.values import as_view
 
@@ -714,18 +714,6 @@ def extra_of(op: Any) -> tuple[Any, ...]:
 
 def test_every_basic_operation_is_here() -> None:
     assert {type(make_op()).__name__ for make_op in ALL.values()} == set(basic.__all__)
-
-
-class OneByOne(torch.nn.ModuleList):
-    """Operations, each in a pipeline of its own."""
-
-    def forward(self, x: torch.Tensor, *extra: Any) -> Any:
-        more: list[Any] = []
-        for op in self:
-            x = op(x, *(extra if op_of(op).num_extra_inputs else ()))
-            if isinstance(x, tuple):
-                x, *more = x
-        return (x, *more) if more else x
 
 
 def op_of(op: Any) -> Any:

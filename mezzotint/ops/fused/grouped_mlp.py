@@ -9,6 +9,7 @@ from typing import Any
 from mezzotint.functional.activation import (
     ActivationBwdArgs,
     ActivationFwdArgs,
+    activation_gradient,
     activation_gradient_quantized,
     activation_quantized,
     scales_gradient,
@@ -83,19 +84,25 @@ class GroupedMLP(FusedOperation):
         hidden, *scales = basic_op_ctxs[1].saved_tensors
         saved1 = basic_op_ctxs[0].saved_tensors[0]
         act = ActivationBwdArgs(hidden, activation.activation, activation.params, scales[0] if scales else None)
+        if saved1.quantizers[0].grad_output is None:  # only biases need gradients: there is no product to quantize for
+            dx, grads1 = fc1.gradients(basic_op_ctxs[0], activation_gradient(act, da))
+        else:
+            dx, grads1 = self._gradients(fc1, saved1, act, da, grad_output.shape[:-1])
+        extra = (scales_gradient(act, da),) if scales else ()
+        return dx, [grads1, (), grads2], [(None,), extra, (None,)]
+
+    def _gradients(self, fc1: Any, saved: Any, act: ActivationBwdArgs, da: Any, leading: Any) -> tuple[Any, Any]:
+        """Of the first linear: the activation's gradient is made quantized, group by group."""
         dys_q, dbs, amaxes = [], [], []
-        for group, (part, dy) in enumerate(zip(_split(act, saved1.splits), da.split(list(saved1.splits)), strict=True)):
-            dtype = saved1.bias_dtypes[group] if saved1.needs.bias else None
+        for group, (part, dy) in enumerate(zip(_split(act, saved.splits), da.split(list(saved.splits)), strict=True)):
+            dtype = saved.bias_dtypes[group] if saved.needs.bias else None
             dy_q, amax, db = activation_gradient_quantized(
-                part, dy, saved1.quantizers[group].grad_output, saved1.grad_scales[group], dtype
+                part, dy, saved.quantizers[group].grad_output, saved.grad_scales[group], dtype
             )
             dys_q.append(dy_q)
             dbs.append(db)
             amaxes.append(amax)
-        leading = grad_output.shape[:-1]
-        dx, grads1 = fc1.gradients_of(saved1, tuple(dys_q), tuple(dbs), amaxes, leading)
-        extra = (scales_gradient(act, da),) if scales else ()
-        return dx, [grads1, (), grads2], [(None,), extra, (None,)]
+        return fc1.gradients_of(saved, tuple(dys_q), tuple(dbs), amaxes, leading)
 
     def _ops(self) -> tuple[Any, Any, Any]:
         fc1, activation, fc2 = self.basic_ops
