@@ -58,7 +58,8 @@ class Gate(ops.BasicOperation):
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
         x, gate = basic_op_ctxs[0].saved_tensors
-        return grad_output * gate, [()], [(grad_output * x + basic_op_grad_extra_outputs[0][0],)]
+        extra = basic_op_grad_extra_outputs[0][0]  # None where it went into a channel that nobody read
+        return grad_output * gate, [()], [(grad_output * x if extra is None else grad_output * x + extra,)]
 
 
 class SplitGate(ops.BasicOperation):
