@@ -145,10 +145,13 @@ class BasicLinear(BasicOperation):
         """(…, out), with the bias added before it is rounded; what `save` takes."""
         args = self._args(input_, run, bias)
         y, made = linear_forward(args)
+        return y.view(*input_.shape[:-1], y.shape[1]), self.made(run, args, made)
+
+    def made(self, run: LinearRun, args: LinearFwdArgs, made: LinearMade) -> tuple[Any, ...]:
+        """What the core made: the amax goes to delayed scaling's history, the quantized input is what `save` takes."""
         if made.amax is not None:
             enter(delayed(self, run.call, 0, "input", args.quantizers.input), made.amax)
-        x_q = made.x_q if isinstance(made.x_q, QuantizedTensorStorage) else None
-        return y.view(*input_.shape[:-1], y.shape[1]), (x_q,)
+        return (made.x_q if isinstance(made.x_q, QuantizedTensorStorage) else None,)
 
     def save(self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], run: LinearRun) -> None:
         """What backward needs."""

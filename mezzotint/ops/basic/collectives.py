@@ -34,13 +34,16 @@ def all_reduce(x: Any, process_group: Any) -> Any:
 
 def reduce_scatter(x: Any, process_group: Any) -> Any:
     """The sum over processes, (m, …); each gets its part, (m / processes, …)."""
+    return x if world_size(process_group) == 1 else collectives.wait_tensor(start_reduce_scatter(x, process_group))
+
+
+def start_reduce_scatter(x: Any, process_group: Any) -> torch.Tensor:
+    """The same, not waited for."""
     count = world_size(process_group)
-    if count == 1:
-        return x
     x = plain(x).contiguous()
     if x.shape[0] % count:
         raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
-    return collectives.wait_tensor(collectives.reduce_scatter_tensor(x, "sum", 0, _group(process_group)))
+    return collectives.reduce_scatter_tensor(x, "sum", 0, _group(process_group))
 
 
 class _Collective(BasicOperation):

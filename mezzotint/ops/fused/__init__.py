@@ -16,6 +16,10 @@ from mezzotint.ops.fused.forward_linear_bias import (
     fuse_forward_linear_bias_add,
     fuse_forward_linear_scale_add,
 )
+from mezzotint.ops.fused.forward_linear_reduce_scatter import (
+    ForwardLinearReduceScatter,
+    fuse_forward_linear_reduce_scatter,
+)
 from mezzotint.ops.fused.grouped_mlp import GroupedMLP, fuse_grouped_mlp
 from mezzotint.ops.fusion import (
     register_backward_fusion,
@@ -30,11 +34,13 @@ __all__ = [
     "BackwardLinearScale",
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
+    "ForwardLinearReduceScatter",
     "ForwardLinearScaleAdd",
     "GroupedMLP",
 ]
 
 register_forward_backward_fusion(fuse_grouped_mlp)
+register_forward_fusion(fuse_forward_linear_reduce_scatter)
 register_forward_fusion(fuse_forward_linear_scale_add)
 register_forward_fusion(fuse_forward_linear_bias_add)
 register_forward_fusion(fuse_forward_linear_bias_activation)

@@ -19,7 +19,7 @@ from mezzotint.ops.fusion import replace_windows
 from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 
 
-class _ForwardLinear(FusedOperation):
+class ForwardLinear(FusedOperation):
     """BasicLinear, then Bias where there is one; what comes behind is in the classes below."""
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, *rest: BasicOperation) -> None:
@@ -42,7 +42,7 @@ class _ForwardLinear(FusedOperation):
             ctxs[1].needs_bias = bias.bias.requires_grad
 
 
-class ForwardLinearBiasActivation(_ForwardLinear):
+class ForwardLinearBiasActivation(ForwardLinear):
     """Linear + bias (+ activation, which hands its output over quantized)."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: Activation | None) -> None:
@@ -80,7 +80,7 @@ class ForwardLinearBiasActivation(_ForwardLinear):
             basic_op_ctxs[-1].save_for_backward(*activation_saved)
 
 
-class ForwardLinearBiasAdd(_ForwardLinear):
+class ForwardLinearBiasAdd(ForwardLinear):
     """Linear (+ bias) + an extra input, whose memory takes the result."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
@@ -103,7 +103,7 @@ class ForwardLinearBiasAdd(_ForwardLinear):
         self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
 
 
-class ForwardLinearScaleAdd(_ForwardLinear):
+class ForwardLinearScaleAdd(ForwardLinear):
     """Linear · scale + an extra input: scale and sum in one kernel."""
 
     def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:

@@ -1,0 +1,171 @@
+"""Converted layers: the objects that they were, with another class and a few more attributes.
+
+The class inherits from `Linear` and from the class that the layer had: `isinstance(layer, nn.Linear)` holds, and so do
+state-dict keys, hooks, optimizers and every reference to it. Where an `nn.Sequential` runs an `nn.LayerNorm` or
+`nn.RMSNorm` right before a converted layer, it runs both in one step, as `LayerNormLinear` does.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from mezzotint.module.layernorm_linear import LayerNormLinear
+from mezzotint.module.linear import Linear
+from mezzotint.quantization import STATE, autocast
+from mezzotint.recipe import Recipe
+
+
+class Converted:
+    """Comes before `theirs`, a class of the model's, in a class that `join` makes."""
+
+    ours: ClassVar[Any]
+    theirs: ClassVar[Any]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return blank, (self.ours, self.theirs), self.__getstate__()
+
+
+@cache
+def join(ours: Any, theirs: Any) -> Any:
+    """The class of a converted module: ours over theirs."""
+    return type(f"Converted{theirs.__name__}", (ours, theirs), {"ours": ours, "theirs": theirs})
+
+
+def blank(ours: Any, theirs: Any) -> Any:
+    """For pickles and copies, which cannot name a class that was made at run time."""
+    made = join(ours, theirs)
+    return made.__new__(made)
+
+
+class ConvertedLinear(Converted, Linear):
+    """`Linear` in the place of an `nn.Linear`.
+
+    `recipe` is in force in this layer whatever is around it; None: what is around it decides. A layer has its recipe
+    itself because a model may be run by other methods than `forward`, in parts, or again by a checkpoint.
+    """
+
+    name: str = ""
+    recipe: Recipe | None
+    pair: Any  # (norm,) where one comes before it, else (); a tuple, as the norm is no child of this
+
+    def forward(self, input: torch.Tensor, **options: Any) -> Any:  # type: ignore[override]
+        """input (…, in) → (…, out); options as of `Linear.forward`."""
+        with self._region():
+            return super().forward(input, **options)
+
+    def _region(self) -> AbstractContextManager[Any]:
+        if self.recipe is None or (STATE.enabled and STATE.recipe is self.recipe):
+            return nullcontext()
+        if not torch.compiler.is_compiling() and self._request is not None and STATE.recomputation is None:
+            is_in_backward = torch._C._current_graph_task_id() != -1
+            if is_in_backward:
+                raise RuntimeError(
+                    "delayed scaling in torch.utils.checkpoint: the scales that forward used are written over. Use "
+                    "mezzotint.checkpoint, or a recipe without state such as Float8CurrentScaling"
+                )
+        return autocast(recipe=self.recipe, amax_reduction_group=STATE.group)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initial values as the layer had them before."""
+        if not defer_init:
+            self.theirs.reset_parameters(self)
+            self._reset_state()
+
+    # The model knows nothing of delayed scaling's buffers: where it comes off the meta device, they get values here.
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        was_meta = self.scale_fwd.is_meta
+        made = super()._apply(fn, recurse)
+        if was_meta and not self.scale_fwd.is_meta:
+            self._reset_state()
+        return made
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        self._leave_meta()
+        super().set_extra_state(state)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._leave_meta()
+
+    def _leave_meta(self) -> None:
+        """After `load_state_dict(assign=True)`."""
+        if self.scale_fwd.is_meta and self._parameter_device().type != "meta":
+            self._reset_state()
+
+
+class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignore[misc]
+    """One that follows a norm in an `nn.Sequential`: a linear still, and `after_norm` is both."""
+
+    zero_centered_gamma = False
+    layer_norm_weight = property(lambda self: self.pair[0].weight)
+    layer_norm_bias = property(lambda self: getattr(self.pair[0], "bias", None))
+    eps = property(lambda self: self.pair[0].eps)
+    rms = property(lambda self: isinstance(self.pair[0], nn.RMSNorm))
+
+    def after_norm(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, in) → (…, out): the norm, then this."""
+        with self._region():
+            return LayerNormLinear.forward(self, input)
+
+
+class ConvertedSequential(Converted, nn.Sequential):
+    """`nn.Sequential` that runs a norm and the converted linear behind it in one step."""
+
+    def forward(self, input: Any) -> Any:
+        modules: list[Any] = list(self)
+        while modules:
+            module = modules.pop(0)
+            run = modules.pop(0).after_norm if modules and _is_pair(module, modules[0]) else module
+            input = run(input)
+        return input
+
+
+def _is_pair(norm: nn.Module, linear: nn.Module) -> bool:
+    """Asked at each call: a hook must see what goes into and comes out of each of them."""
+    is_pair = isinstance(linear, ConvertedLayerNormLinear) and linear.pair[0] is norm
+    return is_pair and not (_is_hooked(norm) or _is_hooked(linear) or _has_any_global_hook())
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)
+
+
+@cache
+def additions() -> tuple[frozenset[str], tuple[str, ...]]:
+    """Attributes and buffers that a converted layer has and an `nn.Linear` has not."""
+    ours, theirs = Linear(1, 1, device="meta"), nn.Linear(1, 1, device="meta")
+    return frozenset(vars(ours).keys() - vars(theirs).keys() - {"name"} | {"recipe", "pair"}), tuple(ours._buffers)
+
+
+def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -> None:
+    """In place; attributes are those of one of ours that has no memory."""
+    fresh = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    vars(linear).update({name: vars(fresh).get(name) for name in additions()[0]})
+    linear.recipe, linear.pair = recipe, () if norm is None else (norm,)
+    theirs: Any = type(linear)
+    linear.__class__ = join(ConvertedLinear if norm is None else ConvertedLayerNormLinear, theirs)
+    linear._init_state(1, linear.weight.device)
+
+
+def convert_sequential(sequential: Any) -> None:
+    """In place."""
+    theirs: Any = type(sequential)
+    if not issubclass(theirs, ConvertedSequential):
+        sequential.__class__ = join(ConvertedSequential, theirs)
+
+
+def restore(module: Any) -> None:
+    """What it was, in place."""
+    if isinstance(module, ConvertedLinear):
+        attributes, buffers = additions()
+        for name in buffers:
+            delattr(module, name)
+        for name in attributes:
+            del vars(module)[name]
+    module.__class__ = module.theirs

@@ -1,0 +1,118 @@
+"""Forward of a linear whose result is summed over processes: the sum of one part while the next is computed.
+
+The result (M, N) is cut into parts of columns, which are rows of the weight. A part's reduce-scatter is started as soon
+as its product is there, and all of them are waited for at the end. Each element is computed as in one piece; on a CPU
+another size of product may sum in another order, which can change the last bit.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+
+from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forward
+from mezzotint.ops.basic.basic_linear import BasicLinear
+from mezzotint.ops.basic.bias import Bias
+from mezzotint.ops.basic.collectives import ReduceScatter, start_reduce_scatter
+from mezzotint.ops.fused.forward_linear_bias import ForwardLinear
+from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.op import FusibleOperation, OperationContext
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+PARTS = 4
+ALIGNMENT = 128  # what every format's blocks divide
+
+
+class ForwardLinearReduceScatter(ForwardLinear):
+    """Linear (+ bias) + ReduceScatter, overlapped."""
+
+    def __init__(self, *, linear: BasicLinear, bias: Bias | None, reduce_scatter: ReduceScatter) -> None:
+        super().__init__(linear, bias, reduce_scatter)
+
+    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
+        linear, bias, (reduce_scatter,) = self._parts()
+        run = basic_op_kwargs[0]["run"]
+        args = linear._args(input_, run, None if bias is None else bias.bias)
+        started: list[torch.Tensor] = []
+        made: LinearMade | None = None
+        for part in cut(args, linear.out_features):
+            if made is not None:  # the first one has quantized the input
+                part.x_q = made.x_q
+            y, latest = linear_forward(part)
+            made = latest if made is None else made
+            y = y.view(*input_.shape[:-1], y.shape[1])
+            started.append(start_reduce_scatter(y, reduce_scatter.process_group))
+        assert made is not None
+        finished = [collectives.wait_tensor(part) for part in started]
+        return torch.cat(finished, -1), [() for _ in self.basic_ops], linear.made(run, args, made)
+
+    def fuser_forward_save_ctx(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: Any,
+        tensors_to_save: Any,
+        *,
+        basic_op_kwargs: Any,
+        **_: Any,
+    ) -> None:
+        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+
+
+def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
+    """The arguments of each part; of one part, where the weight cannot be cut."""
+    width = -(-features // (PARTS * ALIGNMENT)) * ALIGNMENT
+    parts: list[LinearFwdArgs] = []
+    for start in range(0, features, width):
+        stop = min(start + width, features)
+        weight = rows_of(args.weight_q, start, stop)
+        if weight is None:
+            return [args]
+        bias = None if args.bias is None else args.bias[start:stop]
+        parts.append(
+            LinearFwdArgs(
+                args.x,
+                args.weight,
+                bias,
+                args.x_q,
+                weight,
+                args.needs,
+                args.quantizers,
+                args.numerics,
+                args.wgrad,
+                args.input_scale,
+                args.grad_scale,
+                args.saves_original_input,
+                None,
+            )
+        )
+    return parts
+
+
+def rows_of(weight: Any, start: int, stop: int) -> Any:
+    """Rows of a weight as the forward GEMM takes it; None where its format has no such part."""
+    if not isinstance(weight, QuantizedTensorStorage):
+        return weight[start:stop]
+    rowwise = weight.keep(rowwise=True, columnwise=False)
+    fields = rowwise._rows(start, stop)
+    if fields is None:
+        return None
+    shape = (stop - start, weight.shape[1])
+    return type(rowwise)._build(shape, rowwise._dtype, {**rowwise.get_metadata(), **fields})
+
+
+def fuse_forward_linear_reduce_scatter(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
+    def fuse(linear: Any, bias: Any, reduce_scatter: Any) -> FusibleOperation | None:
+        if not (isinstance(linear, BasicLinear) and isinstance(bias, Bias) and _overlaps(reduce_scatter)):
+            return None
+        return ForwardLinearReduceScatter(linear=linear, bias=bias, reduce_scatter=reduce_scatter)
+
+    def fuse_without(linear: Any, reduce_scatter: Any) -> FusibleOperation | None:
+        if not (isinstance(linear, BasicLinear) and _overlaps(reduce_scatter)):
+            return None
+        return ForwardLinearReduceScatter(linear=linear, bias=None, reduce_scatter=reduce_scatter)
+
+    return replace_windows(replace_windows(ops, 3, fuse), 2, fuse_without)
+
+
+def _overlaps(op: Any) -> bool:
+    return isinstance(op, ReduceScatter) and op.process_group_size > 1
