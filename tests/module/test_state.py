@@ -10,6 +10,7 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint import recipe as recipes
+from mezzotint.layer.parameters import resolve_device
 from tests.recipes import IN, MODULES, OPTIONS, OUT, RECIPES, STATE, assert_equal, make, sample, step
 
 over_modules = pytest.mark.parametrize("name", MODULES)
@@ -156,7 +157,7 @@ def test_meta_device(name: str) -> None:
     torch.manual_seed(0)
     other.reset_parameters()
     for got, wanted in zip(other.parameters(), expected.parameters(), strict=True):
-        assert got.device.type == mz.module.parameters.resolve_device(None).type
+        assert got.device.type == resolve_device(None).type
         assert torch.equal(got.cpu(), wanted)
 
 
