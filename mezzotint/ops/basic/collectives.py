@@ -13,6 +13,11 @@ from mezzotint.ops.parallel import world_size
 from mezzotint.ops.quantizing import plain
 
 
+# By the names of torch 2.13 where it has them, else by those of 2.11.
+_all_gather: Any = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_reduce_scatter: Any = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
+
+
 def _group(process_group: Any) -> Any:
     return torch.distributed.group.WORLD if process_group is None else process_group
 
@@ -21,7 +26,7 @@ def all_gather(x: Any, process_group: Any) -> Any:
     """(m, …) of each process → (m · processes, …)."""
     if world_size(process_group) == 1:
         return x
-    made = collectives.all_gather_tensor(plain(x).contiguous(), 0, _group(process_group))
+    made = _all_gather(plain(x).contiguous(), 0, _group(process_group))
     return collectives.wait_tensor(made)
 
 
@@ -43,7 +48,7 @@ def start_reduce_scatter(x: Any, process_group: Any) -> torch.Tensor:
     x = plain(x).contiguous()
     if x.shape[0] % count:
         raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
-    return collectives.reduce_scatter_tensor(x, "sum", 0, _group(process_group))
+    return _reduce_scatter(x, "sum", 0, _group(process_group))
 
 
 class _Collective(BasicOperation):
