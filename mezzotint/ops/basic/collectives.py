@@ -12,7 +12,6 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.parallel import world_size
 from mezzotint.ops.quantizing import plain
 
-
 # By the names of torch 2.13 where it has them, else by those of 2.11.
 _all_gather: Any = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 _reduce_scatter: Any = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor

@@ -17,11 +17,13 @@ from mezzotint.functional.grouped_linear import (
 from mezzotint.functional.linear import Needs
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.layer.base import scale_of
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.ops.basic.activation import check_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
@@ -33,7 +35,8 @@ class GroupedLinear(BasicOperation):
     """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
 
     The extra input is the number of rows of each group, a list or a tensor (which is read: on a GPU that waits for
-    it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`).
+    it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`). With `scale_bias` a
+    second one multiplies the bias of each row.
     """
 
     module_type = "grouped_linear"
@@ -61,12 +64,14 @@ class GroupedLinear(BasicOperation):
         for name, value in (
             ("single_grouped_weight", single_grouped_weight),
             ("single_grouped_bias", single_grouped_bias),
-            ("scale_bias", scale_bias),
         ):
             if value:
                 raise NotImplementedError(f"{name}: there is one plain parameter for each group; leave it False")
+        if scale_bias and not bias:
+            raise ValueError("scale_bias=True with bias=False: there is no bias to scale")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.use_bias = bias
+        self.use_bias, self.scale_bias = bias, scale_bias
+        self.num_extra_inputs = 2 if scale_bias else 1
         self.fuse_wgrad_accumulation = accumulate_into_main_grad
         device = resolve_device(device)
         self._weights = tuple(
@@ -128,7 +133,7 @@ class GroupedLinear(BasicOperation):
         needs = Needs(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),
-            requires_grad and any(bias.requires_grad for bias in biases),
+            requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
         )
         call = self._start(weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
         weights_q, amaxes = self._weights_q(call, weights)
@@ -147,7 +152,7 @@ class GroupedLinear(BasicOperation):
         return GroupedLinearFwdArgs(
             x,
             weights,
-            biases,
+            () if self.scale_bias else biases,
             run.weight_q,
             splits,
             call.needs[0],
@@ -173,6 +178,10 @@ class GroupedLinear(BasicOperation):
         args = self.args(plain(input_), basic_op_extra_inputs[0][0], run)
         y, made = grouped_linear_forward(args)
         self.enter_inputs(run, made.amaxes)
+        if self.scale_bias:
+            scales = basic_op_extra_inputs[0][1]
+            check_scales(scales, input_.shape[:-1])
+            y = run_op(scaled_bias, y, scales.reshape(-1), list(self._params()[1]), list(args.splits))
         quantized = tuple([x if isinstance(x, QuantizedTensorStorage) else None for x in made.xs_q])
         return y.view(*input_.shape[:-1], y.shape[1]), [()], quantized
 
@@ -187,17 +196,26 @@ class GroupedLinear(BasicOperation):
         **given: Any,
     ) -> None:
         args = self.args(plain(input_), basic_op_extra_inputs[0][0], basic_op_kwargs[0]["run"])
-        self.save(basic_op_ctxs[0], args, tensors_to_save)
+        self.save(basic_op_ctxs[0], args, tensors_to_save, *basic_op_extra_inputs[0][1:])
 
-    def save(self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...]) -> None:
+    def save(
+        self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...], *scales: torch.Tensor
+    ) -> None:
         """What backward needs."""
-        ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())))
+        ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scales)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        dx, grads = self.gradients(basic_op_ctxs[0], plain(grad_output))
-        return dx, [grads], [(None,)]
+        ctx, dy = basic_op_ctxs[0], plain(grad_output)
+        dx, grads = self.gradients(ctx, dy)
+        if not self.scale_bias:
+            return dx, [grads], [(None,)]
+        saved, scales = ctx.saved_tensors
+        biases = list(self._params()[1])
+        ds, *dbs = run_op(scaled_bias_backward, as_matrix(dy), scales.reshape(-1), biases, list(saved.splits))
+        pairs = zip(grads[::2], dbs, strict=True)
+        return dx, [[grad for pair in pairs for grad in pair]], [(None, ds.view(scales.shape))]
 
     def gradients(self, ctx: OperationContext, dy: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         """dx, and the parameters' gradients in their order."""

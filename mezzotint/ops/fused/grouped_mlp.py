@@ -128,6 +128,8 @@ def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> list[Fusibl
             return None
         if activation.glu_interleave_size is not None or fc1.num_groups != fc2.num_groups:
             return None
+        if fc1.scale_bias or fc2.scale_bias:
+            return None
         return GroupedMLP(fc1=fc1, activation=activation, fc2=fc2)
 
     return replace_windows(ops, 3, fuse)
