@@ -9,6 +9,7 @@ from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
 from mezzotint.checkpoint import checkpoint
 from mezzotint.constants import DType
+from mezzotint.convert.model import convert, convert_report, unconvert
 from mezzotint.cross_entropy import parallel_cross_entropy
 from mezzotint.dynamo import (
     TensorProto,
@@ -121,6 +122,8 @@ __all__ = [
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
+    "convert",
+    "convert_report",
     "custom_recipes",
     "deinterleave_glu_tensor",
     "dynamo",
@@ -146,4 +149,5 @@ __all__ = [
     "restore_from_func_ctx",
     "restore_from_saved",
     "to_tensor_proto",
+    "unconvert",
 ]

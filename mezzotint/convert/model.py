@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from mezzotint.convert.modules import Converted, ConvertedLinear, convert_linear, convert_sequential, join, restore
+from mezzotint.convert.modules import (
+    Converted,
+    ConvertedLinear,
+    convert_linear,
+    convert_root,
+    convert_sequential,
+    restore,
+)
 from mezzotint.convert.rules import Filter, Neighbours, find_heads, find_neighbours, why_kept
 from mezzotint.recipe import Recipe, check_recipe
 
@@ -41,15 +48,14 @@ class ConversionReport:
         return [entry for entry in self.entries if entry.after is None]
 
     def __str__(self) -> str:
-        counts: dict[tuple[str, ...], int] = {}
+        groups: dict[tuple[str, ...], list[str]] = {}
         for entry in self.entries:
-            name = re.sub(r"\b\d+\b", "*", entry.fqn) or "(the model)"
-            row = (name, entry.before, entry.after or "kept", entry.why)
-            counts[row] = counts.get(row, 0) + 1
-        table = [
-            ("layer", "was", "is", "why", ""),
-            *[(*row, f"{n} layers" if n > 1 else "") for row, n in counts.items()],
-        ]
+            pattern = re.sub(r"\b\d+\b", "*", entry.fqn)
+            groups.setdefault((pattern, entry.before, entry.after or "kept", entry.why), []).append(entry.fqn)
+        table = [("layer", "number", "was", "is", "why")]
+        for (pattern, *row), names in groups.items():
+            name = pattern if len(names) > 1 else names[0] or "(the model)"
+            table.append((name, str(len(names)), row[0], row[1], row[2]))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         total = sum(entry.num_weights for entry in self.entries)
@@ -75,8 +81,8 @@ def convert(
 ) -> nn.Module:
     """The model, its `nn.Linear` swapped for ours, which share the parameters. `convert_report` says what was done.
 
-    With a `recipe`, converted layers run under it by themselves, inside of any `autocast` and without one. Without a
-    recipe the `autocast` around the call decides, and outside of any nothing is quantized.
+    With a `recipe`, the model and each converted layer run under it by themselves, whatever an `autocast` around them
+    says. Without a recipe the `autocast` around the call decides, and outside of any nothing is quantized.
 
     `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
     output heads and small layers as they are. `inplace=False` converts a copy.
@@ -101,6 +107,8 @@ def convert(
     for fqn, why in kept.items():
         if why is None:
             _convert(linears[fqn], recipe, neighbours.get(id(linears[fqn])))
+    if recipe is not None:
+        convert_root(model, recipe)
     entries = [_entry(fqn, linear, kept.get(fqn), neighbours.get(id(linear))) for fqn, linear in linears.items()]
     vars(model)[_REPORT] = ConversionReport(tuple(entries))
     return model
@@ -128,7 +136,7 @@ def unconvert(model: nn.Module) -> nn.Module:
     """The model with the layers that it had before `convert`, and the parameters that it has now. In place."""
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
     for fqn, module in converted:
-        if type(module) is not join(module.ours, module.theirs):
+        if "theirs" not in vars(type(module)):
             raise ValueError(f"{fqn!r} is a {type(module).__name__}, made of a converted module: undo that first")
     for _, module in converted:
         restore(module)

@@ -6,7 +6,7 @@ state-dict keys, hooks, optimizers and every reference to it. Where an `nn.Seque
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class Converted:
     theirs: ClassVar[Any]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return blank, (self.ours, self.theirs), self.__getstate__()
+        return blank, parts(type(self)), self.__getstate__()
 
 
 @cache
@@ -35,9 +35,16 @@ def join(ours: Any, theirs: Any) -> Any:
     return type(f"Converted{theirs.__name__}", (ours, theirs), {"ours": ours, "theirs": theirs})
 
 
-def blank(ours: Any, theirs: Any) -> Any:
-    """For pickles and copies, which cannot name a class that was made at run time."""
-    made = join(ours, theirs)
+def parts(cls: Any) -> tuple[Any, ...]:
+    """The classes that it was joined of, ours first."""
+    return (cls.ours, *parts(cls.theirs)) if "ours" in vars(cls) else (cls,)
+
+
+def blank(*classes: Any) -> Any:
+    """For copies and pickles, which cannot name a class that was made at run time."""
+    *outer, made = classes
+    for ours in reversed(outer):
+        made = join(ours, made)
     return made.__new__(made)
 
 
@@ -56,6 +63,10 @@ class ConvertedLinear(Converted, Linear):
         """input (…, in) → (…, out); options as of `Linear.forward`."""
         with self._region():
             return super().forward(input, **options)
+
+    def extra_repr(self) -> str:
+        recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
+        return super().extra_repr() + recipe
 
     def _region(self) -> AbstractContextManager[Any]:
         if self.recipe is None or (STATE.enabled and STATE.recipe is self.recipe):
@@ -113,6 +124,26 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
             return LayerNormLinear.forward(self, input)
 
 
+class ConvertedModel(Converted):
+    """What `convert` was given, with a recipe: its forward is one region, in which all converted layers run."""
+
+    _mezzotint_recipe: Recipe
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """The joined class has the name and the signature of theirs, which libraries look at."""
+        super().__init_subclass__(**options)
+        if "theirs" in vars(cls):
+            theirs = cls.theirs
+            cls.__name__, cls.__qualname__, cls.__module__ = theirs.__name__, theirs.__qualname__, theirs.__module__
+
+            @wraps(theirs.forward)
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                with autocast(recipe=self._mezzotint_recipe, amax_reduction_group=STATE.group):
+                    return theirs.forward(self, *args, **kwargs)
+
+            cls.forward = forward  # type: ignore[attr-defined]
+
+
 class ConvertedSequential(Converted, nn.Sequential):
     """`nn.Sequential` that runs a norm and the converted linear behind it in one step."""
 
@@ -148,16 +179,21 @@ def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -
     fresh = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     vars(linear).update({name: vars(fresh).get(name) for name in additions()[0]})
     linear.recipe, linear.pair = recipe, () if norm is None else (norm,)
-    theirs: Any = type(linear)
-    linear.__class__ = join(ConvertedLinear if norm is None else ConvertedLayerNormLinear, theirs)
+    linear.__class__ = join(ConvertedLinear if norm is None else ConvertedLayerNormLinear, linear.__class__)
     linear._init_state(1, linear.weight.device)
 
 
 def convert_sequential(sequential: Any) -> None:
     """In place."""
-    theirs: Any = type(sequential)
-    if not issubclass(theirs, ConvertedSequential):
-        sequential.__class__ = join(ConvertedSequential, theirs)
+    if not isinstance(sequential, ConvertedSequential):
+        sequential.__class__ = join(ConvertedSequential, sequential.__class__)
+
+
+def convert_root(model: Any, recipe: Recipe) -> None:
+    """In place; the first recipe stays, and a layer with another one has a region of its own."""
+    if not isinstance(model, ConvertedModel | ConvertedLinear):
+        model._mezzotint_recipe = recipe
+        model.__class__ = join(ConvertedModel, model.__class__)
 
 
 def restore(module: Any) -> None:
@@ -168,4 +204,5 @@ def restore(module: Any) -> None:
             delattr(module, name)
         for name in attributes:
             del vars(module)[name]
-    module.__class__ = module.theirs
+    vars(module).pop("_mezzotint_recipe", None)
+    module.__class__ = parts(type(module))[-1]
