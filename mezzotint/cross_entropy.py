@@ -38,8 +38,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def parallel_cross_entropy(
-    inp: torch.Tensor | None = None,
-    target: torch.Tensor | None = None,
+    inp: torch.Tensor,
+    target: torch.Tensor,
     label_smoothing: float = 0.0,
     reduce_loss: bool = False,
     dist_process_group: Any = None,
@@ -51,13 +51,11 @@ def parallel_cross_entropy(
     """Logits inp [.., V] and target ids [..] → FP32 loss of each token [..], or their mean with `reduce_loss`.
 
     A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, those too. The gradient has inp's
-    dtype.
+    dtype. `_input` is the former name of `inp`; `is_cg_capturable` changes nothing, it always is.
     """
     if _input is not None:
         warnings.warn("_input of parallel_cross_entropy is called inp", DeprecationWarning, stacklevel=2)
         inp = _input
-    if inp is None or target is None:
-        raise ValueError("parallel_cross_entropy needs inp, logits [.., V], and target, ids [..]")
     if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
         raise NotImplementedError(
             f"dist_process_group has {torch.distributed.get_world_size(dist_process_group)} processes: logits that are "

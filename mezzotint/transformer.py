@@ -310,8 +310,9 @@ class TransformerLayer(nn.Module):
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, drop_path: DropPath | None
     ) -> torch.Tensor:
         """residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
-        total = y.float() if bias is None else y + bias.float()
-        total = functional.dropout(total, self.hidden_dropout, self.training)
+        total = y if bias is None else y + bias.float()
+        if self.training and self.hidden_dropout > 0.0:
+            total = functional.dropout(total.float(), self.hidden_dropout)
         if drop_path is not None:
-            total = drop_path(total)
+            total = drop_path(total.float())
         return (residual + total).to(residual.dtype)

@@ -88,10 +88,8 @@ def test_bad_input() -> None:
         mz.parallel_cross_entropy(logits, target[0])
     with pytest.raises(ValueError, match="label_smoothing is 1"):
         mz.parallel_cross_entropy(logits, target, 1.0)
-    with pytest.raises(ValueError, match="needs inp"):
-        mz.parallel_cross_entropy(target=target)
     with pytest.warns(DeprecationWarning, match="is called inp"):
-        loss = mz.parallel_cross_entropy(_input=logits, target=target)
+        loss = mz.parallel_cross_entropy(None, target, _input=logits)
     assert torch.equal(loss, mz.parallel_cross_entropy(logits, target))
 
 

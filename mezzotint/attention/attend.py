@@ -1,7 +1,8 @@
 """softmax(mask(Q · Kᵀ · scale + bias)) · V by PyTorch's kernels.
 
 A causal mask over as many keys as queries, and no mask, are `scaled_dot_product_attention`'s own; any other is a
-tensor, or in compiled code on a GPU FlexAttention's (`flex.py`). A query that sees no key gives 0, and no gradient.
+tensor. Sliding windows in compiled code on a GPU are FlexAttention's (`flex.py`). A query that sees no key gives 0, and
+no gradient.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Scores:
     sink: torch.Tensor | None  # FP32 [h]: a logit in the denominator that no value belongs to
     scale: float
     dropout: float
+    recomputes: bool  # in backward, instead of keeping what it made
 
 
 def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -48,9 +50,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         return functional.scaled_dot_product_attention(
             q, k, v, None, scores.dropout, is_causal, scale=scores.scale, enable_gqa=heads != groups
         )
-    is_positional = scores.arbitrary is None and scores.bias is None and scores.sink is None and scores.dropout == 0.0
-    if is_positional and scores.sides is not None and flex_serves(q, v):
-        return flex_attend(q, k, v, scores.rule, scores.sides, scores.slopes, scores.scale)
+    is_rule = scores.bias is None and scores.slopes is None and scores.sink is None and scores.dropout == 0.0
+    if is_rule and not scores.recomputes and flex_serves(q, v, scores.rule):
+        return flex_attend(q, k, v, scores.rule, scores.scale)
     seen, bias = score_terms(scores)
     if heads != groups:  # of the kernels that take a mask not all take fewer heads of keys than of queries
         k, v = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)
@@ -64,11 +66,13 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         seen = None if seen is None else functional.pad(seen, (0, 1), value=True)
         k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
     elif seen is not None:
-        # A query that sees nothing sees all, and what it gives is dropped: no kernel divides 0 by 0 then.
+        # A query that sees nothing sees all, and what it gives is dropped: cuDNN's kernel makes NaN of 0 / 0.
         sees_any = seen.any(-1, keepdim=True)
         seen = seen | ~sees_any
     mask = seen
     if bias is not None:
+        # On a GPU cuDNN's kernel takes a bias of another dtype for one of the queries' and computes nonsense.
+        bias = bias.to(q.dtype) if q.is_cuda else bias
         mask = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
     y = functional.scaled_dot_product_attention(q, k, v, mask, scores.dropout, False, scale=scores.scale)
     return y if sees_any is None else torch.where(sees_any, y, 0.0)

@@ -207,23 +207,31 @@ class DotProductAttention(nn.Module):
             if not is_plain or self.return_max_logit:
                 tokens = tokens_of(rule, q, k, attention_mask, cu_seqlens_q, cu_seqlens_kv)
                 sides = batch_sides(rule, q.shape[1], k.shape[1], *tokens, q.device)
-        dropout = self.attention_dropout if self.training else 0.0
-        scores = Scores(rule, is_plain, sides, arbitrary, bias, slopes, sink, self.softmax_scale, dropout)
+        scores = Scores(
+            rule,
+            is_plain,
+            sides,
+            arbitrary,
+            bias,
+            slopes,
+            sink,
+            self.softmax_scale,
+            self.attention_dropout if self.training else 0.0,
+            checkpoint_core_attention,
+        )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = self._attend(q, k, v, scores, checkpoint_core_attention)
+        y = self._attend(q, k, v, scores)
         y = y.permute(2, 0, 1, 3) if layout == "sbhd" else y.transpose(1, 2)
         y = (y[0] if layout == "thd" else y).flatten(-2)
         return (y, largest_logit(q, k, scores).to(y.dtype)) if self.return_max_logit else y
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores, recomputes: bool
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attend(q, k, v, scores)
 
         tracker = self.get_rng_state_tracker if scores.dropout > 0.0 else None
         with nullcontext() if tracker is None else tracker().fork():
-            return checkpoint(run, q, k, v, use_reentrant=False) if recomputes else run(q, k, v)
+            return checkpoint(run, q, k, v, use_reentrant=False) if scores.recomputes else run(q, k, v)
 
     def _cached(
         self, rule: Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, params: InferenceParams

@@ -43,10 +43,6 @@ class Rule:
     right: int  # and ahead
     is_bottom_right: bool
 
-    def hides(self) -> bool:
-        """Whether there is a key that a query does not see."""
-        return self.has_padding or self.is_arbitrary or self.left >= 0 or self.right >= 0
-
     def is_plain(self, q_size: int, k_size: int) -> bool:
         """Whether it is no mask, or a causal one whose diagonal starts at the first query and key."""
         if self.has_padding or self.is_arbitrary or self.left != -1:
@@ -86,7 +82,8 @@ def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor,
     """Of `size` tokens, packed: the sequence that each is of and its place in it, [size]. Tokens past the last
     sequence count as its."""
     index = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    sequence = torch.searchsorted(cu_seqlens[1:], index, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    # Not `searchsorted`: Inductor's kernel for GPUs (torch 2.11) searches a slice from the start of its storage.
+    sequence = (index[:, None] >= cu_seqlens[1:-1]).sum(-1)
     return sequence, index - cu_seqlens[sequence]
 
 
