@@ -1,0 +1,8 @@
+"""`python -m mezzotint`."""
+
+import sys
+
+from mezzotint.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command line, `mezzotint` or `python -m mezzotint`. What it needs beside torch is the extra `mezzotint[cli]`."""

@@ -1,0 +1,105 @@
+"""`mezzotint compare`: the same model, data and seed in several recipes, side by side."""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mezzotint.cli.checkpoint import write_json
+from mezzotint.cli.console import CommandError, as_size, make_console
+from mezzotint.cli.data import read_text
+from mezzotint.cli.figure import draw
+from mezzotint.cli.loop import Result, Stopped, Training, run_training
+from mezzotint.cli.model import ModelConfig, find_model
+from mezzotint.cli.options import takes
+from mezzotint.cli.recipes import BF16, recipe_names
+from mezzotint.cli.runs import check_free, new_folder, write_config
+from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
+from mezzotint.cli.train import Model, Out, set_threads
+
+DEFAULT = "bf16,delayed,current,mxfp8,nvfp4"
+
+
+@takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep"))
+def compare(
+    *,
+    recipes: Annotated[str, typer.Option(help="recipes between commas, or all; BF16 always runs")] = DEFAULT,
+    out: Out = None,
+    model: Model = "tiny",
+    given: dict[str, Any],
+) -> None:
+    """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
+    names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
+    if out is not None:
+        check_free(Path(out))
+    sizes, settings = make_config(find_model(model), TrainConfig(checkpoint_every=0), given)
+    set_threads(settings)
+    text = read_text(settings.data, settings.tokenizer)
+    config = RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint)
+    folder, console = None, make_console()
+    results: list[Result] = []
+    for name in names:
+        chosen = replace(config, train=replace(settings, recipe=name))
+        training = Training(chosen, text)
+        folder = folder or new_folder(out, "compare")  # not before: what cannot be trained leaves none behind
+        try:
+            results.append(_run(training, folder / name, console))
+        except Stopped as stopped:
+            if results:
+                console.print(as_table(results, settings))
+            raise CommandError(f"{name} {stopped}: the finished recipes are in {folder}", stopped.code) from None
+        del training  # before the next is made
+        gc.collect()
+    assert folder is not None
+    console.print(as_table(results, settings))
+    figure, report = folder / "compare.png", folder / "compare.json"
+    write_json(report, as_report(results, config))
+    draw(figure, title_of(results, settings), results, settings.last)
+    console.print(f"losses: {report}", highlight=False, soft_wrap=True)
+    console.print(f"figure: {figure}", highlight=False, soft_wrap=True)
+
+
+def _run(training: Training, folder: Path, console: Console) -> Result:
+    folder.mkdir()
+    write_config(folder, training.config)
+    return run_training(training, folder, console)
+
+
+def gap(result: Result, results: Sequence[Result]) -> float:
+    """Final loss over BF16's."""
+    return result.final - results[0].final
+
+
+def title_of(results: Sequence[Result], settings: TrainConfig) -> str:
+    how = "compiled" if settings.compile else "eager"
+    return f"{settings.steps} steps, seed {settings.seed}, {how}, {results[0].device}"
+
+
+def as_table(results: Sequence[Result], settings: TrainConfig) -> Table:
+    table = Table(title=title_of(results, settings), title_justify="left")
+    table.add_column("recipe")
+    last = min(settings.last, settings.steps)
+    for name in (f"loss, last {last}", "gap to BF16", "tokens/s", "peak memory", "graphs", "compile s"):
+        table.add_column(name, justify="right")
+    for result in results:
+        speed = result.tokens_per_second
+        table.add_row(
+            result.recipe,
+            f"{result.final:.4f}",
+            "" if result is results[0] else f"{gap(result, results):+.4f}",
+            "" if speed is None else f"{speed:,.0f}",
+            as_size(result.peak_memory),
+            str(result.graphs),
+            f"{result.compile_seconds:.1f}",
+        )
+    return table
+
+
+def as_report(results: Sequence[Result], config: RunConfig) -> dict[str, Any]:
+    rows = [{**asdict(result), "gap": gap(result, results)} for result in results]
+    return {"config": config.as_json(), "results": rows}

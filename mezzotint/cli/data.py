@@ -1,0 +1,131 @@
+"""Text that is on the machine → batches of tokens; where a run is in them is one number.
+
+The text is cut into windows of `sequence + 1` tokens, each beginning with the last token of the one before. An epoch
+takes them all once, in an order that follows from the seed and the epoch alone.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mezzotint.cli.console import CommandError
+
+try:
+    import tokenizers
+except ModuleNotFoundError:  # needed for --tokenizer alone, and no part of the extra
+    HAS_TOKENIZERS = False
+else:
+    HAS_TOKENIZERS = True
+
+NUM_BYTES = 256
+# Folders under the standard library that are no part of it, or are mostly its tests.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens [n], uint8 or int32, how many there can be, and a hash that tells one text from another."""
+
+    tokens: torch.Tensor
+    vocab: int
+    fingerprint: str
+
+
+def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
+    """A file, all files of a folder, or Python's own sources; as bytes, or as a tokenizer's tokens."""
+    text = read_bytes(path)
+    if tokenizer is None:
+        return Text(torch.frombuffer(bytearray(text), dtype=torch.uint8), NUM_BYTES, _hash(text, NUM_BYTES))
+    ids, vocab = _tokenize(text, tokenizer)
+    return Text(ids, vocab, _hash(ids.numpy().tobytes(), vocab))
+
+
+def _hash(data: bytes, vocab: int) -> str:
+    return hashlib.sha256(data + vocab.to_bytes(8, "little")).hexdigest()
+
+
+def read_bytes(path: str | None) -> bytes:
+    """Files one after another, in the order of their paths: the same on every call."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        text = b"".join(_read_all(sorted(_sources(root))))
+        if not text:
+            raise CommandError(f"there are no Python sources under {root}: give text with --data PATH")
+        return text
+    root = Path(path)
+    if not root.exists():
+        raise CommandError(f"--data {path} does not exist: give a text file or a folder of them")
+    files = sorted(_visible(root)) if root.is_dir() else [root]
+    text = b"".join(_read_all(files))
+    if not text:
+        what = "has no text file in it" if root.is_dir() else "is empty"
+        raise CommandError(f"--data {path} {what}: give a file or folder with text in it")
+    return text
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for file in root.rglob("*.py"):
+        if LEFT_OUT.isdisjoint(file.relative_to(root).parts):
+            yield file
+
+
+def _visible(root: Path) -> Iterator[Path]:
+    for file in root.rglob("*"):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts):
+            yield file
+
+
+def _read_all(files: list[Path]) -> Iterator[bytes]:
+    for file in files:
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise CommandError(f"{file} cannot be read: {error.strerror}; give --data that can be") from None
+        if len(files) == 1 or b"\0" not in text:  # a folder may have pictures in it
+            yield text
+
+
+def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
+    if not HAS_TOKENIZERS:
+        raise CommandError("--tokenizer needs the package tokenizers: pip install tokenizers")
+    if not Path(path).is_file():
+        raise CommandError(f"--tokenizer {path} does not exist: give the tokenizer.json of a Hugging Face model")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises no other
+        raise CommandError(f"--tokenizer {path} is no tokenizer: {error}; give a Hugging Face tokenizer.json") from None
+    ids = tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+    return torch.tensor(ids, dtype=torch.int32), tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+class Batches:
+    """tokens and targets int64 [batch, sequence], one after another without end. `position`: windows taken so far."""
+
+    def __init__(self, text: Text, sequence: int, batch: int, seed: int, position: int = 0) -> None:
+        self.num_windows = (text.tokens.numel() - 1) // sequence
+        if self.num_windows < 1:
+            raise CommandError(
+                f"the text has {text.tokens.numel()} tokens: a sequence needs {sequence + 1}; give more text with "
+                "--data, or a smaller --sequence"
+            )
+        self.tokens, self.sequence, self.batch, self.seed = text.tokens, sequence, batch, seed
+        self.position = position
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch; it may end one epoch and begin another."""
+        starts = torch.stack([self._window(self.position + i) for i in range(self.batch)]) * self.sequence
+        self.position += self.batch
+        windows = self.tokens[starts[:, None] + torch.arange(self.sequence + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _window(self, place: int) -> torch.Tensor:
+        epoch, index = divmod(place, self.num_windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self.seed * 2**32 + epoch) % 2**63)
+            self._epoch, self._order = epoch, torch.randperm(self.num_windows, generator=generator)
+        return self._order[index]

@@ -1,0 +1,172 @@
+"""`mezzotint doctor`: what this machine runs, how, and whether what it computes is right.
+
+Each recipe runs one Linear forward and backward, eager and compiled, against FP32. With m bits of mantissa an element
+is off by at most 2^-(m+1) of itself, and over many terms errors add up as a random walk does: the bound of a product is
+the root of the sum of its operands' squares.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mezzotint import hw
+from mezzotint.cli.console import CommandError, make_console
+from mezzotint.cli.machine import check_compiler, find_device, versions
+from mezzotint.cli.recipes import BF16, RECIPES
+from mezzotint.module.linear import Linear
+from mezzotint.quantization import autocast
+from mezzotint.recipe import Recipe
+
+SIZE = 256
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+# Bits of mantissa: of input, weight, gradient.
+_E4M3, _E5M2, _E2M1, _BF16 = 3, 2, 1, 7
+MANTISSA = {
+    BF16: (_BF16, _BF16, _BF16),
+    "delayed": (_E4M3, _E4M3, _E5M2),
+    "current": (_E4M3, _E4M3, _E5M2),
+    "rowwise": (_E4M3, _E4M3, _E4M3),
+    "block": (_E4M3, _E4M3, _E4M3),
+    "mxfp8": (_E4M3, _E4M3, _E4M3),
+    "nvfp4": (_E2M1, _E2M1, _E2M1),
+}
+UNTRIED = (
+    "Not run on hardware so far: the paths of Blackwell GPUs (compute capability 10.0 and 12.0), the native MXFP8 and "
+    "NVFP4 products among them, and of Ada (8.9)."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One recipe, eager or compiled."""
+
+    recipe: str
+    mode: str  # "eager" | "compiled"
+    errors: dict[str, float]  # of each product, relative to its norm
+    bounds: dict[str, float]
+    same_bits: bool | None  # as eager
+    problem: str | None
+
+    @property
+    def is_good(self) -> bool:
+        # Compiled and eager are the same bits by promise. Comparing this way around, NaN is not good.
+        near = all(self.errors[name] <= bound for name, bound in self.bounds.items()) if self.errors else False
+        return self.problem is None and near and self.same_bits is not False
+
+
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="check compiled code, too")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
+    where = find_device(device)
+    rows = hw.report(None if where.type == "cpu" else "current")
+    checks = [check for name in RECIPES for check in run_checks(name, where, compiled)]
+    is_good = all(check.is_good for check in checks)
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+    if as_json:
+        report = {
+            "device": name,
+            "versions": versions(),
+            "formats": [asdict(row) for row in rows],
+            "checks": [{**asdict(check), "is_good": check.is_good} for check in checks],
+            "untried": UNTRIED,
+            "is_good": is_good,
+        }
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _show(make_console(), name, rows, checks)
+    if not is_good:
+        raise typer.Exit(1)
+
+
+def bounds_of(name: str) -> dict[str, float]:
+    x, w, grad = (2.0 ** -(bits + 1) for bits in MANTISSA[name])
+    return {"fprop": math.hypot(x, w), "dgrad": math.hypot(grad, w), "wgrad": math.hypot(grad, x)}
+
+
+def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
+    """Eager, then compiled."""
+    checks, eager = [], None
+    for mode in ("eager", "compiled") if compiled else ("eager",):
+        errors: dict[str, float] = {}
+        same_bits, problem = None, None
+        try:
+            if mode == "compiled":
+                check_compiler(device)
+            made, wanted = _run(RECIPES[name], device, mode)
+            errors = {key: _error(value, wanted[key]) for key, value in made.items()}
+            if eager is not None:
+                same_bits = all(torch.equal(value, eager[key]) for key, value in made.items())
+            eager = made
+        except CommandError as error:
+            problem = str(error)
+        except Exception as error:  # whatever it is, it is what the user came for
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        checks.append(
+            Check(recipe=name, mode=mode, errors=errors, bounds=bounds_of(name), same_bits=same_bits, problem=problem)
+        )
+    return checks
+
+
+def _run(
+    recipe: Recipe | None, device: torch.device, mode: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A fresh Linear, forward and backward: what it made, and the same in FP32."""
+    torch.manual_seed(0)
+    x, grad = (torch.randn(SIZE, SIZE).to(device, torch.bfloat16) for _ in range(2))
+    linear = Linear(SIZE, SIZE, bias=False, params_dtype=torch.bfloat16, device="cpu").to(device)
+    call: Callable[..., Any] = linear
+    if mode == "compiled":
+        torch.compiler.reset()
+        call = torch.compile(linear, fullgraph=True)
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        y = call(leaf)
+    y.backward(grad)
+    weight: Any = linear.weight
+    w32, x32, grad32 = weight.detach().float(), x.float(), grad.float()
+    wanted = {"fprop": x32 @ w32.T, "dgrad": grad32 @ w32, "wgrad": grad32.T @ x32}
+    return {"fprop": y.detach(), "dgrad": leaf.grad, "wgrad": weight.grad}, wanted
+
+
+def _error(value: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((value.float() - wanted).norm() / wanted.norm()).item()
+
+
+def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check]) -> None:
+    console.print(f"device: {device}", highlight=False)
+    for package, number in versions().items():
+        console.print(f"{package}: {number or 'none'}", highlight=False)
+    formats = Table(title="how each format runs here", title_justify="left")
+    for title in ("format", "operation", "how", "why"):
+        formats.add_column(title)
+    for row in _merged(rows):
+        formats.add_row(*row)
+    console.print(formats)
+    table = Table(title=f"one Linear, {SIZE} × {SIZE}, against FP32: relative error (bound)", title_justify="left")
+    for title in ("recipe", "mode", *PRODUCTS, "bits as eager", ""):
+        table.add_column(title)
+    for check in checks:
+        bits = {None: "", True: "same", False: "differ"}[check.same_bits]
+        errors = [f"{check.errors[key]:.4f} ({check.bounds[key]:.4f})" if check.errors else "" for key in PRODUCTS]
+        table.add_row(check.recipe, check.mode, *errors, bits, "good" if check.is_good else check.problem or "WRONG")
+    console.print(table)
+    console.print(UNTRIED, highlight=False)
+
+
+def _merged(rows: list[hw.Row]) -> list[tuple[str, str, str, str]]:
+    """Operations of a format that run alike, in one row."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        found.setdefault((row.format, row.how, row.why), []).append(row.operation)
+    return [(name, ", ".join(operations), how, why) for (name, how, why), operations in found.items()]

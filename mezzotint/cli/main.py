@@ -1,0 +1,41 @@
+"""The program: runs a command; what goes wrong is one line on standard error and an exit code.
+
+0 as asked, 1 ran and failed, 2 cannot run as asked, 130 stopped by Ctrl-C.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from mezzotint.cli.console import CommandError
+
+EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")
+
+try:
+    from mezzotint.cli.app import UsageError, app
+except ModuleNotFoundError as error:
+    if error.name not in EXTRA:
+        raise
+    MISSING: str | None = error.name
+else:
+    MISSING = None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of the command."""
+    if MISSING is not None:
+        return _fail(f"{MISSING} is not installed: pip install 'mezzotint[cli]'", 2)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        code = app(arguments, prog_name="mezzotint", standalone_mode=False)
+    except CommandError as error:
+        return _fail(str(error), error.code)
+    except UsageError as error:
+        where = getattr(getattr(error, "ctx", None), "command_path", "mezzotint")
+        said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
+        return _fail(f"{said}: see {where} --help", 2)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"mezzotint: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,44 @@
+"""What a run says while it runs: a bar in a terminal, else a line every so many steps."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Reporter:
+    """Shows one run's steps. `show` takes what is known of the step; `advance` says that one is done."""
+
+    def __init__(self, console: Console, label: str, steps: int, start: int) -> None:
+        self.console, self.label, self.steps = console, label, steps
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(label, total=steps, completed=start, said="")
+
+    def __enter__(self) -> "Reporter":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> Any:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+    def show(self, step: int, loss: float, speed: float | None) -> None:
+        """`speed`: tokens a second; None while there are compilations only."""
+        said = f"loss {loss:.4f}" + ("" if speed is None else f"  {speed:,.0f} tokens/s")
+        self._bar.update(self._task, said=said)
+        if not self.console.is_terminal:
+            self.console.print(f"{self.label}  step {step}/{self.steps}  {said}", highlight=False, soft_wrap=True)

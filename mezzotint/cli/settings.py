@@ -1,0 +1,80 @@
+"""Settings of a run: how it trains, and all that its numbers follow from."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from mezzotint.cli.model import ModelConfig
+from mezzotint.cli.options import check, flag, option
+from mezzotint.cli.recipes import find_recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained."""
+
+    recipe: str = option("bf16", "bf16, delayed, current, rowwise, block, mxfp8 or nvfp4")
+    steps: int = option(200, "optimizer steps", at_least=1)
+    accumulate: int = option(1, "micro-batches in a step", at_least=1)
+    lr: float = option(2e-3, "highest learning rate", at_least=0)
+    final_lr: float = option(0.1, "learning rate at the end, as a part of the highest", at_least=0)
+    warmup: int = option(20, "steps of a rising learning rate", at_least=0)
+    weight_decay: float = option(0.1, "of matrices", at_least=0)
+    clip: float = option(1.0, "largest norm of the gradient; 0: any", at_least=0)
+    seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0)
+    last: int = option(20, "steps that the final loss is the mean of", at_least=1)
+    data: str | None = option(None, "text file or folder; Python's own sources if not given", may_change=True)
+    tokenizer: str | None = option(None, "tokenizer.json of Hugging Face; bytes if not given", may_change=True)
+    device: str = option("auto", "auto, cpu or cuda", may_change=True)
+    compile: bool = option(True, "torch.compile the model, as one graph")
+    threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, may_change=True)
+    log_every: int = option(20, "steps between two lines, or two looks at the loss", at_least=1, may_change=True)
+    checkpoint_every: int = option(100, "steps between two checkpoints; 0: none at all", at_least=0, may_change=True)
+    keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
+
+    def __post_init__(self) -> None:
+        check(self)
+        find_recipe(self.recipe)
+
+    def learning_rate(self, step: int) -> float:
+        """Up in a straight line, down along half a cosine."""
+        rise = min((step + 1) / self.warmup, 1.0) if self.warmup else 1.0
+        done = min(max(step - self.warmup, 0) / max(self.steps - self.warmup, 1), 1.0)
+        return self.lr * rise * (self.final_lr + (1.0 - self.final_lr) * 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """All that a run's numbers follow from."""
+
+    model: ModelConfig
+    train: TrainConfig
+    fingerprint: str  # of the text
+
+    def as_json(self) -> dict[str, Any]:
+        return {"model": asdict(self.model), "train": asdict(self.train), "fingerprint": self.fingerprint}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
+        """What `as_json` gave; KeyError or TypeError for anything else."""
+        return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"])
+
+    def differences(self, other: "RunConfig") -> list[str]:
+        """What decides the numbers and is not the same: "--lr 0.002, not 0.001"."""
+        found = []
+        for mine, its in ((self.model, other.model), (self.train, other.train)):
+            for entry in fields(mine):
+                value, wanted = getattr(mine, entry.name), getattr(its, entry.name)
+                if value != wanted and not entry.metadata["may_change"]:
+                    found.append(f"{flag(entry.name)} {wanted}, not {value}")
+        return found
+
+
+def make_config(model: ModelConfig, train: TrainConfig, given: Mapping[str, Any]) -> tuple[ModelConfig, TrainConfig]:
+    """Both, with what was given on the command line instead."""
+    parts: list[dict[str, Any]] = []
+    for config in (model, train):
+        names = {entry.name for entry in fields(config)}
+        parts.append({**asdict(config), **{name: value for name, value in given.items() if name in names}})
+    return ModelConfig(**parts[0]), TrainConfig(**parts[1])
