@@ -27,6 +27,8 @@ MODERN: dict[str, Any] = {
     "normalization": "RMSNorm",
     "params_dtype": torch.bfloat16,
 }
+# Gradients that are sums of three: Inductor fuses those and rounds once, eager code twice.
+MEET = ("input", "self_attention.proj.bias")
 ANGLES = mz.RotaryPositionEmbedding(CHANNELS).cpu()(32)
 
 over_recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -267,18 +269,16 @@ def test_micro_batches_have_two_graphs(recipe: str) -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["delayed"])
 def test_inductor(recipe: str) -> None:
-    """The same bits but where gradients meet: the sum of three that Inductor fuses is rounded once, not twice. That is
-    the input's gradient and the sum of proj's bias, within one unit of BF16."""
+    """The same bits but where gradients `MEET`: within one unit of BF16."""
     eager = make(**MODERN)
     module = copy.deepcopy(eager)
     call, counter = compiled(module, "inductor")
-    meet = ("input", "self_attention.proj.bias")
     for seed in range(2):
         x = sample(seed=seed)
         got = step(module, x, recipe, call, rotary_pos_emb=ANGLES)
         expected = step(eager, x, recipe, rotary_pos_emb=ANGLES)
-        assert_equal(got, expected, but=meet)
-        for name in meet:
+        assert_equal(got, expected, but=MEET)
+        for name in MEET:
             away = (got[name].float() - expected[name].float()).norm() / expected[name].float().norm()
             assert away < 2**-8, name
     assert counter.frame_count == 1
@@ -293,7 +293,7 @@ def test_inductor_that_keeps_roundings() -> None:
     call = torch.compile(module, fullgraph=True, options={"emulate_precision_casts": True})
     x = sample()
     got = step(module, x, "mxfp8", call, rotary_pos_emb=ANGLES)
-    but = () if TorchVersion(torch.__version__) >= (2, 13) else ("input",)
+    but = () if TorchVersion(torch.__version__) >= (2, 13) else MEET
     assert_equal(got, step(eager, x, "mxfp8", rotary_pos_emb=ANGLES), but)
 
 
