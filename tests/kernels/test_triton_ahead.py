@@ -12,14 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import mezzotint.kernels.triton as package
+from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton import norm
 from mezzotint.kernels.triton._jit import ahead
+from mezzotint.kernels.triton._jit_source import pays
 
 CAPABILITIES = (89, 90, 100, 120)
 MODULES = [
@@ -95,3 +98,19 @@ def test_a_residual_leaves_the_order_of_sums(dtype: str, width: int) -> None:
         layouts.append(found)
     assert len(layouts[0]) >= 4
     assert layouts[0] == layouts[1] == layouts[2]
+
+
+def test_what_a_quantization_takes_in() -> None:
+    """By measurement (`dev/LOG.md`): a norm always, an activation where it is computed once, a plain one's gradient."""
+    x, sums = torch.empty(4, 8), torch.empty(8)
+    norm = Made("norm", (x, None, None, None, None, False, True))
+    assert pays(norm, 1)
+    assert pays(norm, 2)
+    for name, gated in (("gelu", False), ("swiglu", True)):
+        forward = Made("activation", (x, None, name, (), None))
+        backward = Made("activation_backward", (x, x, None, name, (), None))
+        assert pays(forward, 1)
+        assert not pays(forward, 2)
+        assert pays(backward, 1) is not gated
+        assert not pays(backward, 2)
+        assert not pays(Made("activation_backward", backward.args, sums), 1)

@@ -225,16 +225,28 @@ class Input(NamedTuple):
 def read(x: torch.Tensor | Made, passes: int = 1) -> Input:
     """Of a tensor or a source; launches that take two passes over x compute a source twice."""
     if isinstance(x, Made):
-        # Each half of a gated gradient takes both halves to compute: twice that is more than writing it costs.
-        dear = passes > 1 and x.source == "activation_backward" and is_gated(x.args[3])
-        if not dear and 0 not in x.shape:
-            return _sourced(x)
+        if pays(x, passes) and 0 not in x.shape:
+            return sourced(x)
         x = x.tensor()
     x = as_rows(x)
     return Input(x, *x.shape)
 
 
-def _sourced(made: Made) -> Input:
+def pays(made: Made, passes: int) -> bool:
+    """Whether to compute the source inside is faster than to write what it makes first, as measured on an H200.
+
+    A norm is cheap. An activation pays where it is computed once; its gradient, where it needs little: each half of a
+    gated one takes both halves, and column sums hold the partial sums of a tile.
+    """
+    if made.source == "norm":
+        return True
+    if passes > 1:
+        return False
+    return made.source == "activation" or (not is_gated(made.args[3]) and made.sums is None)
+
+
+def sourced(made: Made) -> Input:
+    """The source, computed by whoever reads it."""
     args, (*_, K) = made.args, made.shape
     if made.source == "norm":
         x, mu, rs, gamma, beta, zero_centered, rms = args

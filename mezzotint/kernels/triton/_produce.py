@@ -11,7 +11,7 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, tile_of
-from mezzotint.kernels.triton._jit_source import Input, load_input, read
+from mezzotint.kernels.triton._jit_source import Input, load_input, sourced
 from mezzotint.kernels.triton._launch import Fast
 
 
@@ -95,7 +95,7 @@ def write(made: Made) -> torch.Tensor:
     x = made.args[made.source == "activation_backward"]
     out = x.new_empty(made.shape)
     if out.numel():
-        source = read(made)
+        source = sourced(made)
         options = write_config(source.K)
         even = source.M % options["BM"] == 0 and source.K % options["BN"] == 0
         _write_kernel[(cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"]),)](

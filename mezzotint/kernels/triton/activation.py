@@ -15,7 +15,7 @@ from mezzotint.constants import cdiv
 from mezzotint.kernels.activation import is_gated
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, as_rows, tile_of
-from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read
+from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read, sourced
 from mezzotint.kernels.triton._produce import sum_columns, write
 
 
@@ -99,7 +99,7 @@ def backward(
         return write(made)
     out, N = x.new_empty(x.shape), x.shape[-1] // 2
     if out.numel():
-        source = read(made)
+        source = sourced(made)
         assert source.kind is not None
         options = tile_config(N)
         _gated_backward_kernel[(cdiv(source.M, options["BM"]) * cdiv(N, options["BN"]),)](
@@ -120,7 +120,7 @@ def scale_gradient(dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequenc
     if dy.numel() == 0:
         return x.new_zeros(x.shape[:-1], dtype=torch.float32)
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    source, dy = read(Made("activation", (x, None, name, params, None))), as_rows(dy)
+    source, dy = sourced(Made("activation", (x, None, name, params, None))), as_rows(dy)
     options = tile_config(source.K)
     _scale_gradient_kernel[(cdiv(source.M, options["BM"]),)](
         source.x,
