@@ -182,12 +182,13 @@ def medians(steps: list[Step], device: str, reps: int) -> list[float]:
         return [statistics.median(own) for own in times]
     torch.cuda.synchronize()
     events: list[list[Any]] = [[] for _ in steps]
-    for _ in range(reps):
-        for own, step in zip(events, steps, strict=True):
-            own.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            own[-1][0].record()
-            step()
-            own[-1][1].record()
+    for i in range(reps):
+        for which in range(len(steps))[:: -1 if i % 2 else 1]:  # and take turns at going first
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            steps[which]()
+            end.record()
+            events[which].append((start, end))
     torch.cuda.synchronize()
     return [statistics.median(start.elapsed_time(end) for start, end in own) for own in events]
 
