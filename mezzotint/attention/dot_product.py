@@ -16,6 +16,7 @@ from mezzotint.attention.attend import Scores, attend, largest_logit
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import (
     BIAS_TYPES,
+    FORMATS,
     Rule,
     Side,
     alibi_slopes,
@@ -33,7 +34,6 @@ from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.parameters import check_features, check_parallel, default_init, resolve_device
 from mezzotint.quantization import STATE
 
-FORMATS = ("sbhd", "bshd", "thd")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.attention.masks import packed_positions
+from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
 from mezzotint.layer.parameters import check_features, resolve_device
 
 Layer = tuple[torch.Tensor, torch.Tensor]
@@ -311,8 +311,7 @@ class InferenceParams:
         Gives the cache of the layer, with rows of the batch where it has rows, `cu_seqlens_q` and `cu_seqlens_kv`, how
         many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd" or "thd_2bshd".
         """
-        if qkv_format not in ("bshd", "sbhd", "thd"):
-            raise ValueError(f"qkv_format is {qkv_format!r}: give 'bshd', 'sbhd' or 'thd'")
+        check_choice("qkv_format", qkv_format, FORMATS)
         keys, values = self.cache_manager.step(
             layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
         )

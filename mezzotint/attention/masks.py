@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+FORMATS = ("sbhd", "bshd", "thd")
 MASK_TYPES = (
     "no_mask",
     "padding",

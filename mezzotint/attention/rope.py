@@ -9,10 +9,8 @@ Interleaved: the pairs are (2i, 2i + 1). D channels are turned, those behind the
 import torch
 from torch import nn
 
-from mezzotint.attention.masks import packed_positions
+from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
 from mezzotint.layer.parameters import check_features, resolve_device
-
-FORMATS = ("sbhd", "bshd", "thd")
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -72,8 +70,7 @@ def apply_rotary_pos_emb(
     [b + 1]. `cp_size` and `cp_rank`: t holds the rank's two chunks of each sequence, `cu_seqlens` counts them all.
     There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
     """
-    if tensor_format not in FORMATS:
-        raise ValueError(f"tensor_format is {tensor_format!r}: give 'sbhd', 'bshd' or 'thd'")
+    check_choice("tensor_format", tensor_format, FORMATS)
     if cp_size > 1 and start_positions is not None:
         raise ValueError(f"start_positions with cp_size={cp_size}: sequences that are split begin at 0; leave it None")
     turned = freqs.shape[-1]
@@ -108,8 +105,7 @@ def apply_fused_qkv_rotary_pos_emb(
     many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned."""
     if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: give three that add up to {qkv.shape[-1]}")
-    if tensor_format not in ("sbhd", "bshd"):
-        raise ValueError(f"tensor_format is {tensor_format!r}: give 'sbhd' or 'bshd'")
+    check_choice("tensor_format", tensor_format, ("sbhd", "bshd"))
     q, k, v = qkv.split(qkv_split_arg_list, -1)
     q = q.reshape(*q.shape[:2], -1, k.shape[-1])
     q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
