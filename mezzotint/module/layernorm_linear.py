@@ -133,6 +133,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
+        rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if args.returns_norm else None
         self._calibrate((norm_out,), (weight,))
         self._record(call, rest, weight_amaxes)

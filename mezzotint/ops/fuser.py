@@ -241,8 +241,15 @@ class OperationFuser:
         """How many extra inputs the caller gives."""
         return self._wiring.num_caller_inputs
 
-    def maybe_fuse_ops(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
-        """Forward groups, and backward groups from the end. `first`: the first operation that needs a gradient."""
+    def maybe_fuse_ops(
+        self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
+    ) -> tuple[list[Group], list[Group]]:
+        """Forward groups, and backward groups from the end, of a run with these tensors."""
+        params = [list(op.parameters()) for op in self._basic_ops]
+        return self._groups(recipe, self._first_that_needs_grad(is_grad_enabled, input_, params, extra_inputs))
+
+    def _groups(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
+        """The same; `first`: the first operation that needs a gradient."""
         if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
             return self._fuse(recipe, first)
         memo = self._fused_for
@@ -289,13 +296,9 @@ class OperationFuser:
         input_ = dequantized(input_)
         input_ = input_.to(activation_dtype(input_))
         params = [list(op.parameters()) for op in self._basic_ops]
-        count = len(params)
-        first, needs_input_grad = count, False
-        if torch.is_grad_enabled():
-            needs_input_grad = input_.requires_grad
-            first = 0 if needs_input_grad else self._first_that_needs_grad(params, extra_inputs)
+        first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
         recipe = STATE.recipe if STATE.enabled else None
-        forward, backward = self.maybe_fuse_ops(recipe, first)
+        forward, backward = self._groups(recipe, first)
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         pipeline = Pipeline(
@@ -306,10 +309,10 @@ class OperationFuser:
             basic_op_kwargs,
             [len(own) for own in params],
             first,
-            needs_input_grad,
+            torch.is_grad_enabled() and input_.requires_grad,
         )
         flat = [param for own in params for param in own]
-        if first < count:
+        if first < len(params):
             outputs = _Function.apply(*_distinct([input_, pipeline, True, *flat, *extra_inputs]))
         else:
             with torch.no_grad():
@@ -323,7 +326,14 @@ class OperationFuser:
                 op.pre_first_fuser_forward()
                 op._init_own_state()
 
-    def _first_that_needs_grad(self, params: list[list[Any]], extra_inputs: Sequence[Any]) -> int:
+    def _first_that_needs_grad(
+        self, is_grad_enabled: bool, input_: torch.Tensor, params: list[list[Any]], extra_inputs: Sequence[Any]
+    ) -> int:
+        """Where backward ends; past the last operation where there is none."""
+        if not is_grad_enabled:
+            return len(params)
+        if input_.requires_grad:
+            return 0
         for place, own in enumerate(params):
             if any(param.requires_grad for param in own):
                 return place

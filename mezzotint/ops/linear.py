@@ -45,6 +45,7 @@ class Linear(FusedOperation):
         self.in_features, self.out_features = in_features, out_features
         self.register_state_dict_post_hook(_to_linear_keys)
         self.register_load_state_dict_pre_hook(_from_linear_keys)
+        self.register_load_state_dict_post_hook(_name_linear_keys)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -86,3 +87,12 @@ def _from_linear_keys(module: Any, state_dict: Any, prefix: str, *rest: Any) -> 
     for inner, outer in _KEYS.items():
         if prefix + outer in state_dict:
             state_dict[prefix + inner] = state_dict.pop(prefix + outer)
+
+
+def _name_linear_keys(module: Any, incompatible: Any) -> None:
+    """Missing keys by the names that a state dict has them under."""
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        for i, key in enumerate(keys):
+            for inner, outer in _KEYS.items():
+                if key == inner or key.endswith("." + inner):
+                    keys[i] = key[: len(key) - len(inner)] + outer

@@ -149,7 +149,7 @@ def test_what_a_fusion_is_given(which: str, recipe: str) -> None:
             REGISTER[label](note(label))
         REGISTER[which](fuse_pairs, prepend=True)
         REGISTER[which](note("last"))
-        ops.OperationFuser([SplitSquare(), SplitSquare()]).maybe_fuse_ops(RECIPES[recipe], 0)
+        ops.OperationFuser([SplitSquare(), SplitSquare()]).maybe_fuse_ops(True, RECIPES[recipe], torch.ones(2), ())
     basic = ["SplitSquare", "SplitSquare"]
     expected = []
     for label in ("joint", "forward", "backward"):

@@ -293,3 +293,11 @@ def test_a_change_is_another_graph() -> None:
     for change in (lambda: None, lambda: model.append(ops.ConstantScale(3)), lambda: model.pop(0)):
         change()
         assert_equal(step(model, x, call=call), step(model, x))
+
+
+def test_missing_keys_have_the_names_of_the_state_dict() -> None:
+    model = ops.Sequential(ops.Linear(16, 16, device="cpu"), ops.GELU())
+    state = model.state_dict()
+    assert sorted(state) == ["0.bias", "0.weight"]
+    del state["0.weight"]
+    assert model.load_state_dict(state, strict=False).missing_keys == ["0.weight"]
