@@ -160,6 +160,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
+        rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if self.return_layernorm_output else None
         self._record(call, rest, weight_amaxes)
         return self._outputs(y, b2, dtype, norm_out)
