@@ -118,12 +118,16 @@ def multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: 
     """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
     # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        if out.numel() == 0:
-            return
-        if contraction(a, b) == 0:
-            finish(out.zero_(), out, [], bias)
-            return
-        choose(a, b)(out, a, b, bias, fast_accum)
+        _multiply(out, a, b, bias, fast_accum)
+
+
+def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+    if out.numel() == 0:
+        return
+    if contraction(a, b) == 0:
+        finish(out.zero_(), out, [], bias)
+        return
+    choose(a, b)(out, a, b, bias, fast_accum)
 
 
 def capability_of(x: torch.Tensor) -> hw.CC | None:
@@ -218,7 +222,10 @@ def gemm_unchecked(
         return accumulate
     dtype = out_dtype if accumulate is None else accumulate.dtype
     out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
-    multiply(out, a, b, bias, fast_accum)
+    if torch.is_autocast_enabled(out.device.type):
+        multiply(out, a, b, bias, fast_accum)
+    else:
+        _multiply(out, a, b, bias, fast_accum)
     return out if accumulate is None else accumulate.add_(out)
 
 

@@ -100,7 +100,8 @@ def quantize_buffers(
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_input(x, quantizer)
-    guard_usages(quantizer)
+    if torch.compiler.is_compiling():
+        guard_usages(quantizer)
     parts = quantizer._parts()
     if parts is not None:
         return _two_parts(x, parts)

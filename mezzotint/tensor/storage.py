@@ -105,7 +105,10 @@ class QuantizedTensorStorage(Flattenable):
             )
 
     def _holds(self, attributes: tuple[str, ...]) -> bool:
-        return all(getattr(self, name) is not None for name in attributes)
+        for name in attributes:  # noqa: SIM110  a loop: this runs several times in each forward
+            if getattr(self, name) is None:
+                return False
+        return True
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Drop directions that are not wanted; make a wanted one that is missing where the format can."""
