@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.recipes import RECIPES
 
 transformers = pytest.importorskip("transformers")
 
+EXAMPLE = str(Path(__file__).resolve().parents[1] / "examples" / "convert_huggingface.py")
 LAYERS, LINEARS = 2, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Norm of the difference of logits over their norm. Seen: 0.036 to 0.042 in FP8, 0.13 in NVFP4.
 BOUNDS = {"delayed": 0.1, "current": 0.1, "mxfp8": 0.1, "nvfp4": 0.3}
@@ -109,3 +112,17 @@ def test_what_the_library_does_with_models(tmp_path: Path) -> None:
     assert type(loaded) is type(original)
     for key, value in original.state_dict().items():
         assert torch.equal(loaded.state_dict()[key], value)
+
+
+@pytest.mark.compile
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(EXAMPLE)["main"]("eager", "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3] == "14 of 15 linear layers converted, 90.0% of their weights"
+    assert lines[-1].startswith("step 1: loss 5.")
+
+
+def test_the_example_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match="pip install transformers"):
+        runpy.run_path(EXAMPLE)
