@@ -301,6 +301,7 @@ class OperationFuser:
         forward, backward = self._groups(recipe, first)
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
+        extra_inputs = self._wiring.read(self._basic_ops, extra_inputs)
         pipeline = Pipeline(
             self._basic_ops,
             forward,

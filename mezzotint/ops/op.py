@@ -276,6 +276,10 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         if not 0 <= index < count:
             raise ValueError(f"index is {index}: {type(self).__name__} has {count} {what}s")
 
+    def _read_extra_input(self, index: int, value: Any) -> Any:
+        """An extra input of the caller's as both halves of forward get it: what is read from a tensor is read once."""
+        return value
+
     # Quantizers
 
     def num_quantizers(self, mode: str) -> int:

@@ -55,6 +55,15 @@ class Wiring:
 
     # Forward
 
+    def read(self, basic_ops: Sequence[BasicOperation], extra_inputs: Sequence[Any]) -> list[Any]:
+        """The caller's extra inputs as their operations want them."""
+        made = list(extra_inputs)
+        for op, sources in zip(basic_ops, self.inputs, strict=True):
+            for index, source in enumerate(sources):
+                if not isinstance(source, str):
+                    made[source] = op._read_extra_input(index, made[source])
+        return made
+
     def inputs_of(self, place: int, extra_inputs: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
         return tuple(
             [channels[source] if isinstance(source, str) else extra_inputs[source] for source in self.inputs[place]]

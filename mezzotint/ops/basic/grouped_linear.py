@@ -114,6 +114,9 @@ class GroupedLinear(BasicOperation):
 
     # One run
 
+    def _read_extra_input(self, index: int, value: Any) -> Any:
+        return resolve_splits(value, self.num_groups) if index == 0 else value
+
     def _params(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         weights = tuple([group.weight(self) for group in self._weights])
         return weights, tuple([group.bias(self) for group in self._weights] if self.use_bias else ())
