@@ -35,7 +35,7 @@ def mlp() -> ops.Sequential:
 
 
 def residual() -> ops.Sequential:
-    """A branch by a channel and one of the caller's, whose sums are in place."""
+    """The branch is given out, and added again by a channel."""
     branch, join = ops.MakeExtraOutput(), ops.AddExtraInput()
     branch.set_extra_output_channel(0, "skip")
     join.set_extra_input_channel(0, "skip")
@@ -47,9 +47,6 @@ def residual() -> ops.Sequential:
         linear(HIDDEN, WIDTH, bias=False),
         ops.ConstantScale(0.5),
         join,
-        ops.MakeExtraOutput(in_place=True),
-        linear(WIDTH, WIDTH),
-        ops.AddExtraInput(in_place=True),
     )
 
 
@@ -62,31 +59,46 @@ def experts() -> ops.Sequential:
 
 
 def mix() -> ops.Sequential:
-    """The other basic operations, with modules between them."""
+    """The other basic operations, a module that is none, sums in place."""
     return ops.Sequential(
         ops.Identity(),
         ops.Reshape((-1, 32)),
         linear(32, WIDTH),
-        ops.ReLU(),
         ops.Dropout(0.2),
         ops.Bias(WIDTH, **OPTIONS),
+        nn.Identity(),
         ops.L2Normalization(),
         ops.ConstantScale(8.0),
         ops.SwiGLU(cache_quantized_input=True),
+        ops.MakeExtraOutput(in_place=True),
+        ops.BasicLinear(32, 32, **OPTIONS),
+        ops.AddExtraInput(in_place=True),
+        ops.Quantize(True, True),
         ops.BasicLinear(32, WIDTH, **OPTIONS),
-        ops.Quantize(forward=False, backward=True),
-        ops.QGELU(),
-        nn.Identity(),
+    )
+
+
+def activations() -> ops.Sequential:
+    """All of them, with modules between them."""
+    return ops.Sequential(
+        linear(WIDTH, WIDTH),
+        ops.GELU(),
+        ops.ReLU(),
+        Widen(),
         ops.GLU(),
         ops.SReLU(),
         Widen(),
         ops.GEGLU(),
+        ops.QGELU(),
         Widen(),
         ops.QGEGLU(),
+        ops.SiLU(),
         Widen(),
         ops.ReGLU(),
         Widen(),
         ops.SReGLU(),
+        Widen(),
+        ops.SwiGLU(),
         Widen(),
         ops.ClampedSwiGLU(limit=3.0, glu_interleave_size=8),
         Widen(),
@@ -96,12 +108,9 @@ def mix() -> ops.Sequential:
         ops.ScaledSReLU(),
         Widen(),
         ops.ScaledClampedQGeGLU(),
-        ops.Reshape((-1, 2, 32)),
-        ops.AddExtraInput(in_place=True),
-        ops.Quantize(),
-        linear(WIDTH // 2, WIDTH // 2),
-        ops.MakeExtraOutput(in_place=True),
-        ops.BasicLinear(WIDTH // 2, WIDTH, **OPTIONS),
+        Widen(),
+        ops.ScaledSwiGLU(),
+        linear(WIDTH, WIDTH, bias=False),
     )
 
 
@@ -110,6 +119,7 @@ CHAINS: dict[str, Callable[[], ops.Sequential]] = {
     "residual": residual,
     "experts": experts,
     "mix": mix,
+    "activations": activations,
 }
 
 
@@ -144,14 +154,13 @@ def extras(name: str, rows: int, seed: int = 0, splits: Any = None) -> tuple[Any
     def rand(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator)
 
-    if name == "residual":
-        return (sample(rows, 50 + seed),)
     if name == "experts":
         splits = routing(rows) if splits is None else splits
         return splits, rand(rows), splits
     if name == "mix":
-        doubled = 2 * rows
-        return rand(doubled), rand(doubled), rand(doubled), sample(rows, 50 + seed).view(rows, 2, 32)
+        return (sample(2 * rows, 50 + seed, width=32),)
+    if name == "activations":
+        return rand(rows), rand(rows), rand(rows), rand(rows)
     return ()
 
 

@@ -165,14 +165,15 @@ def check(
     inside: bool = True,
     frozen: Sequence[str] = (),
     input_grad: bool = True,
-    steps: int = 2,
+    steps: int | None = None,
 ) -> None:
     case, chosen = CASES[name], ALL[recipe]
     together = chain_of(name, inside)
     for key, parameter in together.named_parameters():
         parameter.requires_grad_(key not in frozen)
     apart = copy.deepcopy(together)
-    for seed in range(steps):
+    # Delayed scaling has learnt something in the second step.
+    for seed in range(steps or (2 if recipe in ("none", "delayed", "custom-delayed") else 1)):
         x = sample(math.prod(leading), seed).view(*leading, WIDTH) * (1 + seed)
         results: list[Result] = []
         for chain, fusions in ((together, (case.fusion,)), (apart, ())):
@@ -318,7 +319,7 @@ def check_biased(name: str, recipe: str, leading: tuple[int, ...], input_grad: b
         op.requires_grad_(place >= first)
     one_by_one = OneByOne(copy.deepcopy(list(together)))
     extra = (sample(math.prod(leading), 9, width=HIDDEN).view(*leading, HIDDEN),) if "add" in name else ()
-    for seed in range(2):
+    for seed in range(2 if recipe in ("none", "delayed", "custom-delayed") else 1):
         x = sample(math.prod(leading), seed).view(*leading, WIDTH)
         got = step(together, x, extra, ALL[recipe], input_grad=input_grad)
         assert_equal(got, step(one_by_one, x, extra, ALL[recipe], input_grad=input_grad))
@@ -429,4 +430,5 @@ def test_which_are_left_alone() -> None:
 
 def test_every_fused_operation_is_here() -> None:
     kinds = {case.kind for case in CASES.values()} | {kind for kind, _, _ in BIASED.values()}
-    assert {kind.__name__ for kind in kinds} == set(fused.__all__)
+    elsewhere = {"ForwardLinearReduceScatter"}  # needs a second process: test_collectives.py
+    assert {kind.__name__ for kind in kinds} | elsewhere == set(fused.__all__)
