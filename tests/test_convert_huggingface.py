@@ -80,7 +80,7 @@ def test_near_the_original(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_training(recipe: str) -> None:
-    model = mz.convert(llama(), RECIPES[recipe])
+    model = mz.convert(llama(layers=1), RECIPES[recipe])
     losses = train(model, model, 10)
     assert losses[-1] < 0.8 * losses[0]
 
@@ -114,9 +114,9 @@ def test_what_the_library_does_with_models(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[key], value)
 
 
-@pytest.mark.compile
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(EXAMPLE)["main"]("eager", "2")
+def test_the_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)  # `test_compiled` does, in less time
+    runpy.run_path(EXAMPLE)["main"]("inductor", "2")
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3] == "14 of 15 linear layers converted, 90.0% of their weights"
     assert lines[-1].startswith("step 1: loss 5.")
