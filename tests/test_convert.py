@@ -3,14 +3,16 @@
 import copy
 import inspect
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -103,6 +105,16 @@ def test_a_converted_layer_is_our_module(recipe: str, bias: bool) -> None:
     expected, got = ours_of(theirs), mz.convert(theirs)
     for seed in range(3):
         x = sample(seed=seed) * (seed + 1)
+        assert_equal(step(got, x, RECIPES[recipe]), step(expected, x, RECIPES[recipe]))
+
+
+@pytest.mark.gpu
+@over_recipes
+def test_a_converted_layer_on_a_gpu(recipe: str) -> None:
+    theirs = linear().cuda()
+    expected, got = ours_of(theirs), mz.convert(theirs)
+    for seed in range(3):
+        x = sample(seed=seed).cuda()
         assert_equal(step(got, x, RECIPES[recipe]), step(expected, x, RECIPES[recipe]))
 
 
@@ -356,6 +368,30 @@ def test_from_the_meta_device(way: str) -> None:
     assert torch.equal(layer(sample().float()), expected(sample().float()))
     layer.reset_parameters()
     assert layer.weight.std() < 0.1
+
+
+@pytest.fixture
+def _one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_sharded_after_converting() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    model = mz.convert(Model(), MXFP8)
+    whole = copy.deepcopy(model)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    assert train(model, model, 3) == train(whole, whole, 3)
+    with pytest.raises(ValueError, match="is a FSDPModel, made of a converted module"):
+        mz.unconvert(model)
+    model = fully_shard(Model(), mesh=mesh)
+    assert not mz.convert_report(mz.convert(model)).converted
+    assert {entry.why for entry in mz.convert_report(model).kept} == {
+        "weight is a DTensor: convert first, then quantize or shard"
+    }
 
 
 # Norm and linear as one
@@ -644,7 +680,6 @@ def test_unconvert_refuses_what_was_made_of_a_converted_layer() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((torch.zeros(1),), {}, "model is Tensor: give an nn.Module"),
         ((Model(), "mxfp8"), {}, "recipe is str: give one of"),
         ((Model(), recipes.MXFP8BlockScaling), {}, "recipe is type: give one of"),
         ((Model(),), {"filter": "up"}, "filter is str: give a function"),
@@ -654,4 +689,10 @@ def test_unconvert_refuses_what_was_made_of_a_converted_layer() -> None:
 def test_errors_name_the_argument(arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         mz.convert(*arguments, **options)
-    assert not any(isinstance(module, mz.Linear) for module in Model().modules())
+    assert not any(isinstance(module, mz.Linear) for module in arguments[0].modules())
+
+
+@pytest.mark.parametrize("function", [mz.convert, mz.convert_report, mz.unconvert])
+def test_a_model_is_asked_for(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="model is list: give an"):
+        function([nn.Linear(64, 64)])

@@ -66,8 +66,14 @@ class ConversionReport:
         return "\n".join(lines)
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
+
+
 def convert_report(model: nn.Module) -> ConversionReport:
     """What became of the linear layers of a model that `convert` was called with."""
+    _check_model(model)
     report = vars(model).get(_REPORT)
     if report is None:
         raise ValueError(
@@ -87,8 +93,7 @@ def convert(
     `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
     output heads and small layers as they are. `inplace=False` converts a copy.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
+    _check_model(model)
     if recipe is not None:
         check_recipe(recipe)
     if filter is not None and not callable(filter):
@@ -134,6 +139,7 @@ def _entry(fqn: str, linear: Any, why: str | None, neighbours: Neighbours | None
 
 def unconvert(model: nn.Module) -> nn.Module:
     """The model with the layers that it had before `convert`, and the parameters that it has now. In place."""
+    _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
     for fqn, module in converted:
         if "theirs" not in vars(type(module)):
