@@ -20,33 +20,25 @@ from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, O
 
 
 class ForwardLinear(FusedOperation):
-    """BasicLinear, then Bias where there is one; what comes behind is in the classes below."""
+    """BasicLinear, Bias where there is one, and what comes behind: the classes below."""
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, *rest: BasicOperation) -> None:
         super().__init__([linear, *([] if bias is None else [bias]), *rest])
         self._has_bias = bias is not None
 
     def _parts(self) -> tuple[Any, Any, list[Any]]:
+        """Linear, bias or None, the operations behind them."""
         ops = list(self.basic_ops)
         return (ops[0], ops[1], ops[2:]) if self._has_bias else (ops[0], None, ops[1:])
 
-    def _linear(self, input_: Any, basic_op_kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _linear(self, input_: Any, run: Any) -> tuple[Any, tuple[Any, ...]]:
+        """y (…, out), and the one tensor that `BasicLinear.save` takes."""
         linear, bias, _ = self._parts()
-        return linear.compute(input_, basic_op_kwargs[0]["run"], None if bias is None else bias.bias)
+        return linear.compute(input_, run, None if bias is None else bias.bias)
 
-    def _save_linear(self, ctxs: list[OperationContext], input_: Any, saved: Any, basic_op_kwargs: Any) -> None:
-        linear, bias, _ = self._parts()
-        if ctxs[0].requires_grad:
-            linear.save(ctxs[0], input_, saved, basic_op_kwargs[0]["run"])
-        if bias is not None:
-            ctxs[1].needs_bias = bias.bias.requires_grad
-
-
-class ForwardLinearBiasActivation(ForwardLinear):
-    """Linear + bias (+ activation, which hands its output over quantized)."""
-
-    def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: Activation | None) -> None:
-        super().__init__(linear, bias, *([] if activation is None else [activation]))
+    def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The operations behind: output, and what the last of them saves. `extra`: its extra inputs."""
+        return y, ()
 
     def fuser_forward_compute(
         self,
@@ -57,13 +49,10 @@ class ForwardLinearBiasActivation(ForwardLinear):
         next_op_input_quantizer: Any,
         basic_op_kwargs: Any,
     ) -> Any:
-        y, saved = self._linear(input_, basic_op_kwargs)
-        for activation in self._parts()[2]:
-            y, more = activation.op_forward_compute(
-                y, prev_op_grad_output_quantizer=None, next_op_input_quantizer=next_op_input_quantizer
-            )
-            saved = (*saved, *more)
-        return y, [() for _ in self.basic_ops], saved
+        extra = basic_op_extra_inputs[-1]
+        y, saved = self._linear(input_, basic_op_kwargs[0]["run"])
+        y, more = self._behind(y, extra, next_op_input_quantizer)
+        return y, [() for _ in self.basic_ops], (*saved, *more)
 
     def fuser_forward_save_ctx(
         self,
@@ -74,33 +63,37 @@ class ForwardLinearBiasActivation(ForwardLinear):
         basic_op_kwargs: Any,
         **_: Any,
     ) -> None:
-        linear_saved, *activation_saved = tensors_to_save
-        self._save_linear(basic_op_ctxs, input_, (linear_saved,), basic_op_kwargs)
-        if activation_saved:
-            basic_op_ctxs[-1].save_for_backward(*activation_saved)
+        linear, bias = self._parts()[:2]
+        if basic_op_ctxs[0].requires_grad:
+            linear.save(basic_op_ctxs[0], input_, tensors_to_save[:1], basic_op_kwargs[0]["run"])
+        if bias is not None:
+            basic_op_ctxs[1].needs_bias = bias.bias.requires_grad
+        if len(tensors_to_save) > 1:
+            basic_op_ctxs[-1].save_for_backward(*tensors_to_save[1:])
+
+
+class ForwardLinearBiasActivation(ForwardLinear):
+    """Linear + bias (+ activation, which hands its output over quantized)."""
+
+    def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: Activation | None) -> None:
+        super().__init__(linear, bias, *([] if activation is None else [activation]))
+
+    def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
+        for activation in self._parts()[2]:
+            return activation.op_forward_compute(
+                y, prev_op_grad_output_quantizer=None, next_op_input_quantizer=next_op_input_quantizer
+            )
+        return y, ()
 
 
 class ForwardLinearBiasAdd(ForwardLinear):
-    """Linear (+ bias) + an extra input, whose memory takes the result."""
+    """Linear (+ bias) + an extra input, whose memory may take the result."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
         super().__init__(linear, bias, add)
 
-    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
-        y, saved = self._linear(input_, basic_op_kwargs)
-        y = add_extra(y, basic_op_extra_inputs[-1][0], self._parts()[2][0].writes)
-        return y, [() for _ in self.basic_ops], saved
-
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        tensors_to_save: Any,
-        *,
-        basic_op_kwargs: Any,
-        **_: Any,
-    ) -> None:
-        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+    def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
+        return add_extra(y, extra[0], self._parts()[2][0].writes), ()
 
 
 class ForwardLinearScaleAdd(ForwardLinear):
@@ -109,25 +102,12 @@ class ForwardLinearScaleAdd(ForwardLinear):
     def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
         super().__init__(linear, None, scale, add)
 
-    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
-        y, saved = self._linear(input_, basic_op_kwargs)
-        extra: torch.Tensor = basic_op_extra_inputs[-1][0]
-        if extra.shape != y.shape:
+    def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
+        if extra[0].shape != y.shape:
             raise ValueError(
-                f"the extra input has shape {tuple(extra.shape)}, the input {tuple(y.shape)}: give equal ones"
+                f"the extra input has shape {tuple(extra[0].shape)}, the input {tuple(y.shape)}: give equal ones"
             )
-        return run_op(scale_add, y, self._parts()[2][0].scale, extra), [() for _ in self.basic_ops], saved
-
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        tensors_to_save: Any,
-        *,
-        basic_op_kwargs: Any,
-        **_: Any,
-    ) -> None:
-        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+        return run_op(scale_add, y, self._parts()[2][0].scale, extra[0]), ()
 
 
 def fuse_forward_linear_scale_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:

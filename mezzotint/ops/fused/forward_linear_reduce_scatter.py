@@ -16,7 +16,7 @@ from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.collectives import ReduceScatter, start_reduce_scatter
 from mezzotint.ops.fused.forward_linear_bias import ForwardLinear
 from mezzotint.ops.fusion import replace_windows
-from mezzotint.ops.op import FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 PARTS = 4
@@ -29,9 +29,8 @@ class ForwardLinearReduceScatter(ForwardLinear):
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, reduce_scatter: ReduceScatter) -> None:
         super().__init__(linear, bias, reduce_scatter)
 
-    def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **_: Any) -> Any:
+    def _linear(self, input_: Any, run: Any) -> tuple[Any, tuple[Any, ...]]:
         linear, bias, (reduce_scatter,) = self._parts()
-        run = basic_op_kwargs[0]["run"]
         args = linear._args(input_, run, None if bias is None else bias.bias)
         started: list[torch.Tensor] = []
         made: LinearMade | None = None
@@ -44,18 +43,7 @@ class ForwardLinearReduceScatter(ForwardLinear):
             started.append(start_reduce_scatter(y, reduce_scatter.process_group))
         assert made is not None
         finished = [collectives.wait_tensor(part) for part in started]
-        return torch.cat(finished, -1), [() for _ in self.basic_ops], linear.made(run, args, made)
-
-    def fuser_forward_save_ctx(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: Any,
-        tensors_to_save: Any,
-        *,
-        basic_op_kwargs: Any,
-        **_: Any,
-    ) -> None:
-        self._save_linear(basic_op_ctxs, input_, tensors_to_save, basic_op_kwargs)
+        return torch.cat(finished, -1), linear.made(run, args, made)
 
 
 def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
