@@ -86,28 +86,6 @@ class ConvertedLinear(Converted, Linear):
             self.theirs.reset_parameters(self)
             self._reset_state()
 
-    # The model knows nothing of delayed scaling's buffers: where it comes off the meta device, they get values here.
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        was_meta = self.scale_fwd.is_meta
-        made = super()._apply(fn, recurse)
-        if was_meta and not self.scale_fwd.is_meta:
-            self._reset_state()
-        return made
-
-    def set_extra_state(self, state: torch.Tensor | None) -> None:
-        self._leave_meta()
-        super().set_extra_state(state)
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._leave_meta()
-
-    def _leave_meta(self) -> None:
-        """After `load_state_dict(assign=True)`."""
-        if self.scale_fwd.is_meta and self._parameter_device().type != "meta":
-            self._reset_state()
-
 
 class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignore[misc]
     """One that follows a norm in an `nn.Sequential`: a linear still, and `after_norm` is both."""

@@ -66,6 +66,12 @@ class StatefulModule(nn.Module):
             setattr(self, name, buffer.fill_(1.0) if name.startswith("scale") else buffer.zero_())
         self._drop_workspaces()
 
+    def _leave_meta(self) -> None:
+        """After `load_state_dict(assign=True)` and `to_empty`, which know nothing of delayed scaling's buffers."""
+        scale = self._buffers.get("scale_fwd")
+        if scale is not None and scale.is_meta and self._parameter_device().type != "meta":
+            self._reset_state()
+
     def _drop_workspaces(self) -> None:
         """Kept weights are of other parameters, or elsewhere, from now on."""
         self._workspaces = self._weight_scales = None
@@ -139,6 +145,7 @@ class StatefulModule(nn.Module):
         """Moves keep what users put on parameters, and delayed scaling in FP32."""
         attributes = attributes_of(self)
         state = {name: self._buffers[name] for name in _BUFFERS if name in self._buffers}
+        was_meta = any(buffer is not None and buffer.is_meta for buffer in state.values())
         made = super()._apply(fn, recurse)
         for name, buffer in state.items():
             moved = self._buffers[name]
@@ -146,6 +153,8 @@ class StatefulModule(nn.Module):
                 self._buffers[name] = buffer.to(moved.device)
         restore_attributes(self, attributes)
         self._drop_workspaces()
+        if was_meta and not self.scale_fwd.is_meta:
+            self._reset_state()
         return made
 
     # Checkpoints
@@ -164,6 +173,7 @@ class StatefulModule(nn.Module):
         """What `get_extra_state` gave."""
         if state is None or state.numel() == 0:
             return
+        self._leave_meta()
         wanted = (len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)) * self.num_gemms
         if state.dim() != 2 or state.shape[1] != wanted or state.shape[0] < 2:
             raise ValueError(f"_extra_state has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})")
@@ -186,6 +196,7 @@ class StatefulModule(nn.Module):
         key = f"{prefix}_extra_state"
         if key in missing_keys:  # a checkpoint of a recipe without state, or of torch's own modules
             missing_keys.remove(key)
+        self._leave_meta()
         self._drop_workspaces()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -228,3 +228,20 @@ def test_options_are_copied_by_pickle() -> None:
 def test_parts_of_one_weight_save_under_their_names() -> None:
     module = mz.Linear(IN, OUT, parameters_split={"query": 16, "key": 16, "value": 16}, **OPTIONS)
     assert set(module.state_dict()) == {f"{n}_{k}" for n in ("query", "key", "value") for k in ("weight", "bias")}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_assigned_from_the_meta_device(recipe: str) -> None:
+    """`load_state_dict(assign=True)` and `to_empty` bring delayed scaling's buffers along, learnt or new."""
+    learnt = make("linear")
+    for seed in range(2):
+        step(learnt, sample(seed=seed), RECIPES[recipe])
+    for state in (make("linear").state_dict(), learnt.state_dict()):
+        expected = make("linear")
+        expected.load_state_dict(state)
+        assigned, emptied = make("linear", device="meta"), make("linear", device="meta").to_empty(device="cpu")
+        assigned.load_state_dict(state, assign=True)
+        emptied.load_state_dict(state)
+        want = step(expected, sample(), RECIPES[recipe])
+        for module in (assigned, emptied):
+            assert_equal(step(module, sample(), RECIPES[recipe]), want)
