@@ -20,9 +20,11 @@ from mezzotint.cli.options import takes
 from mezzotint.cli.recipes import BF16, recipe_names
 from mezzotint.cli.runs import check_free, new_folder, write_config
 from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
-from mezzotint.cli.train import Model, Out, set_threads
+from mezzotint.cli.train import MODEL, Model, Out, set_threads
 
 DEFAULT = "bf16,delayed,current,mxfp8,nvfp4"
+# How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.
+ALLOWED = 0.03
 
 
 @takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep"))
@@ -30,14 +32,14 @@ def compare(
     *,
     recipes: Annotated[str, typer.Option(help="recipes between commas, or all; BF16 always runs")] = DEFAULT,
     out: Out = None,
-    model: Model = "tiny",
+    model: Model = None,
     given: dict[str, Any],
 ) -> None:
     """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
     if out is not None:
         check_free(Path(out))
-    sizes, settings = make_config(find_model(model), TrainConfig(checkpoint_every=0), given)
+    sizes, settings = make_config(find_model(model or MODEL), TrainConfig(checkpoint_every=0), given)
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     config = RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint)
@@ -49,19 +51,23 @@ def compare(
         folder = folder or new_folder(out, "compare")  # not before: what cannot be trained leaves none behind
         try:
             results.append(_run(training, folder / name, console))
-        except Stopped as stopped:
+        except (Stopped, CommandError) as error:
             if results:
-                console.print(as_table(results, settings))
-            raise CommandError(f"{name} {stopped}: the finished recipes are in {folder}", stopped.code) from None
+                console.print(as_table(results, settings, None))
+            raise CommandError(f"{name}: {error}; what is finished is in {folder}", error.code) from None
         del training  # before the next is made
         gc.collect()
     assert folder is not None
-    console.print(as_table(results, settings))
+    limit = ALLOWED if is_default(config) else None
+    console.print(as_table(results, settings, limit))
     figure, report = folder / "compare.png", folder / "compare.json"
     write_json(report, as_report(results, config))
     draw(figure, title_of(results, settings), results, settings.last)
     console.print(f"losses: {report}", highlight=False, soft_wrap=True)
     console.print(f"figure: {figure}", highlight=False, soft_wrap=True)
+    far = [result.recipe for result in results if limit is not None and not abs(gap(result, results)) <= limit]
+    if far:
+        raise CommandError(f"{', '.join(far)}: farther from BF16 than {limit}; {report} has every loss", 1)
 
 
 def _run(training: Training, folder: Path, console: Console) -> Result:
@@ -75,16 +81,26 @@ def gap(result: Result, results: Sequence[Result]) -> float:
     return result.final - results[0].final
 
 
+def is_default(config: RunConfig) -> bool:
+    """But for the seed, and what decides no number."""
+    train = config.train
+    usual = TrainConfig(seed=train.seed, compile=train.compile)
+    is_own_text = train.data is not None or train.tokenizer is not None
+    return not is_own_text and not config.differences(RunConfig(ModelConfig(), usual, ""))
+
+
 def title_of(results: Sequence[Result], settings: TrainConfig) -> str:
     how = "compiled" if settings.compile else "eager"
     return f"{settings.steps} steps, seed {settings.seed}, {how}, {results[0].device}"
 
 
-def as_table(results: Sequence[Result], settings: TrainConfig) -> Table:
+def as_table(results: Sequence[Result], settings: TrainConfig, limit: float | None) -> Table:
+    """`limit`: of the gaps, where one is known."""
     table = Table(title=title_of(results, settings), title_justify="left")
     table.add_column("recipe")
     last = min(settings.last, settings.steps)
-    for name in (f"loss, last {last}", "gap to BF16", "tokens/s", "peak memory", "graphs", "compile s"):
+    away = "gap to BF16" if limit is None else f"gap to BF16 (±{limit})"
+    for name in (f"loss, last {last}", away, "tokens/s", "peak memory", "graphs", "compile s"):
         table.add_column(name, justify="right")
     for result in results:
         speed = result.tokens_per_second

@@ -59,8 +59,9 @@ def read_bytes(path: str | None) -> bytes:
     root = Path(path)
     if not root.exists():
         raise CommandError(f"--data {path} does not exist: give a text file or a folder of them")
+    # A folder may have pictures in it; a file that was named is text.
     files = sorted(_visible(root)) if root.is_dir() else [root]
-    text = b"".join(_read_all(files))
+    text = b"".join(part for part in _read_all(files) if root.is_file() or b"\0" not in part)
     if not text:
         what = "has no text file in it" if root.is_dir() else "is empty"
         raise CommandError(f"--data {path} {what}: give a file or folder with text in it")
@@ -82,11 +83,9 @@ def _visible(root: Path) -> Iterator[Path]:
 def _read_all(files: list[Path]) -> Iterator[bytes]:
     for file in files:
         try:
-            text = file.read_bytes()
+            yield file.read_bytes()
         except OSError as error:
             raise CommandError(f"{file} cannot be read: {error.strerror}; give --data that can be") from None
-        if len(files) == 1 or b"\0" not in text:  # a folder may have pictures in it
-            yield text
 
 
 def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
@@ -126,6 +125,8 @@ class Batches:
     def _window(self, place: int) -> torch.Tensor:
         epoch, index = divmod(place, self.num_windows)
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self.seed * 2**32 + epoch) % 2**63)
+            # torch's generator on the CPU reads 32 bits of its seed.
+            digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
             self._epoch, self._order = epoch, torch.randperm(self.num_windows, generator=generator)
         return self._order[index]

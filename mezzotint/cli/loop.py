@@ -110,7 +110,7 @@ class Training:
             self.model.state_dict(),
             self.optimizer.state_dict(),
             rng,
-            self.losses[: self.step],
+            self.losses[: self.step].clone(),
             self.batches.position,
         )
 
@@ -158,7 +158,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
     train = training.config.train
     reset_peak_memory(training.device)
     start, meter = training.step, Meter(training.device)
-    purge = start if start else None  # of what an interrupted run wrote after its last checkpoint
+    purge = start + 1 if start else None  # what an interrupted run wrote after its last checkpoint
     with (
         SummaryWriter(str(folder / "tensorboard"), purge_step=purge) as writer,
         Reporter(console, train.recipe, train.steps, start) as reporter,
@@ -167,37 +167,49 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
     ):
         while training.step < train.steps:
             training.run_step()
-            is_end = training.step == train.steps or bool(signals)
+            stops = bool(signals)  # asked once: a signal from here on stops after the next step
+            is_end = stops or training.step == train.steps
             logs = is_end or training.step % train.log_every == 0
+            saves = train.checkpoint_every > 0 and (is_end or training.step % train.checkpoint_every == 0)
             meter.step(waits=logs)
             reporter.advance()
+            if logs or saves:
+                start = _record(training, start, writer)
             if logs:
-                start = _log(training, start, meter, writer, reporter)
-            if train.checkpoint_every and (is_end or training.step % train.checkpoint_every == 0):
+                _show(training, meter, writer, reporter)
+            if saves:
+                writer.flush()
                 save_checkpoint(folder, training.take(), train.keep)
                 meter.pause()
-            if signals and training.step < train.steps:
+            if stops and training.step < train.steps:
                 raise Stopped(signals[0], training.step)
     result = _result(training, meter)
     write_json(folder / "result.json", asdict(result))
     return result
 
 
-def _log(training: Training, start: int, meter: Meter, writer: SummaryWriter, reporter: Reporter) -> int:
-    """Tell the losses since `start`; the step to go on from."""
-    fresh = training.losses[start : training.step].tolist()
-    for step, loss in enumerate(fresh, start + 1):
+def _record(training: Training, start: int, writer: SummaryWriter) -> int:
+    """Note the losses since `start`; the step to go on from. What is no number any more gets no checkpoint."""
+    for step, loss in enumerate(training.losses[start : training.step].tolist(), start + 1):
         writer.add_scalar("loss", loss, step)
-        if not math.isfinite(loss):
-            raise CommandError(f"the loss is {loss} at step {step}: lower --lr, or give another --recipe", 1)
-    speed = meter.steps_per_second
-    tokens = None if speed is None else speed * training.tokens_per_step
-    writer.add_scalar("gradient_norm", training.norm.item(), training.step)
-    writer.add_scalar("learning_rate", training.config.train.learning_rate(training.step - 1), training.step)
-    if tokens is not None:
-        writer.add_scalar("tokens_per_second", tokens, training.step)
-    reporter.show(training.step, fresh[-1], tokens)
+        _check_number("loss", loss, step)
+    _check_number("gradient's norm", training.norm.item(), training.step)
     return training.step
+
+
+def _check_number(name: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise CommandError(f"the {name} is {value} at step {step}: lower --lr, or give another --recipe", 1)
+
+
+def _show(training: Training, meter: Meter, writer: SummaryWriter, reporter: Reporter) -> None:
+    step, speed = training.step, meter.steps_per_second
+    tokens = None if speed is None else speed * training.tokens_per_step
+    writer.add_scalar("gradient_norm", training.norm.item(), step)
+    writer.add_scalar("learning_rate", training.config.train.learning_rate(step - 1), step)
+    if tokens is not None:
+        writer.add_scalar("tokens_per_second", tokens, step)
+    reporter.show(step, training.losses[step - 1].item(), tokens)
 
 
 @contextmanager

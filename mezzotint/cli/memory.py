@@ -121,8 +121,7 @@ def plan_step(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = t
             loss.backward()
             del loss
             live.end_part("backward of the embedding")
-            optimizer.step()
-            live.end_part("optimizer")
+            optimizer.step()  # makes its state, which the next step finds; it needs nothing else
 
         def bytes_of(tensors: Iterable[Any]) -> int:
             return sum(tensor.untyped_storage().nbytes() for tensor in tensors if isinstance(tensor, torch.Tensor))
@@ -135,9 +134,8 @@ def plan_step(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = t
 
         weights = in_all(lambda module: bytes_of([*module.parameters(), *module.buffers()]))
         updates = in_all(states)
-        parts = live.parts
         per_layer = marks[middle + 1] - marks[middle]
-        peak, where = _find_peak(parts, middle, more)
+        peak, where = _find_peak(live.parts, middle, more)
         return StepMemory(
             parameters=in_all(lambda module: sum(parameter.numel() for parameter in module.parameters())),
             saved_per_layer=per_layer,
@@ -145,7 +143,6 @@ def plan_step(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = t
             weights=weights,
             gradients=in_all(lambda module: bytes_of(parameter.grad for parameter in module.parameters())),
             optimizer=updates,
-            # The optimizer's state is made in the first step, and is there in all parts of the next.
             peak=weights + updates + peak,
             peak_in=where,
         )

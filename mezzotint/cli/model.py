@@ -39,7 +39,7 @@ class ModelConfig:
     kv_heads: int = option(2, "heads of keys and values", at_least=1)
     head_dim: int | None = option(None, "channels of a head; hidden / heads if not given", at_least=2)
     vocab: int = option(256, "tokens that there are", at_least=1)
-    sequence: int = option(128, "tokens in a sequence", at_least=1)
+    sequence: int = option(64, "tokens in a sequence", at_least=1)
     batch: int = option(8, "sequences in a micro-batch", at_least=1)
     rope_base: float = option(10000.0, "base of the rotary positions", at_least=1.0)
     tied: bool = option(False, "the head's weight is the embedding's")

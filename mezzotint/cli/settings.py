@@ -15,11 +15,11 @@ class TrainConfig:
     """How a model is trained."""
 
     recipe: str = option("bf16", "bf16, delayed, current, rowwise, block, mxfp8 or nvfp4")
-    steps: int = option(200, "optimizer steps", at_least=1)
+    steps: int = option(150, "optimizer steps", at_least=1)
     accumulate: int = option(1, "micro-batches in a step", at_least=1)
-    lr: float = option(2e-3, "highest learning rate", at_least=0)
+    lr: float = option(1e-3, "highest learning rate", at_least=0)
     final_lr: float = option(0.1, "learning rate at the end, as a part of the highest", at_least=0)
-    warmup: int = option(20, "steps of a rising learning rate", at_least=0)
+    warmup: int = option(40, "steps of a rising learning rate", at_least=0)
     weight_decay: float = option(0.1, "of matrices", at_least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: any", at_least=0)
     seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0)

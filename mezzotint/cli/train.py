@@ -25,7 +25,11 @@ from mezzotint.cli.runs import (
 from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
 
 Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
-Model = Annotated[str, typer.Option(help="sizes to begin with: a name, or a file, as `mezzotint plan` takes it")]
+MODEL = "tiny"
+Model = Annotated[
+    str | None,
+    typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
+]
 
 
 @takes(ModelConfig, TrainConfig, without=("vocab",))
@@ -34,7 +38,7 @@ def train(
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="begin the run in --out anew")] = False,
-    model: Model = "tiny",
+    model: Model = None,
     given: dict[str, Any],
 ) -> None:
     """Train a Llama-like language model on text that is on this machine.
@@ -45,18 +49,20 @@ def train(
         raise CommandError("--resume and --overwrite: give one of them")
     if resume and out is None:
         raise CommandError(f"--resume needs the folder of the run: --resume --out {newest_run('train')}")
-    training, folder = _resume(Path(str(out)), given) if resume else _begin(out, overwrite, model, given)
+    training, folder = _resume(Path(str(out)), model, given) if resume else _begin(out, overwrite, model, given)
     try:
         result = run_training(training, folder, make_console())
     except Stopped as stopped:
-        raise CommandError(f"{stopped}: go on with mezzotint train --resume --out {folder}", stopped.code) from None
+        how = "go on" if training.config.train.checkpoint_every else "without a checkpoint; begin again"
+        message = f"{stopped}: {how} with mezzotint train --resume --out {folder}"
+        raise CommandError(message, stopped.code) from None
     speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
     last = min(training.config.train.last, len(result.losses))
     make_console().print(f"final loss {result.final:.4f} (mean of the last {last}){speed}", highlight=False)
     make_console().print(f"run in {folder}", highlight=False, soft_wrap=True)
 
 
-def _begin(out: str | None, overwrite: bool, model: str, given: dict[str, Any]) -> tuple[Training, Path]:
+def _begin(out: str | None, overwrite: bool, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
     is_run = out is not None and (Path(out) / CONFIG).exists()
     if out is not None and not (overwrite and is_run):
         check_free(Path(out))
@@ -70,9 +76,9 @@ def _begin(out: str | None, overwrite: bool, model: str, given: dict[str, Any]) 
     return training, folder
 
 
-def make_training(model: str, given: dict[str, Any]) -> Training:
+def make_training(model: str | None, given: dict[str, Any]) -> Training:
     """A run at its beginning."""
-    sizes, settings = make_config(find_model(model), TrainConfig(), given)
+    sizes, settings = make_config(find_model(model or MODEL), TrainConfig(), given)
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     return Training(RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint), text)
@@ -83,9 +89,10 @@ def set_threads(settings: TrainConfig) -> None:
         torch.set_num_threads(settings.threads)
 
 
-def _resume(folder: Path, given: dict[str, Any]) -> tuple[Training, Path]:
+def _resume(folder: Path, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
     saved = read_config(folder)
-    sizes, settings = make_config(saved.model, saved.train, given)
+    base = saved.model if model is None else replace(find_model(model), vocab=saved.model.vocab)
+    sizes, settings = make_config(base, saved.train, given)
     asked = RunConfig(sizes, settings, saved.fingerprint)
     _check_same(asked, saved, f"the run in {folder}")
     set_threads(settings)

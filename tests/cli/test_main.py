@@ -1,0 +1,99 @@
+"""The program: what it lists, one-line errors, and what it takes from outside."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mezzotint.cli.main import EXTRA
+from tests.cli.tools import ROOT, environment, fails, works
+
+COMMANDS = ("train", "compare", "doctor", "plan", "bench")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    said = works(capsys, *arguments)
+    assert all(name in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["train", "compare", "doctor", "plan"])
+def test_help_of_a_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert "--help" in works(capsys, name, "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("frobnicate",), "frobnicate"),
+        (("train", "--frobnicate"), "frobnicate"),
+        (("train", "--steps", "many"), "--steps"),
+        (("train", "--steps", "0"), "--steps is 0: give 1 or more"),
+        (("train", "--lr", "nan"), "--lr is nan"),
+        (("train", "--recipe", "fp16"), "give one of bf16, delayed"),
+        (("train", "--heads", "3"), "give a multiple of heads=3"),
+        (("train", "--kv-heads", "3"), "give a divisor of heads=4"),
+        (("train", "--hidden", "60", "--heads", "4"), "even"),
+        (("train", "--model", "gpt5"), "there is no model 'gpt5'"),
+        (("train", "--device", "tpu"), "give auto, cpu or cuda"),
+        (("train", "--resume"), "--resume --out runs/train-001"),
+        (("train", "--resume", "--overwrite"), "give one of them"),
+        (("compare", "--recipes", "bf16,fp16"), "'fp16'"),
+        (("compare", "--recipes", ","), "no recipe"),
+        (("plan",), "mezzotint plan --help"),
+        (("plan", "llama3-8b", "--recipes", "fp16"), "'fp16'"),
+        (("plan", "llama3-8b", "--params-dtype", "int8"), "float32 or bfloat16"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in fails(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_extra_is_needed_by_the_command_line_alone() -> None:
+    """`import mezzotint` does not load it; without it the program says what to install."""
+    code = f"""
+import sys
+import mezzotint
+loaded = [name for name in (*{EXTRA}, "mezzotint.cli") if name in sys.modules]
+assert not loaded, loaded
+for name in {EXTRA}:
+    kept = dict(sys.modules)
+    sys.modules[name] = None
+    from mezzotint.cli.main import main
+    assert main(["--help"]) == 2
+    for added in set(sys.modules) - set(kept):
+        if added.startswith("mezzotint.cli") or added.startswith("torch.utils.tensorboard"):
+            del sys.modules[added]
+    del sys.modules[name]
+"""
+    made = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    wanted = [f"mezzotint: {name} is not installed: pip install 'mezzotint[cli]'" for name in EXTRA]
+    assert made.stderr.splitlines() == wanted
+
+
+def test_only_the_command_line_imports_the_extra() -> None:
+    found = []
+    for path in (ROOT / "mezzotint").rglob("*.py"):
+        if "cli" in path.relative_to(ROOT / "mezzotint").parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            found += [f"{path}: {name}" for name in names if name.split(".")[0] in EXTRA]
+    assert found == []

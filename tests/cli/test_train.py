@@ -1,0 +1,418 @@
+"""`mezzotint train`: learns in every recipe, goes on bit for bit, loses nothing."""
+
+import math
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mezzotint.cli.checkpoint import WEIGHTS, find_checkpoints
+from mezzotint.cli.loop import Training, catch_signals
+from mezzotint.cli.meter import Meter
+from mezzotint.cli.progress import Reporter
+from mezzotint.cli.recipes import RECIPES
+from mezzotint.cli.settings import TrainConfig
+from tests.cli.tools import TINY, contents, fails, losses, read, run, start, works, write_text
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path)
+
+
+@pytest.fixture
+def options(tmp_path: Path, text: Path) -> tuple[str, ...]:
+    return (*TINY, f"--data={text}", f"--out={tmp_path / 'run'}", "--steps=8", "--log-every=4", "--checkpoint-every=4")
+
+
+@pytest.fixture
+def made(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> Path:
+    """A run that came to its end, with checkpoints after 4 and 8 steps."""
+    works(capsys, "train", *options)
+    return tmp_path / "run"
+
+
+def rewind(folder: Path) -> None:
+    """To the last checkpoint but one, as if the run had been killed before the last."""
+    shutil.rmtree(find_checkpoints(folder)[-1])
+    (folder / "result.json").unlink()
+
+
+# Learning
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_falls(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
+    said = works(capsys, "train", *options, f"--recipe={recipe}", "--lr=0.01")
+    found = losses(tmp_path / "run")
+    assert len(found) == 8
+    assert found[-1] < found[0] - 0.3
+    assert f"{recipe}  step 4/8  loss {found[3]:.4f}" in said
+    assert f"final loss {sum(found) / 8:.4f} (mean of the last 8)" in said
+    assert f"run in {tmp_path / 'run'}" in said
+
+
+def test_python_sources_are_the_default_text(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 2):
+        assert f"run in runs/train-00{number}" in works(capsys, "train", *TINY, "--steps=1")
+    assert losses(tmp_path / "runs/train-001") == losses(tmp_path / "runs/train-002")
+
+
+def test_micro_batches_are_a_batch(capsys: Capture, tmp_path: Path, text: Path) -> None:
+    """Half the batch twice is the same step, but for rounding."""
+    common = (*TINY, f"--data={text}", "--steps=4")
+    works(capsys, "train", *common, "--batch=4", f"--out={tmp_path / 'whole'}")
+    works(capsys, "train", *common, "--batch=2", "--accumulate=2", f"--out={tmp_path / 'halves'}")
+    assert losses(tmp_path / "halves") == pytest.approx(losses(tmp_path / "whole"), abs=2e-3)
+
+
+def test_micro_batches_share_quantized_weights(
+    capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    real = Training.__init__
+
+    def spy(self: Training, *args: Any) -> None:
+        real(self, *args)
+        call = self.call
+
+        def note(*given: Any, is_first_microbatch: bool | None) -> Any:
+            seen.append(is_first_microbatch)
+            return call(*given, is_first_microbatch=is_first_microbatch)
+
+        self.call = note
+
+    monkeypatch.setattr(Training, "__init__", spy)
+    works(capsys, "train", *options, "--accumulate=3", "--recipe=mxfp8")
+    assert seen == [True, False, False] * 8
+    seen.clear()
+    works(capsys, "train", *options, "--overwrite", "--recipe=mxfp8")
+    assert seen == [None] * 8
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    config = TrainConfig(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    rates = [config.learning_rate(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == 1.0
+    assert all(after < before for before, after in pairwise(rates[10:]))
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert TrainConfig(warmup=0, lr=1.0).learning_rate(0) == 1.0
+
+
+def test_gradients_are_clipped(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    norms = []
+    for clip in ("0", "0.001"):
+        works(capsys, "train", *options, f"--clip={clip}", "--overwrite")
+        norms.append(losses(tmp_path / "run"))
+    assert norms[0][0] == norms[1][0]
+    assert norms[0] != norms[1]
+
+
+@pytest.mark.compile
+def test_compiled_is_eager(capsys: Capture, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit; a graph for the first micro-batch and one for the others."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    common = (*TINY, "--layers=1", f"--data={text}", "--steps=4", "--accumulate=2", "--recipe=delayed")
+    works(capsys, "train", *common, f"--out={tmp_path / 'eager'}")
+    works(capsys, "train", *common, "--compile", f"--out={tmp_path / 'compiled'}")
+    assert losses(tmp_path / "compiled") == losses(tmp_path / "eager")
+    eager, compiled = (read(tmp_path / name / "result.json") for name in ("eager", "compiled"))
+    assert (eager["graphs"], eager["compile_seconds"]) == (0, 0.0)
+    assert compiled["graphs"] == 2
+    assert compiled["compile_seconds"] > 0.1
+
+
+def test_a_missing_compiler_is_said_before_it_is_needed(
+    capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install g++, or give --no-compile" in fails(capsys, "train", *options, "--compile")
+
+
+# Going on
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
+    """Delayed scaling has state in the modules, NVFP4 takes random numbers: weights and losses, bit for bit."""
+    folder = tmp_path / "run"
+    works(capsys, "train", *options, f"--recipe={recipe}", "--accumulate=2")
+    wanted, weights = losses(folder), (find_checkpoints(folder)[-1] / WEIGHTS).read_bytes()
+    rewind(folder)
+    works(capsys, "train", "--resume", f"--out={folder}")
+    assert losses(folder) == wanted
+    assert (find_checkpoints(folder)[-1] / WEIGHTS).read_bytes() == weights
+
+
+def test_killed_and_resumed(capsys: Capture, tmp_path: Path, text: Path) -> None:
+    """SIGKILL between two lines of a process of its own."""
+    common = (*TINY, f"--data={text}", "--steps=30", "--recipe=delayed", "--log-every=1", "--checkpoint-every=3")
+    with start(tmp_path, "train", *common, "--out=killed") as process:
+        assert process.stdout is not None
+        assert any("step 8/30" in line for line in process.stdout), process.communicate()
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    folder = tmp_path / "killed"
+    assert not (folder / "result.json").exists()
+    assert find_checkpoints(folder)
+    works(capsys, "train", "--resume", f"--out={folder}")
+    works(capsys, "train", *common, f"--out={tmp_path / 'whole'}")
+    assert losses(folder) == losses(tmp_path / "whole")
+
+
+def test_resumed_before_the_first_checkpoint(capsys: Capture, made: Path) -> None:
+    wanted = losses(made)
+    shutil.rmtree(made / "checkpoints")
+    (made / "result.json").unlink()
+    works(capsys, "train", "--resume", f"--out={made}")
+    assert losses(made) == wanted
+
+
+def test_resumed_after_the_end(capsys: Capture, made: Path) -> None:
+    wanted = losses(made)
+    assert "final loss" in works(capsys, "train", "--resume", f"--out={made}")
+    assert losses(made) == wanted
+
+
+def test_what_decides_no_number_may_change(capsys: Capture, tmp_path: Path, made: Path, text: Path) -> None:
+    wanted = losses(made)
+    rewind(made)
+    moved = text.rename(tmp_path / "moved.txt")
+    works(capsys, "train", "--resume", f"--out={made}", f"--data={moved}", "--log-every=1", "--checkpoint-every=2")
+    assert losses(made) == wanted
+
+
+def raise_at(step: int, number: int) -> Callable[[Training], None]:
+    """A step that is interrupted by a signal in its middle."""
+    real = Training.run_step
+
+    def run_step(self: Training) -> None:
+        if self.step + 1 == step:
+            signal.raise_signal(number)
+        real(self)
+
+    return run_step
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_with_a_checkpoint(
+    capsys: Capture, made: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    wanted, handler = losses(made), signal.getsignal(number)
+    with monkeypatch.context() as patched:
+        patched.setattr(Training, "run_step", raise_at(6, number))
+        said = fails(capsys, "train", *options, "--overwrite", code=128 + number)
+    assert f"stopped by {number.name} after step 6: go on with mezzotint train --resume --out {made}" in said
+    assert [path.name for path in find_checkpoints(made)] == ["step-00000004", "step-00000006"]
+    assert signal.getsignal(number) is handler
+    works(capsys, "train", "--resume", f"--out={made}")
+    assert losses(made) == wanted
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with catch_signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+# Losing nothing
+
+
+def test_a_run_is_not_written_over(capsys: Capture, made: Path, options: tuple[str, ...]) -> None:
+    before = contents(made)
+    assert "give --resume to go on with it, --overwrite to begin anew" in fails(capsys, "train", *options)
+    assert "there is no recipe" in fails(capsys, "train", *options, "--overwrite", "--recipe=fp16")
+    assert "is empty" in fails(capsys, "train", *options, "--overwrite", "--data=/dev/null")
+    assert contents(made) == before
+    works(capsys, "train", *options, "--overwrite", "--seed=1", "--steps=4")
+    assert len(losses(made)) == 4
+    assert losses(made)[0] != read_losses(before)[0]
+
+
+def read_losses(files: dict[str, bytes]) -> list[float]:
+    text = files["result.json"].decode()
+    return [float(part) for part in text.split("[")[1].split("]")[0].split(",")]
+
+
+def test_a_folder_of_something_else_is_left_alone(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "diary.txt").write_text("dear diary")
+    for more in ((), ("--overwrite",)):
+        assert "is not empty: give another --out" in fails(capsys, "train", *options, *more)
+    assert "holds no run" in fails(capsys, "train", "--resume", f"--out={folder}")
+    assert contents(folder) == {"diary.txt": b"dear diary"}
+    assert "is a file" in fails(capsys, "train", *options, f"--out={folder / 'diary.txt'}")
+
+
+def test_a_missing_folder(capsys: Capture, tmp_path: Path) -> None:
+    said = fails(capsys, "train", "--resume", f"--out={tmp_path / 'run'}")
+    assert "does not exist: leave --resume out" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--lr=0.1", "--lr 0.001, not 0.1"),
+        ("--hidden=64", "--hidden 32, not 64"),
+        ("--model=tiny", "--hidden 32, not 128"),
+        ("--compile", "--compile False, not True"),
+    ],
+)
+def test_another_configuration(capsys: Capture, made: Path, option: str, said: str) -> None:
+    before = contents(made)
+    found = fails(capsys, "train", "--resume", f"--out={made}", option)
+    assert said in found
+    assert "leave the option out" in found
+    assert contents(made) == before
+
+
+def test_a_checkpoint_of_another_configuration(
+    capsys: Capture, tmp_path: Path, made: Path, options: tuple[str, ...]
+) -> None:
+    other = tmp_path / "other"
+    works(capsys, "train", *options, "--hidden=64", f"--out={other}")
+    shutil.rmtree(made / "checkpoints")
+    shutil.copytree(other / "checkpoints", made / "checkpoints")
+    before = contents(made)
+    assert "step-00000008 has --hidden 64, not 32" in fails(capsys, "train", "--resume", f"--out={made}")
+    assert contents(made) == before
+
+
+def test_another_text(capsys: Capture, made: Path, text: Path) -> None:
+    text.write_text("something else, and long enough for a sequence")
+    assert "the text is not the one" in fails(capsys, "train", "--resume", f"--out={made}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "checkpoint.json"])
+def test_a_truncated_file(capsys: Capture, made: Path, name: str) -> None:
+    wanted = losses(made)
+    last = find_checkpoints(made)[-1]
+    (last / name).write_bytes((last / name).read_bytes()[:-10])
+    before = contents(made)
+    assert "is damaged" in (said := fails(capsys, "train", "--resume", f"--out={made}"))
+    assert "move it away to resume from step 4" in said
+    assert contents(made) == before
+    shutil.rmtree(last)
+    works(capsys, "train", "--resume", f"--out={made}")
+    assert losses(made) == wanted
+
+
+def test_a_configuration_that_is_no_more(capsys: Capture, made: Path) -> None:
+    (made / "config.json").write_text('{"model": {')
+    assert "config.json cannot be read" in fails(capsys, "train", "--resume", f"--out={made}")
+
+
+def test_text_that_cannot_be_trained_on(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("short")
+    assert "is empty" in fails(capsys, "train", *options, f"--data={tmp_path / 'empty'}")
+    assert "does not exist" in fails(capsys, "train", *options, f"--data={tmp_path / 'nowhere'}")
+    assert "give more text" in fails(capsys, "train", *options, f"--data={tmp_path / 'short'}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_no_number(
+    capsys: Capture, made: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Training.run_step
+
+    def run_step(self: Training) -> None:
+        real(self)
+        if self.step == 6:
+            self.losses[5] = math.nan
+
+    monkeypatch.setattr(Training, "run_step", run_step)
+    said = fails(capsys, "train", *options, "--overwrite", "--log-every=100", "--checkpoint-every=2", code=1)
+    assert "the loss is nan at step 6: lower --lr" in said
+    assert [path.name for path in find_checkpoints(made)] == ["step-00000002", "step-00000004"]
+
+
+def test_a_gpu_that_is_not_there(capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "give --device cpu" in fails(capsys, "train", *options, "--device=cuda")
+
+
+def test_memory_that_is_not_there(capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_step(self: Training) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Training, "run_step", run_step)
+    assert "lower --batch or --sequence" in fails(capsys, "train", *options, code=1)
+
+
+# What is told on the way
+
+
+def scalars(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder / "tensorboard")).Reload()
+
+
+def test_tensorboard_has_every_loss_once(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    folder = tmp_path / "run"
+    works(capsys, "train", *options, "--log-every=4", "--checkpoint-every=3")
+    rewind(folder)  # to step 6, which had no line
+    works(capsys, "train", "--resume", f"--out={folder}")
+    events = scalars(folder)
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
+    assert [event.value for event in events.Scalars("loss")] == losses(folder)
+    for name in ("gradient_norm", "learning_rate", "tokens_per_second"):
+        assert [event.step for event in events.Scalars(name)] == [4, 8]
+
+
+def test_a_line_every_so_many_steps(capsys: Capture, options: tuple[str, ...]) -> None:
+    lines = [line for line in works(capsys, "train", *options, "--log-every=3").splitlines() if "bf16" in line]
+    assert [line.split()[2] for line in lines] == ["3/8", "6/8", "8/8"]
+    assert all("tokens/s" in line for line in lines)
+
+
+def test_a_bar_in_a_terminal() -> None:
+    console = Console(force_terminal=True, width=100, record=True)
+    with Reporter(console, "mxfp8", 10, 4) as reporter:
+        reporter.advance()
+        reporter.show(5, 2.5, 1234.5)
+        reporter._bar.refresh()
+    said = console.export_text()
+    assert "mxfp8" in said
+    assert "5/10" in said
+    assert "loss 2.5000  1,234 tokens/s" in said
+    assert "step 5/10" not in said
+
+
+def test_speed_is_of_steps_that_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    graphs = [3]
+    monkeypatch.setattr("mezzotint.cli.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("mezzotint.cli.meter._count_graphs", lambda: graphs[0])
+    meter = Meter(torch.device("cpu"))
+    for seconds, more in ((10.0, 1), (1.0, 0), (6.0, 1), (1.0, 0)):
+        clock[0] += seconds
+        graphs[0] += more
+        meter.step(waits=False)
+    clock[0] += 50.0
+    meter.pause()
+    clock[0] += 1.0
+    meter.step(waits=True)
+    assert meter.steps_per_second == 1.0
+    assert meter.graphs == 2
+    assert meter.compile_seconds == 14.0
+
+
+def test_run_is_reported(capsys: Capture, options: tuple[str, ...]) -> None:
+    assert run(capsys, "train", *options).err == ""
