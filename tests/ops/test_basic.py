@@ -384,6 +384,15 @@ def test_in_place_sum_of_an_extra_input_that_backward_needs_is_refused() -> None
         y.sum().backward()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_in_place_sum_in_a_checkpoint(use_reentrant: bool) -> None:
+    """Which runs again, with what was there at first."""
+    chain = spread(ops.Sequential(ops.AddExtraInput(in_place=True), ops.RMSNorm(N, **OPTIONS)))
+    x, extra = draw((8, N)), (draw((8, N), seed=1),)
+    want = step(copy.deepcopy(chain), x, extra)
+    assert_equal(step(chain, x, extra, None, lambda *xs: mz.checkpoint(chain, *xs, use_reentrant=use_reentrant)), want)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_sum_with_an_expanded_tensor(in_place: bool) -> None:
     """Its elements share memory: nothing can be written there."""

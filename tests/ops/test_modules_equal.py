@@ -102,7 +102,14 @@ def as_module(pair: Pair, made: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def check(pair: Pair, chosen: Any, steps: int = 3, input_grad: bool = True, **kwargs: Any) -> None:
+def check(
+    pair: Pair,
+    chosen: Any,
+    steps: int = 3,
+    input_grad: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    **kwargs: Any,
+) -> None:
     given = {"op_kwargs": dict.fromkeys(pair.linears, kwargs)} if kwargs else {}
     splits = (ROUTING,) if isinstance(pair.module, mz.GroupedLinear) else ()
 
@@ -110,7 +117,7 @@ def check(pair: Pair, chosen: Any, steps: int = 3, input_grad: bool = True, **kw
         return pair.module(x if input_grad else x.detach(), *splits, **kwargs)
 
     for seed in range(steps):
-        x = sample(24, seed).view(4, 6, WIDTH) * (1 + seed)
+        x = sample(24, seed, dtype).view(4, 6, WIDTH) * (1 + seed)
         got = as_module(pair, chain_step(pair.chain, x, splits, chosen, input_grad=input_grad, **given))
         assert_equal(got, module_step(pair.module, x, chosen, call, **kwargs))
 
@@ -146,6 +153,30 @@ def test_grouped_linear(recipe: str, bias: bool) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_input_that_needs_no_gradient(name: str, recipe: str) -> None:
     check(PAIRS[name](), RECIPES[recipe], input_grad=False)
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    ("params_dtype", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", PAIRS)
+def test_dtypes(
+    name: str, params_dtype: torch.dtype, dtype: torch.dtype, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parameters and of activations; and these by torch.autocast."""
+    monkeypatch.setitem(OPTIONS, "dtype", params_dtype)
+    monkeypatch.setitem(MODULE_OPTIONS, "params_dtype", params_dtype)
+    check(PAIRS[name](), RECIPES[recipe], steps=2, dtype=dtype)
+    if dtype == torch.float32:
+        with torch.autocast("cpu", torch.bfloat16):
+            check(PAIRS[name](), RECIPES[recipe], steps=1, dtype=dtype)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])

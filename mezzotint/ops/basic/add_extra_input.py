@@ -8,6 +8,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import add
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
+from mezzotint.quantization import STATE
 
 
 class AddExtraInput(BasicOperation):
@@ -48,10 +49,14 @@ class AddExtraInput(BasicOperation):
 
 
 def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory."""
+    """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory.
+
+    Not in a checkpoint, which runs again with the same extra input.
+    """
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
-    if in_place and extra.dtype == x.dtype and extra.is_contiguous() and not torch.compiler.is_compiling():
+    may_write = in_place and not torch.compiler.is_compiling() and STATE.recomputation is None
+    if may_write and extra.dtype == x.dtype and extra.is_contiguous():
         # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
         return extra.detach().add_(x)
     return run_op(add, x, extra)
