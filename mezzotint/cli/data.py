@@ -97,8 +97,19 @@ def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
         tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises no other
         raise CommandError(f"--tokenizer {path} is no tokenizer: {error}; give a Hugging Face tokenizer.json") from None
-    ids = tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False).ids
+    ids: list[int] = []
+    for piece in _pieces(text.decode("utf-8", errors="replace")):
+        ids += tokenizer.encode(piece, add_special_tokens=False).ids
     return torch.tensor(ids, dtype=torch.int32), tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _pieces(text: str, length: int = 2**16) -> Iterator[str]:
+    """Whole lines, `length` characters or more: what a tokenizer makes of a text takes a hundred times its memory."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + length) + 1 or len(text)
+        yield text[start:end]
+        start = end
 
 
 class Batches:

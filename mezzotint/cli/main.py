@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = app(arguments, prog_name="mezzotint", standalone_mode=False)
     except CommandError as error:
         return _fail(str(error), error.code)
+    except OSError as error:
+        return _fail(f"{error}: see to it, and try again", 1)
     except UsageError as error:
         where = getattr(getattr(error, "ctx", None), "command_path", "mezzotint")
         said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]

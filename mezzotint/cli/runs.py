@@ -27,7 +27,10 @@ def new_folder(out: str | None, kind: str) -> Path:
             return folder
     folder = Path(str(out))
     check_free(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{folder} cannot be made ({error.strerror}): give another --out") from None
     return folder
 
 

@@ -89,7 +89,7 @@ def test_a_signal_leaves_what_is_finished(
 
 
 def test_gaps_are_small(capsys: Capture, tmp_path: Path) -> None:
-    """What `make train` allows after 150 steps holds for a smaller model after 40."""
+    """What `make train` allows after 150 steps, for a smaller model after 40: seeds 0 to 2 end at most 0.013 away."""
     sizes = ("--hidden=64", "--ffn=128", "--heads=2", "--kv-heads=1", "--sequence=32", "--batch=8", "--threads=1")
     works(capsys, "compare", *sizes, "--steps=40", "--warmup=10", "--lr=0.003", "--no-compile", "--device=cpu")
     results = read(tmp_path / "runs/compare-001/compare.json")["results"]

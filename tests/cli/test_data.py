@@ -48,6 +48,14 @@ def test_tokens_of_a_tokenizer(tmp_path: Path) -> None:
     assert text.fingerprint != read_text(str(tmp_path / "text")).fingerprint
 
 
+def test_a_long_text_is_tokenized_in_lines() -> None:
+    text = "ab\n" * 50 + "the end"
+    pieces = list(data._pieces(text, 10))
+    assert "".join(pieces) == text
+    assert pieces[:2] == ["ab\n" * 4, "ab\n" * 4]
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+
+
 def test_what_cannot_be_read_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()

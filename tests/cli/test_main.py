@@ -1,14 +1,12 @@
 """The program: what it lists, one-line errors, and what it takes from outside."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mezzotint.cli.main import EXTRA
-from tests.cli.tools import ROOT, environment, fails, works
+from tests.cli.tools import ROOT, fails, run_python, works
 
 COMMANDS = ("train", "compare", "doctor", "plan", "bench")
 
@@ -59,6 +57,16 @@ def test_what_cannot_be_done_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_the_system_refuses_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> None:
+        raise PermissionError(13, "Permission denied", "runs")
+
+    monkeypatch.setattr("mezzotint.cli.plan.find_model", refuse)
+    assert "Permission denied: 'runs'" in fails(capsys, "plan", "tiny", code=1)
+
+
 def test_the_extra_is_needed_by_the_command_line_alone() -> None:
     """`import mezzotint` does not load it; without it the program says what to install."""
     code = f"""
@@ -76,9 +84,7 @@ for name in {EXTRA}:
             del sys.modules[added]
     del sys.modules[name]
 """
-    made = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    made = run_python(code)
     assert made.returncode == 0, made.stderr
     wanted = [f"mezzotint: {name} is not installed: pip install 'mezzotint[cli]'" for name in EXTRA]
     assert made.stderr.splitlines() == wanted

@@ -20,7 +20,7 @@ from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import TrainConfig
-from tests.cli.tools import TINY, contents, fails, losses, read, run, start, works, write_text
+from tests.cli.tools import TINY, contents, fails, losses, read, run, run_python, works, write_text
 
 Capture = pytest.CaptureFixture[str]
 
@@ -157,20 +157,38 @@ def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tupl
     assert (find_checkpoints(folder)[-1] / WEIGHTS).read_bytes() == weights
 
 
-def test_killed_and_resumed(capsys: Capture, tmp_path: Path, text: Path) -> None:
-    """SIGKILL between two lines of a process of its own."""
-    common = (*TINY, f"--data={text}", "--steps=30", "--recipe=delayed", "--log-every=1", "--checkpoint-every=3")
-    with start(tmp_path, "train", *common, "--out=killed") as process:
-        assert process.stdout is not None
-        assert any("step 8/30" in line for line in process.stdout), process.communicate()
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
+KILLED = """
+import os, runpy, signal
+from mezzotint.cli import checkpoint, loop
+
+run_step, save = loop.Training.run_step, checkpoint.torch.save
+calls = []
+
+def count(place, real, *arguments):
+    calls.append(place)
+    if calls.count("{place}") == {time}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments)
+
+loop.Training.run_step = lambda self: count("step", run_step, self)
+checkpoint.torch.save = lambda *arguments: count("checkpoint", save, *arguments)
+runpy.run_module("mezzotint", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(("place", "time", "kept"), [("step", 9, 2), ("checkpoint", 2, 1)])
+def test_killed_and_resumed(capsys: Capture, tmp_path: Path, text: Path, place: str, time: int, kept: int) -> None:
+    """SIGKILL between checkpoints and inside one, in a process of its own."""
+    common = (*TINY, f"--data={text}", "--steps=12", "--recipe=delayed", "--checkpoint-every=4")
     folder = tmp_path / "killed"
+    process = run_python(KILLED.format(place=place, time=time), "train", *common, f"--out={folder}")
+    assert process.returncode == -signal.SIGKILL, process.stderr
     assert not (folder / "result.json").exists()
-    assert find_checkpoints(folder)
+    assert [path.name for path in find_checkpoints(folder)] == ["step-00000004", "step-00000008"][:kept]
     works(capsys, "train", "--resume", f"--out={folder}")
     works(capsys, "train", *common, f"--out={tmp_path / 'whole'}")
     assert losses(folder) == losses(tmp_path / "whole")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 
 
 def test_resumed_before_the_first_checkpoint(capsys: Capture, made: Path) -> None:
@@ -258,6 +276,8 @@ def test_a_folder_of_something_else_is_left_alone(capsys: Capture, tmp_path: Pat
     assert "holds no run" in fails(capsys, "train", "--resume", f"--out={folder}")
     assert contents(folder) == {"diary.txt": b"dear diary"}
     assert "is a file" in fails(capsys, "train", *options, f"--out={folder / 'diary.txt'}")
+    said = fails(capsys, "train", *options, f"--out={folder / 'diary.txt' / 'run'}")
+    assert "cannot be made (Not a directory): give another --out" in said
 
 
 def test_a_missing_folder(capsys: Capture, tmp_path: Path) -> None:

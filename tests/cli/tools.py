@@ -56,25 +56,15 @@ def works(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return outcome.out
 
 
-def command(*arguments: Any) -> list[str]:
-    return [sys.executable, "-m", "mezzotint", *map(str, arguments)]
-
-
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def start(folder: Path, *arguments: Any) -> subprocess.Popen[str]:
-    """The program in a process of its own."""
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def run_python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """In a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
 def read(path: Path) -> Any:
