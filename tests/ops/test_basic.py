@@ -401,6 +401,16 @@ def test_a_sum_with_an_expanded_tensor(in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+def test_a_sum_with_a_quantized_tensor(in_place: bool) -> None:
+    """It counts as what it stands for, and the sum is not quantized."""
+    x, extra = draw((4, N)), mz.MXFP8Quantizer(mz.DType.kFloat8E4M3).quantize(draw((4, N), seed=1))
+    want = x + extra.dequantize()
+    y = ops.AddExtraInput(in_place=in_place)(x, extra)
+    assert type(y) is torch.Tensor
+    assert torch.equal(y, want)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 def test_make_extra_output(in_place: bool) -> None:
     op = ops.MakeExtraOutput(in_place=in_place)
     for shape in SHAPES:

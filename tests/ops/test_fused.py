@@ -261,6 +261,15 @@ def test_second_backward(name: str, recipe: str) -> None:
     assert_equal(dict(enumerate(second)), dict(enumerate(first)))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["linear+scale+add", "linear+add", "linear+add in place"])
+def test_a_quantized_extra_input(name: str) -> None:
+    """It counts as what it stands for."""
+    case, chain = CASES[name], chain_of(name, False)
+    extra = mz.MXFP8Quantizer(mz.DType.kFloat8E4M3).quantize(sample(24, 9))
+    with only(case.fusion):
+        assert torch.equal(chain(sample(24), extra), chain(sample(24), extra.dequantize()))
+
+
 # With a bias, which is added before the product is rounded
 
 

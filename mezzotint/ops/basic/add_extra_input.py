@@ -9,6 +9,7 @@ from mezzotint.kernels.pointwise import add
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.quantization import STATE
+from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class AddExtraInput(BasicOperation):
@@ -51,12 +52,12 @@ class AddExtraInput(BasicOperation):
 def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Tensor:
     """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory.
 
-    Not in a checkpoint, which runs again with the same extra input.
+    Not in a checkpoint, which runs again with the same extra input, and not into a quantized one.
     """
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
     may_write = in_place and not torch.compiler.is_compiling() and STATE.recomputation is None
-    if may_write and extra.dtype == x.dtype and extra.is_contiguous():
+    if may_write and not isinstance(extra, QuantizedTensorStorage) and extra.dtype == x.dtype and extra.is_contiguous():
         # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
         return extra.detach().add_(x)
-    return run_op(add, x, extra)
+    return run_op(add, x, plain(extra))

@@ -17,6 +17,7 @@ from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.constant_scale import ConstantScale
 from mezzotint.ops.fusion import replace_windows
 from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.quantizing import plain
 
 
 class ForwardLinear(FusedOperation):
@@ -107,7 +108,7 @@ class ForwardLinearScaleAdd(ForwardLinear):
             raise ValueError(
                 f"the extra input has shape {tuple(extra[0].shape)}, the input {tuple(y.shape)}: give equal ones"
             )
-        return run_op(scale_add, y, self._parts()[2][0].scale, extra[0]), ()
+        return run_op(scale_add, y, self._parts()[2][0].scale, plain(extra[0])), ()
 
 
 def fuse_forward_linear_scale_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
