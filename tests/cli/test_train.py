@@ -145,7 +145,7 @@ def test_a_missing_compiler_is_said_before_it_is_needed(
 # Going on
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "delayed", "nvfp4"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
     """Delayed scaling has state in the modules, NVFP4 takes random numbers: weights and losses, bit for bit."""
     folder = tmp_path / "run"
