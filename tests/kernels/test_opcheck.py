@@ -23,6 +23,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
+from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
@@ -218,6 +219,16 @@ def test_pointwise(dtype: torch.dtype) -> None:
             torch.library.opcheck(l2norm_backward, (x, given, rs), test_utils=utils)
 
 
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+def test_scaled_bias(dtype: torch.dtype) -> None:
+    y, scales = sample((9, 16), dtype), sample((9,), torch.float32)
+    biases = [sample((16,), dtype) for _ in range(3)]
+    for given in (y, y.T.contiguous().T):
+        for splits in ([4, 0, 5], [0, 9, 0]):
+            torch.library.opcheck(scaled_bias, (given, scales, biases, splits), test_utils=ALL)
+            torch.library.opcheck(scaled_bias_backward, (given, scales, biases, splits), test_utils=ALL)
+
+
 def test_delayed() -> None:
     state = torch.ones(3), torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
     other = torch.ones(2), torch.rand(1, 2, generator=torch.Generator().manual_seed(1))
@@ -262,6 +273,7 @@ def test_every_op_has_a_case() -> None:
         op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)
     }
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
+    here |= {op.name() for op in (scaled_bias, scaled_bias_backward)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)
