@@ -1,7 +1,6 @@
 """Collectives as operations: by formula in a world of two processes, around a linear, compiled; in a world of one."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,26 +14,17 @@ from tests.ops.world import (
     gradient_of,
     input_of,
     linear_of,
-    run_world,
 )
 from tests.recipes import RECIPES, assert_equal
+from tests.worlds import World, results, run_world
 
 RANKS = range(SIZE)
-World = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """For each rank what every check gave."""
-    return run_world(tmp_path_factory.mktemp("world"))
-
-
-def results(world: World, check: str) -> list[Any]:
-    """Of each rank; a check that failed there fails here."""
-    for rank in RANKS:
-        made = world[rank].get(check, "another check failed before")
-        assert not isinstance(made, str), f"rank {rank}: {made}"
-    return [world[rank][check] for rank in RANKS]
+    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
 
 
 def part(x: torch.Tensor, rank: int) -> torch.Tensor:

@@ -1,19 +1,10 @@
-"""Two processes with gloo on the CPU: what each of them computes with collective operations, for a test to look at.
+"""What each of two processes computes with collective operations."""
 
-results = run_world(tmp_path)           # for each rank: name of a check → what it gave, or its traceback
-"""
-
-import time
-import traceback
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
@@ -21,10 +12,9 @@ from mezzotint import ops
 from mezzotint.ops.fused import ForwardLinearReduceScatter
 from tests.ops.chains import only, seed, spread
 from tests.recipes import RECIPES
+from tests.worlds import Result
 
 SIZE, ROWS, WIDTH, OUT = 2, 4, 64, 192
-TIMEOUT = 150  # seconds, after which all processes are ended
-Result = dict[str, Any]
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -143,36 +133,3 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     chains,
     compiled,
 )
-
-
-def work(rank: int, folder: str) -> None:
-    """One process."""
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60)
-    )
-    results: dict[str, Any] = {}
-    for check in CHECKS:
-        try:
-            results[check.__name__] = check(rank)
-        except Exception:
-            results[check.__name__] = traceback.format_exc()
-            break  # the others would wait for a process that is elsewhere
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def run_world(folder: Path) -> list[dict[str, Any]]:
-    context = mp.spawn(work, (str(folder),), nprocs=SIZE, join=False, daemon=True)
-    end = time.monotonic() + TIMEOUT
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > end:
-                raise TimeoutError(f"the processes have not come to an end in {TIMEOUT} s")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return [torch.load(folder / f"{rank}.pt") for rank in range(SIZE)]

@@ -1,0 +1,66 @@
+"""A world of processes with gloo on the CPU: what each of them computes, for a test to look at.
+
+    CHECKS = (one, another)                     # functions of a module, `one(rank) -> dict`; collectives inside
+    world = run_world(folder, CHECKS, size=2)   # for each rank: name of a check → what it gave, or its traceback
+    results(world, "one")                       # of each rank; fails here with the traceback from there
+
+Starting a world takes seconds: one for a whole file of tests (a fixture of scope "module").
+"""
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 240  # seconds, after which all processes are ended
+Result = dict[str, Any]
+World = list[dict[str, Any]]
+Check = Callable[[int], Result]
+
+
+def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
+    """One process."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    found: dict[str, Any] = {}
+    for check in checks:
+        try:
+            found[check.__name__] = check(rank)
+        except Exception:
+            found[check.__name__] = traceback.format_exc()
+            break  # the others would wait for a process that is elsewhere
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_world(folder: Path, checks: Sequence[Check], size: int = 2) -> World:
+    context = mp.spawn(work, (str(folder), checks, size), nprocs=size, join=False, daemon=True)
+    end = time.monotonic() + TIMEOUT
+    try:
+        while not context.join(timeout=1.0):
+            if time.monotonic() > end:
+                raise TimeoutError(f"the processes have not come to an end in {TIMEOUT} s")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def results(world: World, check: str) -> list[Any]:
+    """Of each rank; a check that failed there fails here."""
+    for rank, found in enumerate(world):
+        made = found.get(check, "another check failed before")
+        assert not isinstance(made, str), f"rank {rank}: {made}"
+    return [found[check] for found in world]
