@@ -63,6 +63,11 @@ def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int
     return start * per, stop * per
 
 
+def taken(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of codes (M, …), of which there is one at least; -1 is a row of zeros, whose codes are 0 in every format."""
+    return data.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+
+
 def cuts_blocks(start: int, stop: int, rows: int, block: int) -> bool:
     """Whether rows start..stop of `rows` begin or end inside a block."""
     return start % block != 0 or (stop % block != 0 and stop != rows)

@@ -17,6 +17,7 @@ from mezzotint.kernels.float8 import (
 )
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_fp8_dtype, check_scale
+from mezzotint.tensor.directions import taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer, assemble
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -84,6 +85,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "data": None if self._data is None else self._data[start:stop],
             "data_transpose": None if self._transpose is None else self._transpose[:, start:stop].contiguous(),
         }
+
+    def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
+        return None if self._data is None else {"data": taken(self._data, index), "data_transpose": None}
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):

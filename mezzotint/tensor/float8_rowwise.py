@@ -14,7 +14,7 @@ from mezzotint.kernels.float8_rowwise import (
 )
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_fp8_dtype
-from mezzotint.tensor.directions import TwoDirectionStorage, matrix_rows
+from mezzotint.tensor.directions import TwoDirectionStorage, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -44,6 +44,17 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         if self._columnwise_data is not None:
             fields["columnwise_data"] = self._columnwise_data[:, start:stop].contiguous()
         return fields
+
+    def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
+        """With their scales."""
+        if self._rowwise_data is None or self._rowwise_scale_inv is None:
+            return None
+        return {
+            "rowwise_data": taken(self._rowwise_data, index),
+            "rowwise_scale_inv": self._rowwise_scale_inv.index_select(0, index.clamp(min=0)),
+            "columnwise_data": None,
+            "columnwise_scale_inv": None,
+        }
 
 
 class Float8RowwiseTensor(Float8RowwiseTensorStorage, QuantizedTensor):

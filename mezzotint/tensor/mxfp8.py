@@ -15,7 +15,7 @@ from mezzotint.kernels.mxfp8 import (
 )
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_choice, check_fp8_dtype
-from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
+from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -68,6 +68,19 @@ class MXFP8TensorStorage(TwoDirectionStorage):
             scales = self._columnwise_scale_inv[first // MX_BLOCK : cdiv(last, MX_BLOCK)]
             fields["columnwise_scale_inv"] = padded(scales, *mxfp8_scale_shape(last - first, cols, True))
         return fields
+
+    def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
+        """With their scales."""
+        if self._rowwise_data is None or self._rowwise_scale_inv is None or self._with_gemm_swizzled_scales:
+            return None
+        scales = self._rowwise_scale_inv.index_select(0, index.clamp(min=0))
+        shape = mxfp8_scale_shape(index.shape[0], self._rowwise_data.shape[-1], False)
+        return {
+            "rowwise_data": taken(self._rowwise_data, index),
+            "rowwise_scale_inv": padded(scales, *shape),
+            "columnwise_data": None,
+            "columnwise_scale_inv": None,
+        }
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):

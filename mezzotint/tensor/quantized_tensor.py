@@ -100,6 +100,16 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
         return self
 
+    def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
+        """These rows (int64 [n]; -1: zeros) of a matrix, quantized as they are, row-wise; None: the format cannot."""
+        fields = self._take_rows(index) if self.dim() == 2 and self.shape[0] > 0 else None
+        if fields is None:
+            return None
+        made = self._rebuild((index.shape[0], self.shape[1]), **fields)
+        if made._quantizer is not None:
+            made._quantizer = made._quantizer.with_usage(rowwise=True, columnwise=False)
+        return made
+
     def float(self) -> torch.Tensor:
         return self.dequantize(dtype=torch.float32)
 

@@ -66,6 +66,10 @@ class QuantizedTensorStorage(Flattenable):
         """Constructor kwargs of rows start..stop of the first dimension, or None where blocks would be cut."""
         return None
 
+    def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
+        """Constructor kwargs of these rows (int64 [n]; -1: zeros) of a matrix, row-wise, or None as above."""
+        return None
+
     # What the declaration gives
 
     @property
