@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.distributed.groups import local_size
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
 from mezzotint.layer.parameters import check_features, check_input, resolve_device, resolve_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
-from mezzotint.ops.parallel import local_size
 from mezzotint.ops.quantizing import plain
 
 

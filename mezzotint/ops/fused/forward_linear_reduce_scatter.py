@@ -8,12 +8,12 @@ another size of product may sum in another order, which can change the last bit.
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as collectives
 
+from mezzotint.distributed.collectives import start_reduce_scatter, wait
 from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forward
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
-from mezzotint.ops.basic.collectives import ReduceScatter, start_reduce_scatter
+from mezzotint.ops.basic.collectives import ReduceScatter
 from mezzotint.ops.fused.forward_linear_bias import ForwardLinear
 from mezzotint.ops.fusion import replace_windows
 from mezzotint.ops.op import FusibleOperation
@@ -42,7 +42,7 @@ class ForwardLinearReduceScatter(ForwardLinear):
             y = y.view(*input_.shape[:-1], y.shape[1])
             started.append(start_reduce_scatter(y, reduce_scatter.process_group))
         assert made is not None
-        finished = [collectives.wait_tensor(part) for part in started]
+        finished = [wait(part) for part in started]
         return torch.cat(finished, -1), linear.made(run, args, made)
 
 

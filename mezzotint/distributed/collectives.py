@@ -1,0 +1,63 @@
+"""PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
+
+`start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed._functional_collectives as functional
+
+from mezzotint.distributed.groups import world_size
+
+# By the names of torch 2.13 where it has them, else by those of 2.11.
+_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def _group(group: Any) -> Any:
+    return torch.distributed.group.WORLD if group is None else group
+
+
+def wait(started: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that was started."""
+    return functional.wait_tensor(started)
+
+
+def start_all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """(m, …) of each process → (m · processes, …), not waited for."""
+    return _all_gather(x.contiguous(), 0, _group(group))
+
+
+def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """(m, …) of each process → (m · processes, …)."""
+    return x if world_size(group) == 1 else wait(start_all_gather(x, group))
+
+
+def start_all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes, not waited for."""
+    return functional.all_reduce(x.contiguous(), "sum", _group(group))
+
+
+def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes."""
+    return x if world_size(group) == 1 else wait(start_all_reduce(x, group))
+
+
+def all_reduce_max(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest over processes, element by element."""
+    return x if world_size(group) == 1 else wait(functional.all_reduce(x.contiguous(), "max", _group(group)))
+
+
+def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes, (m, …), of which each gets its part, (m / processes, …); not waited for."""
+    count = world_size(group)
+    if x.shape[0] % count:
+        raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
+    return _reduce_scatter(x.contiguous(), "sum", 0, _group(group))
+
+
+def reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same, waited for."""
+    return x if world_size(group) == 1 else wait(start_reduce_scatter(x, group))

@@ -1,0 +1,56 @@
+"""What is asked of a process group: how many there are, which one this is, whether all of them agree."""
+
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed is in use."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def world_size(group: Any) -> int:
+    """Processes of the group; 1 where torch.distributed is not in use. None is the default group."""
+    return torch.distributed.get_world_size(group) if is_initialized() else 1
+
+
+def rank_in(group: Any) -> int:
+    """The number of this process in the group; 0 where torch.distributed is not in use. None is the default group."""
+    return torch.distributed.get_rank(group) if is_initialized() else 0
+
+
+def part_of(name: str, size: int, count: int) -> int:
+    """This process's part of a dimension that `count` processes share evenly."""
+    if size % count:
+        raise ValueError(f"{name} is {size}: it must be divisible by the {count} processes of the group")
+    return size // count
+
+
+def local_size(name: str, size: int, group: Any) -> int:
+    """The same, of the processes of a group."""
+    return part_of(name, size, world_size(group))
+
+
+def resolve_size(tp_group: Any, tp_size: int) -> int:
+    """Processes that share a weight: those of the group, or as many as a group that is set later will have."""
+    if not isinstance(tp_size, int) or tp_size < 1:
+        raise ValueError(f"tp_size is {tp_size!r}: give the number of processes, 1 or more")
+    if tp_group is None:
+        return tp_size
+    size = world_size(tp_group)
+    if tp_size not in (1, size):
+        raise ValueError(
+            f"tp_size is {tp_size}, tp_group has {size} processes: give a group of {tp_size}, or no tp_size"
+        )
+    return size
+
+
+def check_agreed(group: Any, what: str, value: str) -> None:
+    """The same on every process of the group, or an error on every one of them. A collective: all must call it."""
+    values: list[Any] = [None] * world_size(group)
+    torch.distributed.all_gather_object(values, value, group)
+    if any(other != values[0] for other in values):
+        listed = ", ".join(f"{other} on rank {rank}" for rank, other in enumerate(values))
+        raise ValueError(f"{what} is not the same on all processes of the group: {listed}; make it the same")
