@@ -85,6 +85,8 @@ def check_norm(shape: tuple[int, ...], dtype: torch.dtype, view: str, rms: bool)
 
 def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name: str) -> None:
     from mezzotint.kernels import activation as reference
+    from mezzotint.kernels.elements import amax as amax_of
+    from mezzotint.kernels.quantize_ops import Made
     from mezzotint.kernels.triton import activation as kernels
     from tests.values import as_view
 
@@ -98,6 +100,13 @@ def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name
         same(y, reference.activation_forward_reference(x, None, name, [], scales), case)
         dx = kernels.backward(dy, x, None, name, [], scales)
         same(dx, reference.activation_backward_reference(dy, x, None, name, [], scales), case)
+        for made, want in (
+            (Made("activation", (x, None, name, [], scales)), y),
+            (Made("activation_backward", (dy, x, None, name, [], scales)), dx),
+        ):
+            got, amax = kernels.write_with_amax(made)
+            same(got, want, case)
+            same(amax, amax_of(want).view(1), case)
     ds = kernels.scale_gradient(dy, x, name, [])
     close(ds, reference.activation_scale_gradient_reference(dy, x, name, []), case)
 

@@ -34,6 +34,14 @@ def drop_nan(amax):
 
 
 @triton.jit
+def raise_amax(amax, value):
+    """amax[0] = max(amax[0], |value|), NaN dropped. FP32 that are not negative are ordered as their bits are."""
+    top = drop_nan(tl.max(tl.abs(value)))
+    bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(bits, top.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
 def cast_fp8(value, DTYPE: tl.constexpr):
     """FP32 → uint8 codes: nearest even, saturating, NaN → 0x7F."""
     asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton._jit import ahead, tile_of
+from mezzotint.kernels.triton._jit import ahead, raise_amax, tile_of
 from mezzotint.kernels.triton._jit_source import Input, load_input, sourced
 from mezzotint.kernels.triton._launch import Fast
 
@@ -35,6 +35,7 @@ def finish_config() -> dict[str, int]:
 def _write_kernel(
     x,
     out,
+    amax,
     given,
     M,
     K,
@@ -44,6 +45,7 @@ def _write_kernel(
     BN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
+    """`amax`: FP32 [1], raised to that of what is written, or None."""
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
@@ -53,6 +55,8 @@ def _write_kernel(
         tl.store(to, value)
     else:
         tl.store(to, value, mask=(r < M)[:, None] & (c < K)[None, :])
+    if amax is not None:
+        raise_amax(amax, value.to(tl.float32))
 
 
 @triton.jit
@@ -90,8 +94,8 @@ def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
     tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < K)
 
 
-def write(made: Made) -> torch.Tensor:
-    """One launch: what the source makes, in its shape and dtype."""
+def write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """One launch: what the source makes, in its shape and dtype; `amax`, FP32 [1], is raised to that of it."""
     x = made.args[made.source == "activation_backward"]
     out = x.new_empty(made.shape)
     if out.numel():
@@ -101,6 +105,7 @@ def write(made: Made) -> torch.Tensor:
         _write_kernel[(cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"]),)](
             source.x,
             out,
+            amax,
             source.given(),
             source.M,
             source.K,
@@ -161,10 +166,10 @@ BACKWARD = "*fp32 - fp32 fp32 fp32 - *bf16 i32"  # with partial sums
 SCALED_BACKWARD = "*fp32 - fp32 fp32 fp32 *bf16 *bf16 i32"
 
 AHEAD = [
-    ahead(_write_kernel, "bf16 bf16", NORM, SOURCE=("norm", True), EVEN=True, **write_config(4096)),
-    ahead(_write_kernel, "fp32 fp32", RMSNORM, SOURCE=("norm", False), EVEN=False, **write_config(100)),
+    ahead(_write_kernel, "bf16 bf16 -", NORM, SOURCE=("norm", True), EVEN=True, **write_config(4096)),
+    ahead(_write_kernel, "fp32 fp32 -", RMSNORM, SOURCE=("norm", False), EVEN=False, **write_config(100)),
     *(
-        ahead(_write_kernel, "bf16 bf16", ACTIVATION, SOURCE=("activation", *act), EVEN=True, **write_config(4096))
+        ahead(_write_kernel, "bf16 bf16 -", ACTIVATION, SOURCE=("activation", *act), EVEN=True, **write_config(4096))
         for act in (
             ("gelu", False),
             ("qgelu", False),
@@ -176,11 +181,11 @@ AHEAD = [
             ("situglu", True),
         )
     ),
-    ahead(_write_kernel, "bf16 bf16", SCALED, SOURCE=("activation", "silu", True), EVEN=True, **write_config(4096)),
+    ahead(_write_kernel, "bf16 bf16 -", SCALED, SOURCE=("activation", "silu", True), EVEN=True, **write_config(4096)),
     *(
         ahead(
             _write_kernel,
-            "fp16 fp16",
+            "fp16 fp16 fp32",
             f"- *fp32 fp32 fp32 fp32 {scales} *fp16 i32",
             SOURCE=("activation_backward", "gelu", False),
             EVEN=False,

@@ -6,6 +6,7 @@ same bits.
 """
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.activation import is_gated
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton._jit import ahead, as_rows, tile_of
+from mezzotint.kernels.triton._jit import ahead, as_rows, raise_amax, tile_of
 from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read, sourced
 from mezzotint.kernels.triton._produce import sum_columns, write
 
@@ -29,6 +30,7 @@ def tile_config(N: int) -> dict[str, int]:
 def _gated_backward_kernel(
     x,
     out,
+    amax,
     given,
     M,
     N,
@@ -37,7 +39,7 @@ def _gated_backward_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """x and out are (M, 2N). `given`: as that of the source."""
+    """x and out are (M, 2N). `given`: as that of the source. `amax`: FP32 [1], raised to that of out, or None."""
     row, col = tile_of(tl.program_id(0), M, N, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = (col * BN + tl.arange(0, BN))[None, :]
@@ -48,8 +50,11 @@ def _gated_backward_kernel(
     grad = load_grad(given[6], given[7], given[5], r, c, r < M, inside, x.dtype.element_ty)
     d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], ACT)
     to = out + r[:, None] * (2 * N) + c
-    tl.store(to, d1.to(out.dtype.element_ty), mask=inside)
-    tl.store(to + N, d2.to(out.dtype.element_ty), mask=inside)
+    d1, d2 = d1.to(out.dtype.element_ty), d2.to(out.dtype.element_ty)
+    tl.store(to, d1, mask=inside)
+    tl.store(to + N, d2, mask=inside)
+    if amax is not None:  # 0 outside: the gradient that was read there is
+        raise_amax(amax, tl.maximum(tl.abs(d1.to(tl.float32)), tl.abs(d2.to(tl.float32))))
 
 
 @triton.jit
@@ -94,9 +99,23 @@ def backward(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    made = Made("activation_backward", (dy, x, bias, name, params, scales))
-    if not is_gated(name):
-        return write(made)
+    return _write(Made("activation_backward", (dy, x, bias, name, params, scales)))
+
+
+def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an activation or its gradient makes, and its amax, FP32 [1], taken on the way."""
+    amax = made.args[0].new_zeros(1, dtype=torch.float32)
+    out = _write(made, amax)
+    if made.sums is not None:
+        sum_columns(read(out), made.sums)
+    return out, amax
+
+
+def _write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
+    """One launch; of a gated gradient one that writes both halves."""
+    if made.source != "activation_backward" or not is_gated(made.args[3]):
+        return write(made, amax)
+    x = made.args[1]
     out, N = x.new_empty(x.shape), x.shape[-1] // 2
     if out.numel():
         source = sourced(made)
@@ -105,6 +124,7 @@ def backward(
         _gated_backward_kernel[(cdiv(source.M, options["BM"]) * cdiv(N, options["BN"]),)](
             source.x,
             out,
+            amax,
             source.given(),
             source.M,
             N,
@@ -143,18 +163,22 @@ def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 AHEAD = [
-    ahead(_gated_backward_kernel, "bf16 bf16", "- - fp32 fp32 fp32 - *bf16 i32", ACT="silu", **tile_config(4096)),
-    ahead(_gated_backward_kernel, "bf16 bf16", "- - fp32 fp32 fp32 *fp32 *bf16 i32", ACT="silu", **tile_config(4096)),
+    *(
+        ahead(_gated_backward_kernel, f"bf16 bf16 {amax}", given, ACT="silu", **tile_config(4096))
+        for amax, given in product(
+            ("-", "fp32"), ("- - fp32 fp32 fp32 - *bf16 i32", "- - fp32 fp32 fp32 *fp32 *bf16 i32")
+        )
+    ),
     ahead(
         _gated_backward_kernel,
-        "fp32 fp32",
+        "fp32 fp32 -",
         "- *fp32 fp32 fp32 fp32 - *fp32 i32",
         ACT="clamped_swiglu",
         **tile_config(9),
     ),
     ahead(
         _gated_backward_kernel,
-        "fp16 fp16",
+        "fp16 fp16 fp32",
         "- *fp16 fp32 fp32 fp32 *fp16 *fp16 i32",
         ACT="situglu",
         **tile_config(100),

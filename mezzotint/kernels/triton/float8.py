@@ -2,7 +2,8 @@
 
 Current scaling, two launches. The first (`float8_amax.py`) leaves a few partial maxima, which every program of the cast
 reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards: what the
-first pass read last is still in the cache. A tensor that one program sees whole takes one launch.
+first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A source that is not
+taken in leaves the amax of what it writes: no pass for that.
 
 Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
 
@@ -29,15 +30,17 @@ from mezzotint.kernels.triton._jit import (
     for_inf,
     inverse,
     natural_span,
+    raise_amax,
     scale_from_amax,
     spread,
     store_tile,
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import Input, load_input, read, store_sums
+from mezzotint.kernels.triton._jit_source import Input, load_input, pays, read, sourced, store_sums
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, finish_source
+from mezzotint.kernels.triton.activation import write_with_amax
 from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
 
 __all__ = ["PARTIALS", "amax", "amax_partials", "dequantize", "quantize", "quantize_scaled"]
@@ -90,14 +93,6 @@ def _scale(
 
 
 @triton.jit
-def _raise_amax(amax, value):
-    """amax[0] = max(amax[0], |value|). FP32 that are not negative are ordered as their bits are."""
-    top = drop_nan(tl.max(tl.abs(value)))
-    bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.atomic_max(bits, top.to(tl.int32, bitcast=True), sem="relaxed")
-
-
-@triton.jit
 def _cast_kernel(
     x,
     data,
@@ -127,7 +122,7 @@ def _cast_kernel(
     if data is not None:
         tl.store(data + i, cast_fp8(value * scale, DTYPE), mask=i < numel)
     if SCALED:
-        _raise_amax(amax, value)
+        raise_amax(amax, value)
 
 
 @triton.jit
@@ -174,7 +169,7 @@ def _cast_tile_kernel(
     if transpose is not None:
         store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
     if SCALED:
-        _raise_amax(amax, value)
+        raise_amax(amax, value)
 
 
 @triton.jit
@@ -265,6 +260,13 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """Current scaling."""
+    if (
+        amax is None
+        and isinstance(x, Made)
+        and not pays(x, 2)
+        and not _fits_one_program(sourced(x), rowwise, columnwise)
+    ):
+        x, amax = write_with_amax(x)
     given = amax is not None
     source = read(x, passes=1 if given else 2)
     alone = not given and config is None and _fits_one_program(source, rowwise, columnwise)
