@@ -272,8 +272,11 @@ def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> N
 
 
 def shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The matrix y (M, N) with the leading dimensions of x (…, K). Last of all: a view may be given out, not saved."""
-    return y.view(*x.shape[:-1], y.shape[1])
+    """The matrix y (M, N) with the leading dimensions of x (…, K). Last of all: y itself is no more.
+
+    No view to autograd: FSDP2 puts a hook on what a module gives out, which a write into a view would lose.
+    """
+    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))
 
 
 def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
