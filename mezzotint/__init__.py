@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from mezzotint import custom_recipes, dynamo, ops, recipe
+from mezzotint import custom_recipes, dynamo, ops, recipe, router
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.multihead import MultiheadAttention
@@ -25,6 +25,14 @@ from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
 from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from mezzotint.quantization import (
     autocast,
     fp8_autocast,
@@ -140,6 +148,12 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_value_opaque_quantizer",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "ops",
     "parallel_cross_entropy",
     "prepare_for_saving",
@@ -148,6 +162,7 @@ __all__ = [
     "register_value_opaque_quantizer",
     "restore_from_func_ctx",
     "restore_from_saved",
+    "router",
     "to_tensor_proto",
     "unconvert",
 ]

@@ -1,0 +1,162 @@
+"""A router's choice of experts: scores of logits, the top k of them, and the loss that balances the load. FP32 inside.
+
+    softmax              top k of the logits, softmax over those; with `use_pre_softmax`, softmax over all, top k of it
+    sigmoid              s = 1 / (1 + e⁻ˣ), top k of s + bias, s / Σ s of those (k = 1: s itself)
+    sqrtsoftplus         the same with s = √ log(1 + eˣ)
+
+Ties go as `torch.topk` has them.
+"""
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import torch
+from torch.nn import functional
+
+EPSILON = 1e-20  # of a sum of scores that is divided by
+
+
+class RoutingMapFormat(IntEnum):
+    """What a routing map looks like."""
+
+    BYTEMAP = 0  # bool [tokens, experts]
+    BITMAP_U8 = 1  # uint8 [tokens, ⌈experts / 8⌉], the lowest bit first
+
+
+def _sqrt_softplus(x: torch.Tensor) -> torch.Tensor:
+    # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written so, since the slope of √ is infinite where eˣ is 0.
+    return torch.where(x < -20.0, (x.clamp(max=-20.0) * 0.5).exp(), functional.softplus(x.clamp(min=-20.0)).sqrt())
+
+
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": _sqrt_softplus,
+}
+
+
+def fused_topk_with_score_function(
+    logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: torch.Tensor | None,
+    routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
+    topk_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [.., experts] → probs like logits, 0 where an expert is not chosen, and the routing map [tokens, experts].
+
+    `num_groups`, `group_topk`: experts come from the best `group_topk` of `num_groups` groups of neighbours, by the sum
+    of a group's topk / group_topk largest scores. `expert_bias` [experts] changes the choice, not the probabilities.
+    `topk_indices` int [tokens, topk]: experts that were chosen before, instead of a choice.
+    """
+    _check(logits, topk, score_function)
+    tokens = logits.reshape(-1, logits.shape[-1])
+    experts = tokens.shape[1]
+    values = tokens.float()
+    is_softmax = score_function == "softmax"
+    if expert_bias is not None and is_softmax:
+        raise ValueError("expert_bias is given with score_function='softmax': it goes with sigmoid or sqrtsoftplus")
+    scores = values if is_softmax and not use_pre_softmax else SCORES[score_function](values)
+    if topk_indices is None:
+        wanted = scores.detach()
+        if expert_bias is not None:
+            _check_shape("expert_bias", expert_bias, (experts,))
+            wanted = wanted + expert_bias.detach().float()
+        chosen = _choose(wanted, topk, num_groups, group_topk)
+    else:
+        _check_shape("topk_indices", topk_indices, (tokens.shape[0], topk))
+        chosen = topk_indices.long()
+    probs = scores.gather(1, chosen)
+    if is_softmax and not use_pre_softmax:
+        probs = probs.softmax(-1)
+    elif not is_softmax and topk > 1:
+        probs = probs / (probs.sum(-1, keepdim=True) + EPSILON)
+    if scaling_factor is not None:
+        probs = probs * scaling_factor
+    spread = torch.zeros_like(values).scatter(1, chosen, probs).to(logits.dtype)
+    return spread.view(logits.shape), _as_map(chosen, experts, routing_map_format)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: torch.Tensor,
+    topk: int,
+    score_function: str,
+    routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [.., experts] → the routing map of the top k, and FP32 scores like logits, which add up to 1."""
+    _check(logits, topk, score_function)
+    scores = SCORES[score_function](logits.reshape(-1, logits.shape[-1]).float())
+    if score_function != "softmax":
+        scores = scores / (scores.sum(-1, keepdim=True) + EPSILON)
+    chosen = scores.detach().topk(topk, -1).indices
+    return _as_map(chosen, logits.shape[-1], routing_map_format), scores.view(logits.shape)
+
+
+def fused_moe_aux_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> torch.Tensor:
+    """Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²), in probs' dtype.
+
+    probs [tokens, experts] are scores of tokens of this process; tokens_per_expert [experts] and `total_num_tokens`
+    count those that the loss is over, which may be more.
+    """
+    _check_shape("probs", probs, (probs.shape[0], num_experts))
+    _check_shape("tokens_per_expert", tokens_per_expert, (num_experts,))
+    factor = coeff * num_experts / (topk * total_num_tokens * total_num_tokens)
+    return ((probs.float().sum(0) * tokens_per_expert.float()).sum() * factor).to(probs.dtype)
+
+
+def _choose(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
+    """Experts of each token, int64 [tokens, topk]."""
+    if group_topk is None or group_topk < 1:  # -1 and 0 are others' words for no groups
+        return scores.topk(topk, -1).indices
+    tokens, experts = scores.shape
+    if num_groups is None or num_groups < 1 or experts % num_groups:
+        raise ValueError(f"num_groups is {num_groups}: with group_topk, give a divisor of the {experts} experts")
+    if group_topk > num_groups or topk % group_topk or topk // group_topk > experts // num_groups:
+        raise ValueError(
+            f"group_topk is {group_topk}: give a divisor of topk={topk}, at most num_groups={num_groups}, so that "
+            f"topk / group_topk experts are in a group of {experts // num_groups}"
+        )
+    grouped = scores.view(tokens, num_groups, experts // num_groups)
+    best = grouped.topk(topk // group_topk, -1).values.sum(-1).topk(group_topk, -1).indices
+    is_open = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+    return grouped.masked_fill(~is_open[..., None], -torch.inf).view(tokens, experts).topk(topk, -1).indices
+
+
+def _as_map(chosen: torch.Tensor, experts: int, wanted: RoutingMapFormat | int | str) -> torch.Tensor:
+    made = torch.zeros(chosen.shape[0], experts, dtype=torch.bool, device=chosen.device).scatter(1, chosen, True)
+    if _map_format(wanted) == RoutingMapFormat.BYTEMAP:
+        return made
+    bits = functional.pad(made.to(torch.uint8), (0, -experts % 8)).view(made.shape[0], -1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=chosen.device)).sum(-1, dtype=torch.uint8)
+
+
+def _map_format(wanted: RoutingMapFormat | int | str) -> RoutingMapFormat:
+    for known in RoutingMapFormat:
+        if wanted == known or (isinstance(wanted, str) and wanted.upper() == known.name):
+            return known
+    raise ValueError(f"routing_map_format is {wanted!r}: give 'bytemap' or 'bitmap_u8'")
+
+
+def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+    if score_function not in SCORES:
+        raise ValueError(f"score_function is {score_function!r}: give one of {', '.join(SCORES)}")
+    if not logits.is_floating_point() or logits.dtype == torch.float64:
+        raise TypeError(f"logits are {logits.dtype}: give FP32, BF16 or FP16")
+    if logits.dim() < 1 or not 1 <= topk <= logits.shape[-1]:
+        raise ValueError(f"topk is {topk}, logits have shape {tuple(logits.shape)}: choose 1 expert or more, of them")
+
+
+def _check_shape(name: str, given: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(given.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(given.shape)}: give {shape}")
