@@ -135,7 +135,7 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
     """inp [N, H] in chunks of `split_sizes` rows → the chunks in the order of `sorted_index`, a permutation."""
-    return _permute(inp, _sorted_rows(inp, split_sizes, sorted_index))
+    return _Reorder.apply(inp, _sorted_rows(inp, split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -144,7 +144,7 @@ def moe_sort_chunks_by_index_with_probs(
     """The same, and the probability of each row [N] along with it."""
     _check_probs("probs", probs, inp.shape[:1])
     rows = _sorted_rows(inp, split_sizes, sorted_index)
-    return _permute(inp, rows), _permute_probs(probs, rows)
+    return _Reorder.apply(inp, rows), probs.index_select(0, rows)
 
 
 # Rows of tokens
@@ -254,6 +254,24 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         return _summed(dy.float(), rows, ctx.count).to(ctx.dtype), None
+
+
+class _Reorder(torch.autograd.Function):
+    """Every row of x once; its gradient orders them back. Nothing asks how many there are: a graph may not know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> Any:
+        ctx.save_for_backward(rows)
+        if isinstance(x, QuantizedTensor):
+            made = x.take_rows(rows)
+            return x.dequantize().index_select(0, rows) if made is None else made
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        back = torch.empty_like(rows).scatter(0, rows, torch.arange(rows.shape[0], device=rows.device))
+        return dy.index_select(0, back), None
 
 
 class _Sum(torch.autograd.Function):

@@ -1,1 +1,5 @@
 """More than one process, on torch.distributed: groups, collectives, shards of quantized tensors."""
+
+from mezzotint.distributed.expert import Exchange, combine, dispatch, plan_exchange
+
+__all__ = ["Exchange", "combine", "dispatch", "plan_exchange"]
