@@ -69,10 +69,13 @@ class Case:
             moved = sum(a.nbytes for a in args if isinstance(a, torch.Tensor)) + x.nbytes
             return lambda _: op(*args), 1, moved
         options = self.options(row, col, x.device)
-        reads = self.reads(shape, row, col)
-        out = self.buffers(shape, row, col).values()
+        return lambda x: self.op(x, *options), self.reads(shape, row, col), self.moved(shape, x.dtype, row, col)
+
+    def moved(self, shape: Shape, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> int:
+        """Bytes that a quantization must move: x as often as it must be read, and every buffer."""
+        out = self.buffers(shape, rowwise, columnwise).values()
         written = sum(math.prod(size) * dtype.itemsize for size, dtype in out)
-        return lambda x: self.op(x, *options), reads, reads * x.nbytes + written
+        return self.reads(shape, rowwise, columnwise) * math.prod(shape) * dtype.itemsize + written
 
 
 def _once(shape: Shape, rowwise: bool, columnwise: bool) -> int:

@@ -12,8 +12,6 @@ and the times mean nothing: it shows that everything runs.
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import mezzotint as mz
-from bench._timing import interleaved_ms
+from bench._timing import turns_ms
 from mezzotint import ops, recipe
 from mezzotint.ops import fusion
 from mezzotint.recipe import Recipe
@@ -173,24 +171,11 @@ def make_step(call: Any, model: nn.Module, x: torch.Tensor, chosen_recipe: Recip
 
 
 def medians(steps: list[Step], device: str, reps: int) -> list[float]:
-    """Milliseconds of each; they take turns."""
+    """Milliseconds of each, after a warm-up."""
     for step in steps:
         for _ in range(WARMUP if device == "cuda" else 1):
             step()
-    if device == "cpu":
-        times, _ = interleaved_ms(steps, reps, 5.0, time.perf_counter)
-        return [statistics.median(own) for own in times]
-    torch.cuda.synchronize()
-    events: list[list[Any]] = [[] for _ in steps]
-    for i in range(reps):
-        for which in range(len(steps))[:: -1 if i % 2 else 1]:  # and take turns at going first
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            steps[which]()
-            end.record()
-            events[which].append((start, end))
-    torch.cuda.synchronize()
-    return [statistics.median(start.elapsed_time(end) for start, end in own) for own in events]
+    return turns_ms(steps, device, reps)
 
 
 def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def _measure(case: Case, inputs: list[torch.Tensor], warmup: int, reps: int) -> 
             call, reads, moved = case.prepared(job, inputs[0])
             yield label | {"reads": reads, "bytes": moved, "ms": cuda_ms(call, inputs, warmup, reps)}
         except Exception as error:  # one kernel that does not run must not cost the others their numbers
-            yield label | {"error": _first_line(error)}
+            yield label | {"error": first_line(error)}
 
 
 def _judged(row: Row, copy: float) -> Row:
@@ -138,7 +138,8 @@ def _judged(row: Row, copy: float) -> Row:
     return {"gbps": gbps, "of_copy": gbps / copy, "target": target, "reached": gbps / copy >= target}
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What went wrong, for a cell of a table."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:120]
 
 
@@ -197,7 +198,7 @@ def on_cpu(shape: tuple[int, int], dtype: torch.dtype, formats: str | None, quic
             try:
                 rows.append(label | _versus(pair, x, reps, budget, clock))
             except Exception as error:
-                rows.append(label | {"error": _first_line(error)})
+                rows.append(label | {"error": first_line(error)})
     kind = "CPU time" if is_alone else "wall time"
     report = versions("cpu") | {"shape": shape, "dtype": str(dtype), "clock": kind, "rows": rows}
     _print_cpu(report)

@@ -1,0 +1,127 @@
+"""Who is compared: PyTorch in BF16, torchao's recipes, ours; how one of them runs a step, eager or compiled."""
+
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import mezzotint as mz
+from bench._peers import quiet_import
+from mezzotint import recipe
+from mezzotint.recipe import Recipe
+
+BASE = "bf16"
+# Mode → how torch.compile is asked; None: eager.
+MODES: dict[str, str | None] = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to train. `kind` is the model of a case that it takes: plain (torchao converts it), ours, ..."""
+
+    name: str
+    kind: str  # "plain" | "loop" | "torchao" | "mezzotint"
+    recipe: Recipe | None = None
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the others are compared with it."""
+        return self.kind in ("plain", "loop")
+
+    def build(self, models: dict[str, Callable[[], nn.Module]]) -> nn.Module:
+        """The model of its kind, from the same random numbers each time."""
+        torch.manual_seed(0)
+        if self.kind != "torchao":
+            return models[self.kind]()
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(self.name.removeprefix(TORCHAO))
+        model = models["plain"]()
+        if next(model.parameters()).device.type == "cpu":
+            config = dataclasses.replace(config, emulate=True)
+        return convert_to_float8_training(model, config=config)
+
+
+TORCHAO = "torchao-"
+CANDIDATES: dict[str, Candidate] = {
+    found.name: found
+    for found in (
+        Candidate(BASE, "plain"),
+        Candidate("bf16-loop", "loop"),
+        *(Candidate(TORCHAO + name, "torchao") for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+        Candidate("delayed", "mezzotint", recipe.DelayedScaling()),
+        Candidate("current", "mezzotint", recipe.Float8CurrentScaling()),
+        Candidate("rowwise", "mezzotint", recipe.Float8RowwiseScaling()),
+        Candidate("block", "mezzotint", recipe.Float8BlockScaling()),
+        Candidate("mxfp8", "mezzotint", recipe.MXFP8BlockScaling()),
+        Candidate("nvfp4", "mezzotint", recipe.NVFP4BlockScaling()),
+    )
+}
+
+
+def missing(candidate: Candidate) -> str:
+    """Why it cannot run here at all, or nothing."""
+    return "torchao is not installed" if candidate.kind == "torchao" and not quiet_import() else ""
+
+
+def called(model: nn.Module, mode: str, backend: str) -> Callable[..., Any]:
+    """What a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and candidates that
+    shared it would look through each other's."""
+
+    def call(x: torch.Tensor, **kwargs: Any) -> Any:
+        return model(x, **kwargs)
+
+    if MODES[mode] is None:
+        return model
+    own = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
+    options = {"mode": MODES[mode]} if backend == "inductor" else {}
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, **options)
+
+
+@dataclass(slots=True)
+class Runner:
+    """Forward and backward of one candidate; inputs are taken in turn, gradients are new in each step."""
+
+    candidate: Candidate
+    model: nn.Module
+    call: Callable[..., Any]
+    inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # x, the gradient of y
+    micro_batches: int = 1
+    graphs: bool = False  # CUDA graphs
+    turn: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.turn = itertools.cycle(self.inputs)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether quantized weights are kept from micro-batch to micro-batch."""
+        return self.micro_batches > 1 and self.candidate.recipe is not None
+
+    def forward(self, x: torch.Tensor, first: bool | None = None) -> torch.Tensor:
+        kwargs = {} if first is None else {"is_first_microbatch": first}
+        chosen = self.candidate.recipe
+        if self.graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with nullcontext() if chosen is None else mz.autocast(recipe=chosen):
+            return self.call(x, **kwargs)
+
+    def clear(self) -> None:
+        """No gradients, as after an optimizer's step."""
+        self.model.zero_grad(set_to_none=True)
+        for x, _ in self.inputs:
+            x.grad = None
+
+    def __call__(self) -> None:
+        """A step: of several micro-batches ours keeps the weights that the first one quantized."""
+        self.clear()
+        for i in range(self.micro_batches):
+            x, gradient = next(self.turn)
+            self.forward(x, i == 0 if self.keeps else None).backward(gradient)

@@ -1,0 +1,138 @@
+"""What `bench peers` found: as a table, as a page of Markdown, as a figure."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench._candidates import BASE, CANDIDATES, MODES
+from bench._floors import FORMATS
+
+MIB = 2**20
+# Column → a row's key and how it is written.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "ms": ("ms", "{:.3f}".format),
+    "TFLOP/s": ("tflops", "{:.0f}".format),
+    "× bf16": ("ratio", "{:.2f}".format),
+    "GEMMs ms": ("gemm_ms", "{:.3f}".format),
+    "floor ms": ("floor_ms", "{:.3f}".format),
+    "× floor": ("of_floor", "{:.2f}".format),
+    "held MiB": ("held", lambda found: f"{found / MIB:.0f}"),
+    "peak MiB": ("peak", lambda found: f"{found / MIB:.0f}"),
+    "compile s": ("compile_s", "{:.1f}".format),
+    "graphs": ("graphs", str),
+}
+ON_CPU = "On a CPU, at tiny sizes: these times say that everything runs, and nothing else."
+# Okabe and Ito's, which colour-blind readers can tell apart; torchao's are grey.
+COLOURS = {
+    "torchao-tensorwise": "#555555",
+    "torchao-rowwise": "#888888",
+    "torchao-rowwise_with_gw_hp": "#bbbbbb",
+    **dict(zip(FORMATS, ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00"), strict=True)),
+}
+
+
+def title(report: dict[str, Any]) -> str:
+    peer = "without torchao" if report["torchao"] is None else f"torchao {report['torchao']}"
+    return f"{report['device']}, torch {report['torch']}, {peer}, {report['date']}, medians of {report['reps']}"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One for each of COLUMNS."""
+    return [write(row[key]) if key in row else "" for key, write in COLUMNS.values()]
+
+
+def show(report: dict[str, Any]) -> None:
+    """One table; a line between cases and modes."""
+    table = Table(title=f"forward and backward: {title(report)}", title_justify="left")
+    for name in ("case", "mode", "candidate", *COLUMNS):
+        table.add_column(name, justify="right" if name in COLUMNS else "left", no_wrap=True)
+    group = None
+    for row in report["rows"]:
+        if group not in (None, (row["case"], row["mode"])):
+            table.add_section()
+        group = row["case"], row["mode"]
+        table.add_row(row["case"], row["mode"], row["candidate"], *cells(row))
+    console = Console()
+    console = console if console.is_terminal else Console(width=180)
+    console.print(table)
+    for text in errors(report):
+        console.print(text, style="red", markup=False, highlight=False)
+    if report["backend"] != "inductor":
+        console.print(ON_CPU)
+
+
+def errors(report: dict[str, Any]) -> list[str]:
+    """What did not run; those of one reason in one line."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in report["rows"]:
+        if "error" in row:
+            found.setdefault((row["candidate"], row["error"]), []).append(f"{row['case']} {row['mode']}")
+    return [f"{candidate}: {reason} ({', '.join(where)})" for (candidate, reason), where in found.items()]
+
+
+def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict[str, dict[str, float]]]:
+    """The cases of a mode, and candidate → case → what its row has under `key`."""
+    rows = [row for row in report["rows"] if row["mode"] == mode and key in row and row["candidate"] in COLOURS]
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found.setdefault(row["candidate"], {})[row["case"]] = row[key]
+    return list(dict.fromkeys(row["case"] for row in rows)), {name: found[name] for name in COLOURS if name in found}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """A page: the ratios of each mode, then every number."""
+    command = "`make bench ARGS=peers`"
+    lines = ["# Against the peers", "", f"As {command} found it: {title(report)}.", ""]
+    lines += ["`bench/peers.py` says what is measured, and how. A ratio is BF16's time in the same mode over the"]
+    lines += [f"candidate's: more is faster. Written by {command[:-1]} --markdown docs/peers.md`.", ""]
+    for mode in MODES:
+        for key, what in (("ratio", "times as fast as BF16"), ("of_floor", "time over the floor's")):
+            cases, found = matrix(report, mode, key)
+            if not found:
+                continue
+            lines += [f"## {mode}: {what}", "", "| |" + "".join(f" {case} |" for case in cases)]
+            lines += ["|---|" + "---:|" * len(cases)]
+            for name, row in found.items():
+                values = [f"{row[case]:.2f}" if case in row else "" for case in cases]
+                lines += [f"| {name} |" + "".join(f" {value} |" for value in values)]
+            lines += [""]
+    lines += ["## Every number", "", "| case | mode | candidate |" + "".join(f" {name} |" for name in COLUMNS)]
+    lines += ["|---|---|---|" + "---:|" * len(COLUMNS)]
+    for row in report["rows"]:
+        text = [row["case"], row["mode"], row["candidate"], *cells(row)]
+        lines += ["| " + " | ".join(text) + " |"]
+    lines += ["", *[f"- {text}" for text in errors(report)]]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of ratios to BF16, a panel for each mode, cases side by side."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    panels = [(mode, *matrix(report, mode, "ratio")) for mode in MODES]
+    panels = [panel for panel in panels if panel[2]]
+    if not panels:
+        raise SystemExit("--figure: nothing was measured beside BF16")
+    names = [name for name in CANDIDATES if any(name in found for _, _, found in panels)]
+    with rc_context({"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(9, 2.4 * len(panels) + 0.6), dpi=120, layout="constrained")
+        figure.suptitle(title(report), fontsize=8)
+        for axes, (mode, cases, found) in zip(
+            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+        ):
+            width = 0.8 / len(names)
+            for i, name in enumerate(names):
+                row = found.get(name, {})
+                places = [j - 0.4 + (i + 0.5) * width for j, case in enumerate(cases) if case in row]
+                bars = [row[case] for case in cases if case in row]
+                axes.bar(places, bars, width * 0.92, color=COLOURS[name], label=name)
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set_xticks(range(len(cases)), cases)
+            axes.set(title=f"{mode}: times as fast as {BASE}", xlim=(-0.5, len(cases) - 0.5))
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        figure.savefig(path)

@@ -1,0 +1,120 @@
+"""The comparison with the peers runs, and its floors are what they are said to be; no time is looked at."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import peers
+from bench._candidates import CANDIDATES, called
+from bench._floors import least_bytes
+
+pytestmark = pytest.mark.compile
+
+
+def run(tmp_path: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
+    path = tmp_path / "out.json"
+    assert peers.main(["--small", "--json", str(path), *arguments]) == code
+    return json.loads(path.read_text())
+
+
+def test_linear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, figure = tmp_path / "out.md", tmp_path / "out.png"
+    asked = ("--parts", "a,c", "--shapes", "32x64x96", "--recipes", "torchao-rowwise,current")
+    report = run(tmp_path, *asked, "--markdown", str(page), "--figure", str(figure))
+    names = ["bf16", "torchao-rowwise", "current", "bf16-again"]
+    rows = {(row["mode"], row["candidate"]): row for row in report["rows"]}
+    assert list(rows) == [(mode, name) for mode in ("eager", "compiled") for name in names]
+    for (mode, name), row in rows.items():
+        assert row["case"] == "32x64x96"
+        assert row["ratio"] == rows[mode, "bf16"]["ms"] / row["ms"]
+        assert row["tflops"] == pytest.approx(6 * 32 * 64 * 96 / row["ms"] / 1e9)
+        assert row.get("graphs") == (1 if mode == "compiled" and name != "bf16-again" else None)
+        assert row.get("products") == (3 if name in ("bf16", "current") else None)
+    current = rows["eager", "current"]
+    assert current["floor_ms"] > current["gemm_ms"]
+    assert current["of_floor"] == current["ms"] / current["floor_ms"]
+    assert rows["eager", "bf16"]["floor_ms"] == rows["eager", "bf16"]["gemm_ms"]
+    assert report["quantize"]["rows"]
+    assert "these times say that everything runs" in capsys.readouterr().out
+    assert f"| current | {rows['compiled', 'current']['ratio']:.2f} |" in page.read_text()
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_and_experts(tmp_path: Path) -> None:
+    report = run(tmp_path, "--parts", "b,d", "--recipes", "delayed", "--modes", "eager")
+    rows = {(row["case"], row["candidate"]): row for row in report["rows"]}
+    assert list(rows) == [
+        *((case, name) for case in ("1 layer", "4 micro-batches") for name in ("bf16", "delayed", "bf16-again")),
+        *(
+            (f"8 experts, {case}", name)
+            for case in ("balanced", "ragged")
+            for name in ("bf16", "bf16-loop", "delayed", "bf16-again")
+        ),
+    ]
+    for case in ("1 layer", "4 micro-batches"):
+        assert rows[case, "delayed"]["products"] == 4 * 3  # qkv, projection, gate and up, down
+    # One call for all experts, each way.
+    assert rows["8 experts, ragged", "delayed"]["products"] == 3
+    base = rows["8 experts, ragged", "bf16"], rows["8 experts, ragged", "bf16-loop"]
+    assert max(row["ratio"] for row in base) == 1.0
+
+
+def test_micro_batches_compile_to_two_graphs(tmp_path: Path) -> None:
+    asked = ("--parts", "b", "--recipes", "current", "--modes", "compiled")
+    rows = {(row["case"], row["candidate"]): row for row in run(tmp_path, *asked)["rows"]}
+    assert rows["1 layer", "current"]["graphs"] == 1
+    assert rows["4 micro-batches", "current"]["graphs"] == 2  # one quantizes the weights, one uses them
+    assert rows["4 micro-batches", "bf16"]["graphs"] == 1
+
+
+def test_a_budget_leaves_the_rest_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run(tmp_path, "--parts", "a", "--budget", "0", "--recipes", "mxfp8", code=1)["rows"]
+    assert rows
+    assert all(row["error"] == "the budget is spent" and "ms" not in row for row in rows)
+    assert "mxfp8: the budget is spent (64x64x96 eager, 64x64x96 compiled, 32x32x32 eager" in capsys.readouterr().out
+
+
+def test_what_was_measured_apart_is_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--parts", "a", "--recipes", "current", "--modes", "eager", "--shapes")
+    paths = []
+    for shape in ("32x32x32", "32x32x64"):
+        run(tmp_path, *asked, shape)
+        paths.append(str((tmp_path / "out.json").rename(tmp_path / f"{shape}.json")))
+    capsys.readouterr()
+    assert peers.main(["--load", ",".join(paths)]) == 0
+    shown = capsys.readouterr().out
+    assert "32x32x32" in shown
+    assert "32x32x64" in shown
+    changed = json.loads(Path(paths[1]).read_text()) | {"torch": "1.0"}
+    Path(paths[1]).write_text(json.dumps(changed))
+    with pytest.raises(SystemExit, match=r"torch is 1\.0 in .*32x32x64"):
+        peers.main(["--load", ",".join(paths)])
+
+
+@pytest.mark.parametrize(
+    ("name", "each"), [("delayed", 4), ("current", 6), ("rowwise", 6), ("block", 4), ("mxfp8", 4), ("nvfp4", 5)]
+)
+def test_least_bytes(name: str, each: int) -> None:
+    """Bytes an element of x, weight and gradient, beside scales, of which NVFP4 has most: one byte for 16 elements."""
+    m, k, n = 512, 1024, 2048
+    elements = m * k + n * k + m * n
+    scales = least_bytes(name, m, k, n) - each * elements
+    assert 0 < scales <= elements * 2 / 16 + 64
+    assert least_bytes("bf16", m, k, n) == 0
+
+
+def test_compiled_candidates_share_no_code() -> None:
+    linears = [torch.nn.Linear(4, 4) for _ in range(2)]
+    codes = [called(linear, "compiled", "eager").__wrapped__.__code__ for linear in linears]
+    assert codes[0] is not codes[1]  # though they are equal
+
+
+def test_names() -> None:
+    assert list(CANDIDATES)[:2] == ["bf16", "bf16-loop"]
+    with pytest.raises(SystemExit, match=r"--recipes: there is no 'fp3'; give some of bf16"):
+        peers.main(["--small", "--recipes", "fp3"])
+    with pytest.raises(SystemExit, match=r"--shapes: '16x16' is no size"):
+        peers.main(["--small", "--shapes", "16x16"])
