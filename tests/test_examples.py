@@ -1,5 +1,6 @@
 """What stands in examples/ runs, as a reader would run it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,3 +24,25 @@ def test_own_op() -> None:
     assert forward == "forward:  ForwardLinearBiasActivation, TanhScale, ForwardLinearBiasActivation"
     assert backward == "backward: Bias, BasicLinear, ConstantScale, ScaledTanh, Bias, BasicLinear"
     assert result.startswith("gradients agree with PyTorch's")
+
+
+def run_processes(name: str) -> list[str]:
+    """The lines that two processes print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"examples/{name}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return sorted(run.stdout.splitlines())
+
+
+def test_expert_parallel() -> None:
+    lines = run_processes("expert_parallel.py")
+    losses = [float(line.split()[-1]) for line in lines]
+    assert [line.split()[:2] for line in lines] == [["step", str(number)] for number in range(1, 11)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_pipeline() -> None:
+    """Which compares each stage's gradients with those of one process."""
+    said = "gradients of stages {} are those of one process, bit for bit"
+    assert run_processes("pipeline.py") == [f"process {rank}: {said.format([rank, rank + 2])}" for rank in range(2)]
