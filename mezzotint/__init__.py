@@ -24,6 +24,7 @@ from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
+from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from mezzotint.permutation import (
     moe_permute,
@@ -113,6 +114,7 @@ __all__ = [
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "NVFP4Quantizer",
     "NVFP4Tensor",
@@ -138,6 +140,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "interleave_glu_tensor",
@@ -148,6 +151,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_value_opaque_quantizer",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",

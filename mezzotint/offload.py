@@ -1,0 +1,273 @@
+"""What layers save for backward, kept in the host's memory until backward comes for it.
+
+    context, sync = get_cpu_offload_context(enabled=True, num_layers=3, model_layers=4)
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = sync(x)
+
+Forward: at the end of a layer its saved tensors are copied to pinned memory on a stream of their own, while the next
+layer computes; at the end of that one the GPU's copies are let go. Backward: a layer's tensors are copied back while
+the layer behind it computes. The first `num_layers` of a model's layers are offloaded: those that wait longest.
+
+Parameters, small tensors and tensors that are marked (`mark_not_offload`) stay. Values are copied bit by bit.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+__all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"]
+
+SMALL = 256 * 1024  # elements: what is smaller stays where it is
+_MARK = "_mezzotint_not_offloaded"
+
+
+def mark_not_offload(*tensors: Any) -> None:
+    """These tensors, or the buffers of quantized ones, are left on the GPU."""
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        buffers = [buffer for _, buffer in tensor._buffers()] if isinstance(tensor, QuantizedTensorStorage) else []
+        for part in (tensor, *buffers):
+            setattr(part, _MARK, True)
+
+
+def may_leave(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is worth the way: on a GPU, large, no parameter or view of one, not marked."""
+    return tensor.is_cuda and tensor.numel() >= SMALL and _is_free(tensor)
+
+
+def _is_free(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
+        return False
+    return not getattr(tensor, _MARK, False)
+
+
+class _Kept:
+    """A saved tensor: on the GPU, in the host's memory, or on its way."""
+
+    __slots__ = ("device", "device_copy", "free", "host_copy")
+
+    def __init__(self, tensor: torch.Tensor, free: "dict[Any, list[torch.Tensor]] | None") -> None:
+        self.device = tensor.device
+        self.device_copy: torch.Tensor | None = tensor
+        self.host_copy: torch.Tensor | None = None
+        self.free = free  # where the host buffer goes when nobody can ask for the tensor any more
+
+    def __del__(self) -> None:
+        if self.free is not None and self.host_copy is not None:
+            self.free.setdefault(_form(self.host_copy), []).append(self.host_copy)
+
+
+class _Layer:
+    """What was saved between two calls of `sync`. `before`: the layer in front of it, copied back after it."""
+
+    def __init__(self, before: "_Layer | None") -> None:
+        self.before = before
+        self.kept: dict[Any, _Kept] = {}
+        self.copied: Any = None  # events of the copies: to the host, back
+        self.loaded: Any = None
+
+    def keep(self, tensor: torch.Tensor, free: Any) -> _Kept:
+        """One for each tensor: a second op that saves it shares the copy."""
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        if key not in self.kept:
+            self.kept[key] = _Kept(tensor, free)
+        return self.kept[key]
+
+
+class _Transfers:
+    """Copies between the two memories, on one stream; where there is no GPU, at once."""
+
+    def __init__(self, stream: Any, retains: bool) -> None:
+        self.stream = stream
+        self.free: dict[Any, list[torch.Tensor]] | None = {} if retains else None  # host buffers, by what they hold
+
+    def to_host(self, layer: _Layer) -> None:
+        """Start to copy."""
+        pairs = []
+        for kept in layer.kept.values():
+            if kept.host_copy is None and kept.device_copy is not None:
+                kept.host_copy = self._host_buffer(kept.device_copy)
+                pairs.append((kept.host_copy, kept.device_copy))
+        if pairs:
+            layer.copied = self._copy(pairs)
+
+    def release(self, layer: _Layer) -> None:
+        """Let the GPU's copies go, once they are copied: what is launched from here on may write their memory."""
+        if layer.copied is not None:
+            self._wait(layer.copied)
+            layer.copied = None
+            for kept in layer.kept.values():
+                kept.device_copy = None
+
+    def to_device(self, layer: _Layer) -> None:
+        """Start to copy back what has been let go."""
+        pairs = []
+        for kept in layer.kept.values():
+            if kept.device_copy is None and kept.host_copy is not None:
+                kept.device_copy = torch.empty_like(kept.host_copy, device=kept.device, pin_memory=False)
+                pairs.append((kept.device_copy, kept.host_copy))
+        if pairs:
+            layer.loaded = self._copy(pairs)
+
+    def take(self, layer: _Layer, kept: _Kept) -> torch.Tensor:
+        """The tensor, for backward."""
+        if kept.device_copy is None:
+            self.to_device(layer)
+        if layer.loaded is not None:
+            self._wait(layer.loaded)
+            layer.loaded = None
+        assert kept.device_copy is not None
+        return kept.device_copy
+
+    def _host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        free = None if self.free is None else self.free.get(_form(like))
+        return free.pop() if free else torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+
+    def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """(Destination, source) each. An event to wait for, or True: done."""
+        if not any(a.is_cuda or b.is_cuda for a, b in pairs):
+            for destination, source in pairs:
+                destination.copy_(source)
+            return True
+        if self.stream is None:
+            self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def _wait(self, event: Any) -> None:
+        if event is not True:
+            torch.cuda.current_stream().wait_event(event)
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    return tensor.dtype, tensor.shape, tensor.stride()
+
+
+class _Offload:
+    """The context, and the function at the end of a layer."""
+
+    def __init__(self, num_layers: int, model_layers: int, transfers: _Transfers, is_manual: bool) -> None:
+        # The last layer's tensors are asked for as soon as they are saved: they stay.
+        self.count = model_layers if is_manual else min(num_layers, model_layers - 1)
+        self.model_layers, self.transfers, self.is_manual = model_layers, transfers, is_manual
+        self.layers: list[_Layer] = [_Layer(None)]  # of the forward that is under way, the current one last
+        self.ended: list[_Layer] = []  # of the last forward, for a synchronizer
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> "_Offload":
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.take)
+        hooks.__enter__()
+        self.hooks.append(hooks)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.pop().__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if len(self.layers) > self.count or not may_leave(tensor):
+            return tensor
+        layer = self.layers[-1]
+        # Detached: what is kept would otherwise hold the graph that holds it.
+        return layer, layer.keep(tensor.detach(), self.transfers.free)
+
+    def take(self, packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else self.transfers.take(*packed)
+
+    def end_layer(self, x: torch.Tensor) -> torch.Tensor:
+        """Called with a layer's output: its copies start, those of the layer before are let go."""
+        layer = self.layers[-1]
+        if not self.is_manual:
+            self.transfers.to_host(layer)
+            if layer.before is not None:
+                self.transfers.release(layer.before)
+        if len(self.layers) < self.model_layers:
+            self.layers.append(_Layer(layer))
+        else:
+            self.ended, self.layers = self.layers if self.is_manual else [], [_Layer(None)]
+        return _EndOfLayer.apply(x, layer, self)
+
+    def begin_backward(self, layer: _Layer) -> None:
+        """Backward comes to a layer: the one in front of it is copied back meanwhile."""
+        if not self.is_manual and layer.before is not None:
+            self.transfers.to_device(layer.before)
+
+
+class _EndOfLayer(torch.autograd.Function):
+    """The identity, which sees backward come to the layer in front of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: _Layer, offload: _Offload) -> torch.Tensor:
+        ctx.layer, ctx.offload = layer, offload
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        ctx.offload.begin_backward(ctx.layer)
+        return dy, None, None
+
+
+class ManualOffloadSynchronizer:
+    """Copies that the caller starts, layer by layer, in the order of the calls of `sync`."""
+
+    def __init__(self, offload: _Offload) -> None:
+        self._offload = offload
+
+    def _layer(self, layer_id: int) -> _Layer:
+        """Of the forward that is under way, or of the last one."""
+        ended = self._offload.layers[:-1] or self._offload.ended
+        if not 0 <= layer_id < len(ended):
+            raise ValueError(f"layer_id is {layer_id}: {len(ended)} layers have ended; count them from 0")
+        return ended[layer_id]
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Start to copy a layer's tensors to the host."""
+        self._offload.transfers.to_host(self._layer(layer_id))
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Let a layer's tensors on the GPU go, once they are copied."""
+        self._offload.transfers.release(self._layer(layer_id))
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Start to copy a layer's tensors back."""
+        self._offload.transfers.to_device(self._layer(layer_id))
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> Any:
+    """(context, sync), or (context, sync, synchronizer) with `manual_synchronization`.
+
+    `double_buffering` needs no buffers of ours: the caching allocator hands one layer's memory to the next but one.
+    """
+    if offload_weights:
+        raise NotImplementedError(
+            "offload_weights=True: weights stay on the GPU; shard them with FSDP2 and its CPUOffloadPolicy"
+        )
+    for name, value in (("num_layers", num_layers), ("model_layers", model_layers)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}: give a positive int")
+    if num_layers > model_layers:
+        raise ValueError(f"num_layers is {num_layers}, model_layers {model_layers}: give at most as many")
+    transfers = _Transfers(offload_stream, retain_pinned_cpu_buffers)
+    offload = _Offload(num_layers, model_layers, transfers, manual_synchronization)
+    parts: tuple[Any, ...] = (offload, offload.end_layer)
+    if not (enabled and offload_activations):
+        parts = (nullcontext(), lambda x: x)
+    return (*parts, ManualOffloadSynchronizer(offload)) if manual_synchronization else parts
