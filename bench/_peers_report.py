@@ -58,18 +58,19 @@ def show(report: dict[str, Any]) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=180)
     console.print(table)
-    for text in errors(report):
-        console.print(text, style="red", markup=False, highlight=False)
+    for text in absent(report):
+        console.print(text, markup=False, highlight=False)
     if report["backend"] != "inductor":
         console.print(ON_CPU)
 
 
-def errors(report: dict[str, Any]) -> list[str]:
-    """What did not run; those of one reason in one line."""
+def absent(report: dict[str, Any]) -> list[str]:
+    """What failed or was left out, and why; those of one reason in one line."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in report["rows"]:
-        if "error" in row:
-            found.setdefault((row["candidate"], row["error"]), []).append(f"{row['case']} {row['mode']}")
+        reason = row.get("error", row.get("left_out"))
+        if reason is not None:
+            found.setdefault((row["candidate"], reason), []).append(f"{row['case']} {row['mode']}")
     return [f"{candidate}: {reason} ({', '.join(where)})" for (candidate, reason), where in found.items()]
 
 
@@ -104,7 +105,7 @@ def markdown(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         text = [row["case"], row["mode"], row["candidate"], *cells(row)]
         lines += ["| " + " | ".join(text) + " |"]
-    lines += ["", *[f"- {text}" for text in errors(report)]]
+    lines += ["", *[f"- {text}" for text in absent(report)]]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -61,7 +61,11 @@ def interleaved_ms(
 
 def turns_ms(steps: Sequence[Callable[[], Any]], device: str, reps: int) -> list[float]:
     """Median milliseconds of each step, warm before. They take turns, and take turns at going first: the clock of a
-    warm card meets all alike. On a GPU by events, nothing waits in between."""
+    warm card meets all alike.
+
+    On a GPU by events. In its turn a step runs twice, and the second time counts: what lies before it in the queue is
+    its own work, as in training, and not that of another candidate, behind which a slow host could hide.
+    """
     if device == "cpu":
         times, _ = interleaved_ms(steps, reps, 5.0, time.perf_counter)
         return [statistics.median(own) for own in times]
@@ -70,9 +74,10 @@ def turns_ms(steps: Sequence[Callable[[], Any]], device: str, reps: int) -> list
     for i in range(reps):
         for which in range(len(steps))[:: -1 if i % 2 else 1]:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            steps[which]()
             start.record()
             steps[which]()
             end.record()
+            torch.cuda.synchronize()
             events[which].append((start, end))
-    torch.cuda.synchronize()
     return [statistics.median(start.elapsed_time(end) for start, end in own) for own in events]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import peers
-from bench._candidates import CANDIDATES, called
+from bench import _candidates, peers
+from bench._candidates import CANDIDATES, Candidate, called
 from bench._floors import least_bytes
 
 pytestmark = pytest.mark.compile
@@ -71,10 +71,30 @@ def test_micro_batches_compile_to_two_graphs(tmp_path: Path) -> None:
 
 
 def test_a_budget_leaves_the_rest_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run(tmp_path, "--parts", "a", "--budget", "0", "--recipes", "mxfp8", code=1)["rows"]
+    rows = run(tmp_path, "--parts", "a", "--budget", "0", "--recipes", "mxfp8")["rows"]
     assert rows
-    assert all(row["error"] == "the budget is spent" and "ms" not in row for row in rows)
+    assert all(row["left_out"] == "the budget is spent" and "ms" not in row for row in rows)
     assert "mxfp8: the budget is spent (64x64x96 eager, 64x64x96 compiled, 32x32x32 eager" in capsys.readouterr().out
+
+
+def test_who_fails_or_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Candidate.build
+
+    def build(self: Candidate, models: Any) -> Any:
+        if self.name == "block":
+            raise RuntimeError("no such kernel")
+        return made(self, models)
+
+    monkeypatch.setattr(_candidates, "quiet_import", lambda: False)
+    monkeypatch.setattr(Candidate, "build", build)
+    asked = ("--parts", "a", "--modes", "eager", "--shapes", "32x32x32", "--recipes", "block,torchao-rowwise,current")
+    rows = {row["candidate"]: row for row in run(tmp_path, *asked, code=1)["rows"]}
+    assert rows["torchao-rowwise"]["left_out"] == "torchao is not installed"
+    assert rows["block"]["error"] == "RuntimeError: no such kernel"
+    assert rows["current"]["ratio"] > 0
+    assert "block: RuntimeError: no such kernel (32x32x32 eager)" in capsys.readouterr().out
 
 
 def test_what_was_measured_apart_is_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
