@@ -18,6 +18,7 @@ from mezzotint.dynamo import (
     to_tensor_proto,
 )
 from mezzotint.global_state import FP8GlobalStateManager
+from mezzotint.graph import make_graphed_callables
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -151,6 +152,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_value_opaque_quantizer",
+    "make_graphed_callables",
     "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",

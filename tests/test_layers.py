@@ -34,7 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("module", "ops"),
     ("attention", "cross_entropy", "router"),
     ("transformer",),
-    ("checkpoint", "convert", "offload"),
+    ("checkpoint", "convert", "graph", "offload"),
     ("dynamo", "inspect", "cli"),
     ("__main__",),
 )

@@ -1,0 +1,182 @@
+"""`make_graphed_callables`: modules whose forward and backward replay CUDA graphs, under a recipe.
+
+It stands on `torch.cuda.make_graphed_callables`. What a module does at each step beside its kernels is captured with
+them: the autocast region is entered inside, so delayed scaling's update is part of the graph, and kept weights are
+updated, or not, as a flag on the GPU says, so one graph serves every micro-batch. Warming up leaves no trace in the
+module's buffers. Where there is no GPU the modules run as they are, under the same recipe.
+
+    layer = make_graphed_callables(layer, (x,), enabled=True, recipe=recipe, cache_quantized_params=True)
+    y = layer(x, is_first_microbatch=True)
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.quantization import STATE, autocast
+from mezzotint.recipe import Recipe
+
+__all__ = ["make_graphed_callables"]
+
+
+class _Region:
+    """How the modules run: what `autocast` is given, or nothing."""
+
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> None:
+        self.is_on = enabled or calibrating
+        self.arguments = (enabled, calibrating, recipe, group)
+
+    def enter(self) -> Any:
+        return autocast(*self.arguments) if self.is_on else nullcontext()
+
+
+class _Captured(nn.Module):
+    """What is captured: tensors alone come in, the last argument a dict of those that are given by name.
+
+    `flag`, FP32 [1], where weights are kept: they are quantized again where it is not 1.
+    """
+
+    def __init__(self, module: nn.Module, region: _Region, caches: bool) -> None:
+        super().__init__()
+        self.module, self.region = module, region
+        self.forward_of = module.forward  # before it is replaced
+        device = next((p.device for p in module.parameters()), None)
+        self.flag = torch.zeros(1, device=device) if caches else None
+        self.more = {"is_first_microbatch": True} if caches else {}
+
+    def forward(self, *args: Any) -> Any:
+        *given, named = args
+        outer, STATE.skip_weight_update = STATE.skip_weight_update, self.flag
+        try:
+            with self.region.enter():
+                return self.forward_of(*given, **named, **self.more)
+        finally:
+            STATE.skip_weight_update = outer
+
+
+def make_graphed_callables(
+    modules: Any,
+    sample_args: tuple[Any, ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Any = None,
+    fp8_enabled: bool | None = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: bool | None = None,
+    calibrating: bool | None = None,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
+    _order: list[int] | None = None,
+    _num_layers_per_chunk: Any = None,
+    pool: Any = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: Any = None,
+) -> Any:
+    """The module, or tuple of modules, with a forward that replays a graph.
+
+    `sample_args`: the tensors of a call, a tuple of such tuples for several modules; `sample_kwargs` likewise, dicts.
+    Real inputs must have their shapes. With `cache_quantized_params` a call takes `is_first_microbatch`. The
+    arguments `fp8_…` are older names of those after them.
+    """
+    for name, value in (
+        ("_order", _order),
+        ("_num_layers_per_chunk", _num_layers_per_chunk),
+        ("retain_graph_in_backward", retain_graph_in_backward),
+        ("_reuse_graph_input_output_buffers", _reuse_graph_input_output_buffers),
+        ("capture_time_hooks", capture_time_hooks),
+    ):
+        if value:
+            raise NotImplementedError(
+                f"{name}={value!r}: graphs are captured forward by forward, then backward by backward; leave it out, "
+                'or use torch.compile(mode="reduce-overhead")'
+            )
+    if not clone_param_grads_on_return:
+        raise NotImplementedError("clone_param_grads_on_return=False: gradients are copied out of the graph's memory")
+    region = _Region(
+        bool(_either("enabled", enabled, fp8_enabled)),
+        bool(_either("calibrating", calibrating, fp8_calibrating)),
+        _either("recipe", recipe, fp8_recipe),
+        _either("amax_reduction_group", amax_reduction_group, fp8_group),
+    )
+    caches = bool(_either("cache_quantized_params", cache_quantized_params, fp8_weight_caching))
+    is_one = not isinstance(modules, tuple)
+    several: tuple[nn.Module, ...] = (modules,) if is_one else modules
+    samples = (sample_args,) if is_one else sample_args
+    named = ({},) * len(several) if sample_kwargs is None else (sample_kwargs,) if is_one else tuple(sample_kwargs)
+    _check(several, samples, named)
+    captured = tuple([_Captured(module, region, caches) for module in several])
+    inputs = tuple([(*args, kwargs) for args, kwargs in zip(samples, named, strict=True)])
+    if pre_warmup_hook is not None:
+        pre_warmup_hook()
+    runs: tuple[Callable[..., Any], ...] = captured
+    if any(tensor.is_cuda for args in inputs for tensor in _tensors(args)):
+        runs = _capture(captured, inputs, num_warmup_iters, allow_unused_input, pool)
+    if post_warmup_hook is not None:
+        post_warmup_hook()
+    for each, run, kwargs in zip(captured, runs, named, strict=True):
+        _replace_forward(each, run, tuple(kwargs))
+    return modules
+
+
+def _either(name: str, value: Any, older: Any) -> Any:
+    if value is not None and older is not None:
+        raise ValueError(f"{name} is given by its older name too: give it once")
+    return older if value is None else value
+
+
+def _tensors(args: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(args)
+
+
+def _check(modules: tuple[Any, ...], samples: Any, named: Any) -> None:
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"modules holds {type(module).__name__}: give torch.nn.Modules")
+    for name, given in (("sample_args", samples), ("sample_kwargs", named)):
+        if len(given) != len(modules):
+            raise ValueError(f"{name} has {len(given)} entries for {len(modules)} modules: give one for each")
+        for leaf in _tensors(list(given)):
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(f"{name} holds {type(leaf).__name__}: a graph takes tensors; bind other values before")
+
+
+def _capture(
+    captured: tuple[_Captured, ...], inputs: tuple[Any, ...], warmups: int, allow_unused: bool, pool: Any
+) -> tuple[Callable[..., Any], ...]:
+    buffers = [(buffer, buffer.clone()) for each in captured for buffer in each.buffers()]
+    made = torch.cuda.make_graphed_callables(captured, inputs, warmups, allow_unused, pool)
+    with torch.no_grad():  # as before the warm-up: capturing itself runs nothing
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    return made
+
+
+def _replace_forward(captured: _Captured, run: Callable[..., Any], names: tuple[str, ...]) -> None:
+    module, flag = captured.module, captured.flag
+    was_training = module.training
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if module.training != was_training:  # another graph than was captured
+            with captured.region.enter():
+                return captured.forward_of(*args, **kwargs)
+        if flag is not None:
+            flag.fill_(0.0 if kwargs.pop("is_first_microbatch", True) else 1.0)
+        if set(kwargs) != set(names):
+            raise TypeError(
+                f"the keyword arguments are {sorted(kwargs)}: the graph was captured with {sorted(names)}; "
+                "is_first_microbatch needs cache_quantized_params=True"
+            )
+        return run(*args, {name: kwargs[name] for name in names})
+
+    module.forward = forward  # type: ignore[method-assign]
