@@ -3,7 +3,8 @@
     loss = (1 - e) · (log Σ exp(x) - x[target]) + e · (log Σ exp(x) - mean(x))        e: label smoothing
     dx   = softmax(x) - (1 - e) · onehot(target) - e / V
 
-Only the logits are saved: the gradient computes the softmax again.
+Only the logits are saved: the gradient computes the softmax again. Where the vocabulary is split over processes, each
+has columns of the logits: they exchange the largest value of a row, and its sums.
 """
 
 import warnings
@@ -11,30 +12,58 @@ from typing import Any
 
 import torch
 
+from mezzotint.distributed.collectives import all_reduce, all_reduce_max
+from mezzotint.distributed.groups import rank_in, world_size
+
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, target: torch.Tensor, smoothing: float, ignored: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, target: torch.Tensor, smoothing: float, ignored: int, group: Any
+    ) -> torch.Tensor:
         value = x.float()
         counts = target != ignored
-        index = torch.where(counts, target, 0)[:, None]
-        total = value.logsumexp(-1)
-        loss = total - value.gather(1, index)[:, 0]
-        if smoothing > 0.0:
-            loss = loss * (1.0 - smoothing) + (total - value.mean(-1)) * smoothing
-        ctx.save_for_backward(x, index, counts, total)
-        ctx.smoothing = smoothing
+        if group is None:
+            index = torch.where(counts, target, 0)[:, None]
+            here = counts
+            total, chosen = value.logsumexp(-1), value.gather(1, index)[:, 0]
+            mean = value.mean(-1) if smoothing > 0.0 else None
+        else:
+            local = target - rank_in(group) * x.shape[-1]
+            here = counts & (local >= 0) & (local < x.shape[-1])
+            index = torch.where(here, local, 0)[:, None]
+            total, chosen, mean = _exchange(value, index, here, smoothing > 0.0, group)
+        loss = total - chosen
+        if mean is not None:
+            loss = loss * (1.0 - smoothing) + (total - mean) * smoothing
+        ctx.save_for_backward(x, index, here, counts, total)
+        ctx.smoothing, ctx.classes = smoothing, x.shape[-1] * (1 if group is None else world_size(group))
         return torch.where(counts, loss, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        x, index, counts, total = ctx.saved_tensors
+        x, index, here, counts, total = ctx.saved_tensors
         scale = torch.where(counts, grads[0], 0.0)[:, None]
         slope = torch.exp(x.float() - total[:, None])
         if ctx.smoothing > 0.0:
-            slope = slope - ctx.smoothing / x.shape[-1]
-        slope = slope.scatter_add(1, index, torch.full_like(total[:, None], ctx.smoothing - 1.0))
-        return (slope * scale).to(x.dtype), None, None, None
+            slope = slope - ctx.smoothing / ctx.classes
+        slope = slope.scatter_add(1, index, torch.where(here, ctx.smoothing - 1.0, 0.0)[:, None])
+        return (slope * scale).to(x.dtype), None, None, None, None
+
+
+def _exchange(
+    value: torch.Tensor, index: torch.Tensor, here: torch.Tensor, has_mean: bool, group: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """log Σ exp, the target's logit and the mean of each row, over the columns of all processes. `here`: the target is
+    among those of this one, in column `index`."""
+    top = all_reduce_max(value.amax(-1), group)
+    top = torch.where(torch.isfinite(top), top, 0.0)
+    sums = [torch.exp(value - top[:, None]).sum(-1), torch.where(here, value.gather(1, index)[:, 0], 0.0)]
+    if has_mean:
+        sums.append(value.sum(-1))
+    summed = all_reduce(torch.stack(sums), group)
+    mean = summed[2] / (value.shape[-1] * world_size(group)) if has_mean else None
+    return top + torch.log(summed[0]), summed[1], mean
 
 
 def parallel_cross_entropy(
@@ -51,19 +80,18 @@ def parallel_cross_entropy(
     """Logits inp [.., V] and target ids [..] → FP32 loss of each token [..], or their mean with `reduce_loss`.
 
     A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, those too. The gradient has inp's
-    dtype. `_input` is the former name of `inp`; `is_cg_capturable` changes nothing, it always is.
+    dtype. With `dist_process_group` each of its processes has an equal part of the vocabulary, in order: inp
+    [.., V / processes] and the target ids of the whole; all get the same loss. `_input` is the former name of `inp`;
+    `is_cg_capturable` changes nothing, it always is.
     """
     if _input is not None:
         warnings.warn("_input of parallel_cross_entropy is called inp", DeprecationWarning, stacklevel=2)
         inp = _input
-    if dist_process_group is not None and torch.distributed.get_world_size(dist_process_group) > 1:
-        raise NotImplementedError(
-            f"dist_process_group has {torch.distributed.get_world_size(dist_process_group)} processes: logits that are "
-            "split over processes are not there yet; gather them, and leave it None"
-        )
     if inp.shape[:-1] != target.shape:
         raise ValueError(f"inp has shape {tuple(inp.shape)}, target {tuple(target.shape)}: target must be inp's less V")
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}: give 0 or more, less than 1")
-    loss = _CrossEntropy.apply(inp.reshape(-1, inp.shape[-1]), target.reshape(-1), label_smoothing, ignore_idx)
+    is_split = dist_process_group is not None and world_size(dist_process_group) > 1
+    group = dist_process_group if is_split else None
+    loss = _CrossEntropy.apply(inp.reshape(-1, inp.shape[-1]), target.reshape(-1), label_smoothing, ignore_idx, group)
     return loss.mean() if reduce_loss else loss.reshape(target.shape)

@@ -2,7 +2,7 @@
 
 Modules read the state once per call. Delayed scaling: a module that ran in a region waits in `pending`; when the
 outermost region ends, every one of them updates its forward scales in one op, in eager code or inside the graph that
-the region lies in.
+the region lies in. Over processes the maxima of all modules are reduced in one collective before.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,8 @@ import torch
 
 from mezzotint import hw
 from mezzotint.constants import DType
+from mezzotint.distributed.collectives import all_reduce_max
+from mezzotint.distributed.groups import world_size
 from mezzotint.kernels.delayed import delayed_update_
 from mezzotint.recipe import (
     CustomRecipe,
@@ -42,13 +44,13 @@ __all__ = [
 
 
 class Pending:
-    """A module that waits for its update, the group of the region that it ran in, and those before it. A chain, not a
-    list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
+    """A module that waits for its update, the groups that it shares its maxima with, and those before it. A chain, not
+    a list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
 
-    __slots__ = ("before", "group", "module")
+    __slots__ = ("before", "groups", "module")
 
-    def __init__(self, module: Any, before: Any) -> None:
-        self.module, self.group, self.before = module, STATE.group, before
+    def __init__(self, module: Any, groups: tuple[Any, ...], before: Any) -> None:
+        self.module, self.groups, self.before = module, groups, before
 
 
 @dataclass(slots=True)
@@ -129,12 +131,14 @@ def update_pending(updates: bool) -> None:
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # all of them before anything can go wrong
         waiting.module._is_pending = False
-        modules.append((waiting.module, waiting.group))
+        modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
+    if not updates:
+        return
+    states = [(module._forward_state(), groups) for module, groups in modules]
+    reduce_amaxes([(history[0], groups) for (_, history, _), groups in states])
     batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
-    for module, group in modules if updates else ():
-        scale, history, request = module._forward_state()
-        check_group(group, request)
+    for (scale, history, request), _ in states:
         if is_own_rule(request):
             apply_own_rule(history, scale, request, forward=True)
         else:
@@ -147,13 +151,26 @@ def update_pending(updates: bool) -> None:
         delayed_update_(scales, histories, tops, most_recent)
 
 
-def check_group(group: Any, request: DelayedScalingRequest) -> None:
-    """Reducing over more than one process is not there yet, and must not be left out in silence."""
-    if group is not None and request.reduce_amax and torch.distributed.get_world_size(group) > 1:
-        raise NotImplementedError(
-            f"amax_reduction_group has {torch.distributed.get_world_size(group)} processes: delayed scaling does not "
-            "reduce over processes yet; use Float8CurrentScaling, or reduce_amax=False"
-        )
+def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:
+    """Over which processes the maxima of a module are taken: `amax_reduction_group`, and those that share its weight,
+    whose parts are quantized by one scale. None is no group."""
+    groups = [STATE.group] if STATE.group is not None and request.reduce_amax else []
+    if tp_group is not None and not (groups and groups[0].group_name == tp_group.group_name):
+        groups.append(tp_group)
+    return tuple([group for group in groups if world_size(group) > 1])
+
+
+def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+    """Take the maxima of modules, FP32 [n] each, over the processes of their groups, in place: one collective for each
+    group, whatever the number of modules."""
+    by_name: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+    for row, groups in rows:
+        for group in groups:
+            by_name.setdefault(group.group_name, (group, []))[1].append(row)
+    for group, members in by_name.values():
+        largest = all_reduce_max(torch.cat(members), group)
+        for row, part in zip(members, largest.split([row.shape[0] for row in members]), strict=True):
+            row.copy_(part)
 
 
 def scaled_max(request: DelayedScalingRequest, forward: bool) -> float:

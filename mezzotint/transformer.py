@@ -22,6 +22,7 @@ from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import check_normalization
+from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import check_input, check_parallel
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -108,7 +109,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         check_choice("layer_type", layer_type, ("encoder", "decoder"))
         # The other ub_ arguments say how to overlap, this one whether to.
-        check_parallel(tp_group, tp_size, sequence_parallel, None, ub_tp_comm_overlap=ub_tp_comm_overlap)
+        check_parallel(None, ub_tp_comm_overlap=ub_tp_comm_overlap)
         if parallel_attention_mlp and (
             layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
         ):
@@ -139,6 +140,9 @@ class TransformerLayer(nn.Module):
             "normalization": normalization,
             "zero_centered_gamma": zero_centered_gamma,
             "set_parallel_mode": set_parallel_mode,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
             "return_layernorm_output": apply_residual_connection_post_layernorm,
             "return_bias": not parallel_attention_mlp,
             "seq_length": seq_length,
@@ -200,6 +204,7 @@ class TransformerLayer(nn.Module):
             self.layernorm = made(
                 hidden_size,
                 eps=layernorm_epsilon,
+                sequence_parallel=self.layernorm_mlp.sequence_parallel,
                 params_dtype=params_dtype,
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
@@ -209,8 +214,8 @@ class TransformerLayer(nn.Module):
         return f"{self.name}.{name}" if self.name else None
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of tensor parallelism; one of a single process changes nothing."""
-        check_parallel(tp_group, 1, False, None)
+        """The group of processes that share the weights, for every module in this one."""
+        set_groups(self, tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"

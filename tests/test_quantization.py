@@ -25,7 +25,6 @@ from mezzotint.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizerRole,
-    Recipe,
 )
 from tests.recipes import GROUPS, IN, MODULES, OUT, assert_equal, make, run, sample, step
 from tests.recipes import STATE as BUFFERS
@@ -714,29 +713,6 @@ def test_checkpoint_hands_keyword_arguments_on(use_reentrant: bool) -> None:
 
     assert_equal(step(module, sample(), MX, call), step(twin, sample(), MX, is_first_microbatch=True))
     assert module._workspaces is not None
-
-
-# Reduction over processes is not there: it must not be left out in silence
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_group_of_several_processes_is_refused(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    group, module = object(), make("linear")
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda asked=None: 2 if asked is group else 1)
-
-    def region(recipe: Recipe) -> None:
-        outer = mz.autocast(enabled=False) if nested else mz.autocast(recipe=recipe, amax_reduction_group=group)
-        with outer, mz.autocast(recipe=recipe, amax_reduction_group=group):
-            module(sample())
-
-    with pytest.raises(NotImplementedError, match=r"amax_reduction_group has 2 processes: .*reduce_amax=False"):
-        region(DELAYED["max-3"])
-    assert in_force() == OUTSIDE
-    assert module.scale_fwd[0] == 1.0
-    region(DelayedScaling(amax_history_len=3, reduce_amax=False))
-    assert module.scale_fwd[0] != 1.0
-    region(CURRENT)
-    step(module, sample(), DELAYED["max-3"])
 
 
 # Calibration

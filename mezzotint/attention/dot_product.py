@@ -30,8 +30,9 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
+from mezzotint.distributed.groups import part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.parameters import check_features, check_parallel, default_init, resolve_device
+from mezzotint.layer.parameters import check_features, default_init, resolve_device
 from mezzotint.quantization import STATE
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -42,7 +43,7 @@ class DotProductAttention(nn.Module):
 
     `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to
     the denominator, "learnable" e to the power of the parameter `softmax_offset` [h]. `return_max_logit` gives the
-    largest logit of each head too.
+    largest logit of each head too. Heads and groups are shared out over `tp_size` processes.
     """
 
     softmax_offset: torch.Tensor | None
@@ -77,7 +78,9 @@ class DotProductAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_features(num_attention_heads=num_attention_heads, num_gqa_groups=groups)
         check_features(**{"kv_channels of keys": channels[0], "kv_channels of values": channels[1]})
-        check_parallel(tp_group, tp_size, sequence_parallel, None)
+        size = resolve_size(tp_group, tp_size)
+        part_of("num_attention_heads", num_attention_heads, size)
+        part_of("num_gqa_groups", groups, size)
         check_choice("qkv_format", qkv_format, FORMATS)
         check_choice("attention_type", attention_type, ("self", "cross"))
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
@@ -85,7 +88,8 @@ class DotProductAttention(nn.Module):
             raise ValueError(f"num_gqa_groups is {groups}: give a divisor of num_attention_heads={num_attention_heads}")
         resolve_rule(attn_mask_type, window_size, bottom_right_diagonal)
         self.name = name or ""
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.tp_size, self.tp_rank = size, 0 if tp_group is None else rank_in(tp_group)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // size, groups // size  # of this process
         self.head_dim_k, self.head_dim_v = channels
         self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
@@ -97,7 +101,8 @@ class DotProductAttention(nn.Module):
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         offset = None
         if softmax_type == "learnable":
-            offset = nn.Parameter(torch.empty(num_attention_heads, dtype=torch.float32, device=resolve_device(None)))
+            heads = self.num_attention_heads
+            offset = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=resolve_device(None)))
         self.register_parameter("softmax_offset", offset)
         self.reset_parameters()
 
@@ -110,8 +115,13 @@ class DotProductAttention(nn.Module):
             default_init(self.softmax_offset)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of tensor parallelism; one of a single process changes nothing."""
-        check_parallel(tp_group, 1, False, None)
+        """The group of tensor parallelism: attention itself asks nothing of other processes."""
+        if tp_group is not None and world_size(tp_group) != self.tp_size:
+            raise ValueError(
+                f"tp_group has {world_size(tp_group)} processes, the module was made for tp_size={self.tp_size}: give a "
+                "group of that many"
+            )
+        self.tp_rank = 0 if tp_group is None else rank_in(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -293,7 +303,9 @@ class DotProductAttention(nn.Module):
                 raise ValueError(f"alibi_slopes with core_attention_bias_type={bias_type!r}: give 'alibi'")
             return None
         if slopes is None:
-            return alibi_slopes(self.num_attention_heads, device)[None]
+            first = self.num_attention_heads * self.tp_rank
+            slopes = alibi_slopes(self.num_attention_heads * self.tp_size, device)
+            return slopes[None, first : first + self.num_attention_heads]
         if slopes.dim() not in (1, 2) or slopes.shape[-1] != self.num_attention_heads:
             raise ValueError(
                 f"alibi_slopes has shape {tuple(slopes.shape)}: give [{self.num_attention_heads}] or "

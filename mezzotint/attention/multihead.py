@@ -10,6 +10,8 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import apply_rotary_pos_emb
+from mezzotint.distributed.groups import part_of, resolve_size
+from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
@@ -28,7 +30,8 @@ class MultiheadAttention(nn.Module):
     `fuse_qkv_params` gives one `weight` for all three, in which with `qkv_weight_interleaved` the heads of each group
     are side by side (its queries, its key, its value), else all queries come first; without it there are
     `query_weight`, `key_weight` and `value_weight`. `qk_norm_before_rope`: queries and keys are normalised before they
-    are turned, not after.
+    are turned, not after. `set_parallel_mode` shares heads and groups out over the processes of `tp_group`: "column"
+    for queries, keys and values, "row" for `proj`; `sequence_parallel` splits the first dimension outside of them.
     """
 
     q_norm: Any
@@ -88,9 +91,6 @@ class MultiheadAttention(nn.Module):
         if layer_number is not None:
             check_features(layer_number=layer_number)
         check_parallel(
-            tp_group,
-            tp_size,
-            sequence_parallel,
             None,
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
@@ -107,9 +107,13 @@ class MultiheadAttention(nn.Module):
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         device, params_dtype = resolve_device(device), resolve_dtype(params_dtype)
         self.name = name or ""
-        self.hidden_size, self.num_attention_heads, self.num_gqa_groups = hidden_size, num_attention_heads, groups
-        self.hidden_size_per_attention_head = channels
-        self.hidden_size_q, self.hidden_size_kv = channels * num_attention_heads, channels * groups
+        self.tp_size = resolve_size(tp_group, tp_size)
+        shares = self.tp_size if set_parallel_mode else 1
+        self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
+        self.num_attention_heads = part_of("num_attention_heads", num_attention_heads, shares)  # of this process
+        self.num_gqa_groups = part_of("num_gqa_groups", groups, shares)
+        whole_q, whole_kv = channels * num_attention_heads, channels * groups
+        self.hidden_size_q, self.hidden_size_kv = whole_q // shares, whole_kv // shares
         self.layer_number = 1 if layer_number is None else layer_number
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.bottom_right_diagonal = bottom_right_diagonal
@@ -127,6 +131,9 @@ class MultiheadAttention(nn.Module):
             "params_dtype": params_dtype,
             "device": device,
             "parallel_mode": "column" if set_parallel_mode else None,
+            "tp_group": tp_group,
+            "tp_size": self.tp_size,
+            "sequence_parallel": sequence_parallel,
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
@@ -135,7 +142,7 @@ class MultiheadAttention(nn.Module):
             "normalization": normalization,
         }
         if attention_type == "self":
-            sizes = {"query": self.hidden_size_q, "key": self.hidden_size_kv, "value": self.hidden_size_kv}
+            sizes = {"query": whole_q, "key": whole_kv, "value": whole_kv}
             width, split = sum(sizes.values()), None if fuse_qkv_params else sizes
             if input_layernorm:
                 linear_name = self._part("layernorm_linear_qkv")
@@ -150,19 +157,19 @@ class MultiheadAttention(nn.Module):
                 query_split = None if fuse_qkv_params else ("query",)
                 linear_name = self._part("layernorm_linear_q")
                 self.layernorm_query = LayerNormLinear(
-                    hidden_size, self.hidden_size_q, parameters_split=query_split, name=linear_name, **linear, **norm
+                    hidden_size, whole_q, parameters_split=query_split, name=linear_name, **linear, **norm
                 )
             else:
-                self.query_layer = Linear(hidden_size, self.hidden_size_q, name=self._part("linear_q"), **linear)
+                self.query_layer = Linear(hidden_size, whole_q, name=self._part("linear_q"), **linear)
             self.key_value = Linear(
                 hidden_size,
-                2 * self.hidden_size_kv,
+                2 * whole_kv,
                 parameters_split=None if fuse_qkv_params else ("key", "value"),
                 name=self._part("linear_kv"),
                 **linear,
             )
         self.q_norm, self.k_norm = (
-            _make_qk_norm(qk_norm_type, channels, qk_norm_eps, params_dtype, device) for _ in range(2)
+            _make_qk_norm(qk_norm_type, channels, qk_norm_eps, params_dtype, device, shares > 1) for _ in range(2)
         )
         self.core_attention = DotProductAttention(
             num_attention_heads,
@@ -173,6 +180,8 @@ class MultiheadAttention(nn.Module):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             bottom_right_diagonal=bottom_right_diagonal,
+            tp_size=shares,
+            tp_group=tp_group if shares > 1 else None,
             get_rng_state_tracker=get_rng_state_tracker,
             layer_number=self.layer_number,
             attention_type=attention_type,
@@ -180,14 +189,14 @@ class MultiheadAttention(nn.Module):
             name=self._part("core_attention"),
         ).to(device)
         linear |= {"init_method": output_layer_init_method, "parallel_mode": "row" if set_parallel_mode else None}
-        self.proj = Linear(self.hidden_size_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
+        self.proj = Linear(whole_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
 
     def _part(self, name: str) -> str | None:
         return f"{self.name}.{name}" if self.name else None
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of tensor parallelism; one of a single process changes nothing."""
-        check_parallel(tp_group, 1, False, None)
+        """The group of processes that share the weights, for every module in this one."""
+        set_groups(self, tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -281,7 +290,7 @@ class MultiheadAttention(nn.Module):
             q, k, v = mixed.split((queries, 1, 1), -2)
         else:
             q, k, v = mixed.split((self.hidden_size_q, self.hidden_size_kv, self.hidden_size_kv), -1)
-        lead = x.shape[:-1]
+        lead = mixed.shape[: x.dim() - 1]
         return q.reshape(*lead, -1, channels), k.reshape(*lead, -1, channels), v.reshape(*lead, -1, channels), norm_out
 
     def _cross_heads(
@@ -296,7 +305,7 @@ class MultiheadAttention(nn.Module):
         else:
             k, v = mixed.view(*mixed.shape[:-1], 2 * groups, channels).chunk(2, -2)
         q, norm_out = self._project("layernorm_query" if self.input_layernorm else "query_layer", x, is_first)
-        return q.view(*x.shape[:-1], -1, channels), k, v, norm_out
+        return q.view(*q.shape[:-1], -1, channels), k, v, norm_out
 
     def _project(self, name: str, x: torch.Tensor, is_first: bool | None) -> tuple[torch.Tensor, Any]:
         made = getattr(self, name)(x, is_first_microbatch=is_first)
@@ -326,11 +335,13 @@ class MultiheadAttention(nn.Module):
 
 
 def _make_qk_norm(
-    kind: str | None, channels: int, eps: float, dtype: torch.dtype, device: torch.device
+    kind: str | None, channels: int, eps: float, dtype: torch.dtype, device: torch.device, is_shared: bool
 ) -> nn.Module | None:
+    """`is_shared`: other processes have other heads, and so another part of its gradient."""
     if kind is None:
         return None
     if kind == "L2Normalization":
         return L2Normalization(eps=eps)
     made = RMSNorm if kind == "RMSNorm" else LayerNorm
-    return made(channels, eps=eps, params_dtype=dtype, device=device)
+    sums = True if is_shared else None
+    return made(channels, eps=eps, sequence_parallel=sums, params_dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -39,6 +40,7 @@ class GradState:
     most_recent: bool
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     is_first: bool  # this run of the module was its first since the last update: its backward is the last
+    groups: tuple[Any, ...] = ()  # of processes over which the maxima are taken
 
 
 class Saved:
@@ -156,6 +158,8 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
 def end_backward(state: GradState) -> None:
     """All that backward saw is entered: new scales, if this was the last backward of the iteration."""
     if state.is_first:
+        for group in state.groups:
+            state.history[0].copy_(all_reduce_max(state.history[0], group))
         if state.update is not None:
             state.update(state.history, state.scale)
         else:

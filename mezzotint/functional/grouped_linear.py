@@ -15,7 +15,6 @@ from mezzotint.functional.linear import (
     LinearQuantizers,
     Needs,
     Numerics,
-    Parallel,
     WeightGrad,
     as_multiplied,
     compute_weight_gradient,
@@ -51,7 +50,6 @@ class GroupedLinearFwdArgs:
     grad_scales: Scales
     saves_original_input: bool
     grad_state: GradState | None
-    parallel: Parallel | None = None  # None: whole weights are here
     xs_q: tuple[Any, ...] | None = None  # the groups of x, where a producer has quantized them
 
 

@@ -5,17 +5,20 @@ from typing import Any
 
 import torch
 
+from mezzotint.distributed.collectives import reduce_scatter
+from mezzotint.distributed.shards import gather_rows
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
     LinearMade,
-    keeps_input,
+    input_quantizer,
     linear_backward,
     linear_forward,
     linear_setup,
     present,
     shaped,
+    takes_quantized,
 )
 from mezzotint.functional.norm import (
     NormBwdArgs,
@@ -27,6 +30,8 @@ from mezzotint.functional.norm import (
     norm_gradients,
     norm_setup,
 )
+from mezzotint.functional.parallel import gathers
+from mezzotint.kernels._lib import matrix_shape
 
 
 @dataclass(slots=True)
@@ -41,6 +46,7 @@ class LayerNormLinearFwdArgs:
     norm: NormOptions
     linear: LinearFwdArgs
     returns_norm: bool  # the norm's output is an output too
+    gathers_norm: bool  # of the tokens of all processes
     grad_state: GradState | None
 
 
@@ -48,6 +54,7 @@ class LayerNormLinearFwdArgs:
 class LayerNormLinearBwdArgs(Saved):
     norm: NormBwdArgs
     linear: LinearBwdArgs
+    gathers_norm: bool
 
     SAVED = ("norm", "linear")
 
@@ -64,9 +71,10 @@ def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, L
     """y (M, N)."""
     norm, linear = NormFwdArgs(a.x, a.gamma, a.beta, a.norm), a.linear
     linear.weight, linear.bias = a.weight, a.bias
-    quantizer = linear.quantizers.input
     norm_out, amax = None, None
-    if quantizer is None or a.returns_norm or keeps_input(linear):
+    rows = matrix_shape(a.x.shape)[0]
+    quantizer = input_quantizer(linear, rows)
+    if quantizer is None or a.returns_norm or not takes_quantized(linear, rows):
         norm_out, norm_made = norm_forward(norm)
         linear.x = norm_out
     else:
@@ -77,7 +85,19 @@ def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, L
 
 def layernorm_linear_setup(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> LayerNormLinearBwdArgs:
     norm = norm_setup(NormFwdArgs(a.x, a.gamma, a.beta, a.norm), made.norm)
-    return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear))
+    return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear), gathers_norm(a))
+
+
+def gathers_norm(a: LayerNormLinearFwdArgs) -> bool:
+    """Whether the norm's output that is given out is of all tokens."""
+    return a.returns_norm and a.gathers_norm and gathers(a.linear.parallel, "input")
+
+
+def norm_output(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> Any:
+    """The norm's output, as it is given out."""
+    if made.norm_out is None or a.linear.parallel is None or not gathers_norm(a):
+        return made.norm_out
+    return gather_rows(made.norm_out, a.linear.parallel.group)
 
 
 def layernorm_linear_backward(
@@ -85,6 +105,9 @@ def layernorm_linear_backward(
 ) -> tuple[Any, ...]:
     """dx, dgamma, dbeta, dW, db, and the amax of dy. `d_norm_out`: what came for the norm's output from outside."""
     dh, dw, db, amax = linear_backward(b.linear, dy, dy_q, db)
+    if d_norm_out is not None and b.gathers_norm:
+        assert b.linear.parallel is not None
+        d_norm_out = reduce_scatter(d_norm_out, b.linear.parallel.group)
     if dh is None:
         dh = d_norm_out
     else:
@@ -99,8 +122,8 @@ def layernorm_linear_backward(
 
 def _forward(a: LayerNormLinearFwdArgs) -> tuple[Any, ...]:
     y, made = layernorm_linear_forward(a)
-    y = shaped(y, a.x)
-    outputs = (y, made.norm_out) if a.returns_norm else (y,)
+    y = shaped(y, a.x, a.linear.parallel)
+    outputs = (y, norm_output(a, made)) if a.returns_norm else (y,)
     return outputs, present(made.amax), made
 
 

@@ -26,6 +26,7 @@ from mezzotint.functional.layernorm_linear import (
     layernorm_linear_backward,
     layernorm_linear_forward,
     layernorm_linear_setup,
+    norm_output,
 )
 from mezzotint.functional.linear import (
     LinearBwdArgs,
@@ -37,8 +38,11 @@ from mezzotint.functional.linear import (
     linear_setup,
     present,
     shaped,
+    takes_quantized,
+    takes_quantized_grad,
 )
 from mezzotint.functional.norm import NormOptions
+from mezzotint.functional.parallel import quantize_part
 from mezzotint.kernels._lib import as_matrix
 
 
@@ -60,6 +64,7 @@ class LayerNormMLPFwdArgs(Saved):
     params: tuple[float, ...]
     recomputes: bool
     returns_norm: bool
+    gathers_norm: bool
     grad_state: GradState | None
 
     # Saved as they are where backward recomputes.
@@ -85,7 +90,8 @@ class LayerNormMLPMade:
 
 def _norm_fc1(a: LayerNormMLPFwdArgs) -> LayerNormLinearFwdArgs:
     """The arguments of norm and first linear."""
-    return LayerNormLinearFwdArgs(a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias, a.norm, a.fc1, a.returns_norm, None)
+    first = (a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias)
+    return LayerNormLinearFwdArgs(*first, a.norm, a.fc1, a.returns_norm, a.gathers_norm, None)
 
 
 def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tensor, torch.Tensor | None]:
@@ -93,11 +99,12 @@ def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tens
     hidden, made = layernorm_linear_forward(_norm_fc1(a))
     fc2, amax = a.fc2, None
     act = ActivationFwdArgs(hidden, a.activation, a.params)
-    if fc2.quantizers.input is None or keeps_input(fc2):
+    quantizer = fc2.quantizers.input
+    if quantizer is None or not takes_quantized(fc2, hidden.shape[0]):
         fc2.x, fc2.x_q = activate(act), None
     else:
         fc2.x = None
-        fc2.x_q, amax = activation_quantized(act, fc2.quantizers.input, fc2.input_scale)
+        fc2.x_q, amax = activation_quantized(act, quantizer, fc2.input_scale)
     return made, hidden, amax
 
 
@@ -132,7 +139,11 @@ def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
     made, hidden, _ = _first_half(a)
     fc2 = a.fc2
     fc2.weight, fc2.bias = a.fc2_weight, a.fc2_bias
-    return _setup(a, made, hidden, LinearMade(fc2.x if fc2.x_q is None else fc2.x_q, None))
+    x_q = fc2.x if fc2.x_q is None else fc2.x_q
+    if fc2.x is not None and fc2.quantizers.input is not None and not keeps_input(fc2, hidden.shape[0]):
+        # A part, which its producer could not quantize on its own.
+        x_q = quantize_part(fc2.x, fc2.quantizers.input, fc2.input_scale, fc2.parallel, "input")[0]
+    return _setup(a, made, hidden, LinearMade(x_q, None))
 
 
 def layernorm_mlp_backward(
@@ -147,7 +158,7 @@ def layernorm_mlp_backward(
     if da is not None:
         da = as_matrix(da)  # as the activation's input is
         quantizer = fc1.quantizers.grad_output
-        if quantizer is None or fc1.numerics.keeps_wgrad or not (fc1.needs.input or fc1.needs.weight):
+        if quantizer is None or not takes_quantized_grad(fc1):
             dh = activation_gradient(b.activation, da)
         else:
             sums = fc1.bias_dtype if fc1.needs.bias else None
@@ -158,8 +169,8 @@ def layernorm_mlp_backward(
 
 def _forward(a: LayerNormMLPFwdArgs) -> tuple[Any, ...]:
     y, made = layernorm_mlp_forward(a)
-    y = shaped(y, a.x)
-    outputs = (y, made.norm_fc1.norm_out) if a.returns_norm else (y,)
+    y = shaped(y, a.x)  # the tokens that fc1 gathered, fc2 has scattered
+    outputs = (y, norm_output(_norm_fc1(a), made.norm_fc1)) if a.returns_norm else (y,)
     return outputs, present(made.norm_fc1.amax, made.amax), made
 
 

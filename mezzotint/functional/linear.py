@@ -5,7 +5,8 @@
     wgrad      dW (N, K) = dy column-wise · x column-wise  contracted over M, the tokens
 
 Forward keeps the column-wise copies; what each quantizer makes was decided with it (`with_usage`). `override` changes
-what backward computes on: "high_precision" the original tensors, "dequantized" what forward multiplied.
+what backward computes on: "high_precision" the original tensors, "dequantized" what forward multiplied. `parallel.py`
+says what of this is where when processes share the weight.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,25 @@ from typing import Any
 
 import torch
 
+from mezzotint.distributed.collectives import wait
+from mezzotint.distributed.shards import gather_rows
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.gemm import multiply
-from mezzotint.kernels._lib import as_matrix, run_op
+from mezzotint.functional.parallel import (
+    Parallel,
+    gather_quantized,
+    gathers,
+    input_leading,
+    needs_others,
+    output_leading,
+    quantize_part,
+    serves_wgrad,
+    shard_quantizer,
+    start_sum,
+)
+from mezzotint.kernels._lib import as_matrix, matrix_shape, run_op
 from mezzotint.kernels.activation import column_sum
+from mezzotint.kernels.pointwise import add
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -41,16 +57,6 @@ class Numerics:
     fast_wgrad: bool
     override: str | None
     keeps_wgrad: bool  # the weight gradient on unquantized tensors
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """How the weight is split over processes: None, "column" (N) or "row" (K)."""
-
-    mode: str | None
-    group: Any
-    size: int
-    sequence_parallel: bool
 
 
 @dataclass(slots=True)
@@ -116,32 +122,54 @@ class LinearBwdArgs(Saved):
     wgrad: WeightGrad
     bias_dtype: torch.dtype | None
     saves_original_input: bool
+    parallel: Parallel | None
 
     SAVED = ("x", "weight", "grad_scale", "input_scale")
 
 
 @dataclass(slots=True)
 class LinearMade:
-    x_q: Any
+    x_q: Any  # of the tokens of this process
     amax: torch.Tensor | None
 
 
 def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
     """y (M, N) in the dtype of activations."""
-    x_q, amax = a.x_q, None
+    x_q, amax, parallel = a.x_q, None, a.parallel
     if x_q is None:
         assert a.x is not None, "neither x nor x_q"
         x_q = as_matrix(a.x)
-        if a.quantizers.input is not None:
-            x_q, amax = quantize_scaled(x_q, a.quantizers.input, a.input_scale)
-    y = multiply(
-        x_q,
-        in_high_precision(a.weight_q, a.numerics),
-        out_dtype=a.numerics.dtype,
-        bias=a.bias,
-        fast=a.numerics.fast_fprop,
-    )
+        quantizer = input_quantizer(a, x_q.shape[0])
+        if quantizer is not None:
+            x_q, amax = quantize_part(x_q, quantizer, a.input_scale, parallel, "input")
+    x, bias = x_q, a.bias
+    if parallel is not None:
+        x = _whole_input(a, x_q)
+        bias = a.bias if parallel.mode == "column" else None
+    weight = in_high_precision(a.weight_q, a.numerics)
+    y = multiply(x, weight, out_dtype=a.numerics.dtype, bias=bias, fast=a.numerics.fast_fprop)
+    if parallel is not None and parallel.mode == "row":
+        y = wait(start_sum(y, parallel))
+        y = y if a.bias is None else run_op(add, y, a.bias)
     return y, LinearMade(x_q, amax)
+
+
+def input_quantizer(a: LinearFwdArgs, rows: int) -> Quantizer | None:
+    """Of the tokens of this process, that many rows; None: not before they are gathered, or not at all."""
+    quantizer = a.quantizers.input
+    return shard_quantizer(quantizer, rows) if quantizer is not None and gathers(a.parallel, "input") else quantizer
+
+
+def _whole_input(a: LinearFwdArgs, x_q: Any) -> Any:
+    """The tokens of all processes, as forward multiplies them."""
+    if a.parallel is None or not gathers(a.parallel, "input"):
+        return x_q
+    quantizer = a.quantizers.input
+    if quantizer is None:
+        return gather_rows(x_q, a.parallel.group)
+    wanted = quantizer.with_usage(rowwise=True, columnwise=False)
+    x_q = kept(x_q, columnwise=False)
+    return gather_quantized(x_q, wanted, a.input_scale, a.parallel, "input")[0]
 
 
 def in_high_precision(weight: Any, numerics: Numerics) -> Any:
@@ -155,12 +183,11 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
     x: Any = None
     weight: Any = None
     if a.needs.weight:
-        if keeps_input(a):
+        if keeps_input(a, matrix_shape((made.x_q if a.x is None else a.x).shape)[0]):
             x = made.x_q if a.x is None else a.x  # itself: what is saved may be an input, but no view of one
-        elif override == "dequantized":
-            x = kept(made.x_q, columnwise=False)
         else:
-            x = kept(made.x_q, columnwise=True)
+            is_row = gathers(a.parallel, "input") and not made.x_q.get_usages()["columnwise"]
+            x = kept(made.x_q, columnwise=override is None and not is_row)
     if a.needs.input:
         if override == "high_precision":
             weight = a.weight_q if isinstance(a.weight, QuantizedTensorStorage) else a.weight
@@ -177,6 +204,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         a.wgrad,
         None if a.bias is None else a.bias.dtype,
         a.saves_original_input,
+        a.parallel,
     )
 
 
@@ -190,9 +218,29 @@ def needs_original(quantizers: LinearQuantizers, numerics: Numerics, saves_origi
     )
 
 
-def keeps_input(a: LinearFwdArgs) -> bool:
-    """Whether the unquantized input must be there to be saved."""
-    return a.needs.weight and needs_original(a.quantizers, a.numerics, a.saves_original_input)
+def keeps_input(a: LinearFwdArgs, rows: int) -> bool:
+    """Whether the unquantized input, that many rows, must be there to be saved."""
+    quantizer = a.quantizers.input
+    if not a.needs.weight or quantizer is None or needs_original(a.quantizers, a.numerics, a.saves_original_input):
+        return a.needs.weight
+    if not gathers(a.parallel, "input"):
+        return False
+    is_first = shard_quantizer(quantizer, rows) is None
+    return is_first or (quantizer.columnwise_usage and not serves_wgrad(quantizer, rows))
+
+
+def takes_quantized(a: LinearFwdArgs, rows: int) -> bool:
+    """Whether a producer may quantize x on its own: nobody reads what it leaves out, and it needs no other process."""
+    quantizer = input_quantizer(a, rows)
+    return quantizer is not None and not keeps_input(a, rows) and not needs_others(a.parallel, "input", quantizer)
+
+
+def takes_quantized_grad(b: LinearBwdArgs) -> bool:
+    """The same of dy."""
+    quantizer = b.quantizers.grad_output
+    if quantizer is None or b.numerics.keeps_wgrad or not (b.needs.input or b.needs.weight):
+        return False
+    return not gathers(b.parallel, "grad_output") and not needs_others(b.parallel, "grad_output", quantizer)
 
 
 def kept(x: Any, columnwise: bool) -> Any:
@@ -206,12 +254,20 @@ def linear_backward(
     """dx (…, K), dW (N, K), db [N] and the amax of dy; `dy_q`, `db` where a producer has made them from dy."""
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
-    amax = None
+    amax, parallel = None, b.parallel
     g, leading = dy_q, (dy_q if dy is None else dy).shape[:-1]
+    source = dy
     if g is None:
-        g = as_matrix(dy)
-        if b.quantizers.grad_output is not None and (b.needs.input or b.needs.weight):
-            g, amax = quantize_scaled(g, b.quantizers.grad_output, b.grad_scale)
+        g = source = as_matrix(dy)
+        quantizer = b.quantizers.grad_output if b.needs.input or b.needs.weight else None
+        if parallel is not None and gathers(parallel, "grad_output"):
+            if b.numerics.keeps_wgrad and b.needs.weight:
+                g = source = gather_rows(source, parallel.group)
+                g, amax = (g, None) if quantizer is None else quantize_scaled(g, quantizer, b.grad_scale)
+            elif b.needs.input or b.needs.weight:
+                g, amax = gather_quantized(g, quantizer, b.grad_scale, parallel, "grad_output")
+        elif quantizer is not None:
+            g, amax = quantize_part(g, quantizer, b.grad_scale, parallel, "grad_output")
     if b.needs.bias and db is None:
         assert b.bias_dtype is not None
         db = run_op(column_sum, dy, b.bias_dtype)
@@ -219,10 +275,14 @@ def linear_backward(
     if b.needs.input:
         weight = in_high_precision(as_multiplied(b.weight, b.numerics), b.numerics)
         dx = multiply(g, weight, b_columnwise=True, out_dtype=b.numerics.dtype, fast=b.numerics.fast_dgrad)
-        dx = dx.view(*leading, dx.shape[1])
+        if parallel is not None and parallel.mode == "column":
+            dx = start_sum(dx, parallel)
     dw = None
     if b.needs.weight:
-        dw = weight_gradient(b.wgrad, dy if b.numerics.keeps_wgrad else g, _saved_input(b), b.numerics.fast_wgrad)
+        dw = weight_gradient(b.wgrad, source if b.numerics.keeps_wgrad else g, _saved_input(b), b.numerics.fast_wgrad)
+    if dx is not None:
+        dx = dx if parallel is None or parallel.mode == "row" else wait(dx)  # the sum overlaps with dW
+        dx = dx.view(*input_leading(leading, parallel), dx.shape[1])
     return dx, dw, db, amax
 
 
@@ -233,10 +293,18 @@ def as_multiplied(x: Any, numerics: Numerics) -> Any:
 
 
 def _saved_input(b: LinearBwdArgs) -> Any:
-    x, quantizer = b.x, b.quantizers.input
+    x, quantizer, parallel = b.x, b.quantizers.input, b.parallel
+    if parallel is not None and gathers(parallel, "input"):
+        override = b.numerics.override
+        x = x if isinstance(x, QuantizedTensorStorage) else as_matrix(x)
+        if quantizer is None or override == "high_precision" or b.numerics.keeps_wgrad:
+            return gather_rows(x, parallel.group)
+        wanted = quantizer.with_usage(rowwise=override is not None, columnwise=override is None)
+        return as_multiplied(gather_quantized(x, wanted, b.input_scale, parallel, "input")[0], b.numerics)
     if not b.saves_original_input or quantizer is None or b.numerics.override is not None or b.numerics.keeps_wgrad:
         return as_multiplied(x, b.numerics)
-    return quantize_scaled(as_matrix(x), quantizer.with_usage(rowwise=False, columnwise=True), b.input_scale)[0]
+    quantizer = quantizer.with_usage(rowwise=False, columnwise=True)
+    return quantize_part(as_matrix(x), quantizer, b.input_scale, parallel, "input")[0]
 
 
 def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:
@@ -271,12 +339,13 @@ def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> N
             part.main_grad.add_(rows)
 
 
-def shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The matrix y (M, N) with the leading dimensions of x (…, K). Last of all: y itself is no more.
+def shaped(y: torch.Tensor, x: Any, parallel: Parallel | None = None) -> torch.Tensor:
+    """The matrix y (M, N) with the leading dimensions of x (…, K), of other tokens where these are gathered or
+    scattered. Last of all: y itself is no more.
 
     No view to autograd: FSDP2 puts a hook on what a module gives out, which a write into a view would lose.
     """
-    return torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], y.shape[1]))
+    return torch.ops.aten._unsafe_view.default(y, (*output_leading(x.shape[:-1], parallel), y.shape[1]))
 
 
 def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -287,7 +356,7 @@ def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 def _forward(a: LinearFwdArgs) -> tuple[Any, ...]:
     y, made = linear_forward(a)
     assert a.x is not None
-    return (shaped(y, a.x),), present(made.amax), made
+    return (shaped(y, a.x, a.parallel),), present(made.amax), made
 
 
 def _backward(b: LinearBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:

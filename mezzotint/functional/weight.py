@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
-from mezzotint.tensor.quantize import quantize_scaled, update_quantized, update_scaled
+from mezzotint.distributed.shards import whole_amaxes
+from mezzotint.functional.parallel import Parallel, needs_others, quantize_part
+from mezzotint.tensor.quantize import update_quantized, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -29,6 +31,7 @@ def quantize_weight(
     workspace: Any = None,
     *,
     scale: torch.Tensor | None = None,
+    parallel: Parallel | None = None,
     cache: bool = False,
     update_workspace: bool = True,
     skip_update_flag: torch.Tensor | None = None,
@@ -37,6 +40,7 @@ def quantize_weight(
 
     Quantized already, or not to be quantized: as it is. A valid `workspace`: updated in place if `update_workspace`
     (not where the one-element `skip_update_flag` is 1), and used. Else quantized into a new one, to be kept if `cache`.
+    A part of a weight (`parallel`) is quantized as the whole would be.
     """
     with torch.no_grad():
         if isinstance(tensor, QuantizedTensorStorage):
@@ -51,9 +55,12 @@ def quantize_weight(
             elif update_workspace and quantizer.is_custom():
                 quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
             elif update_workspace:
-                update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag)
+                given: dict[str, Any] = {}
+                if parallel is not None and needs_others(parallel, "weight", quantizer):
+                    given = whole_amaxes(tensor, quantizer, parallel.group, parallel.split_of("weight") or 0)
+                update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag, **given)
             return workspace, None, amax
-        made, amax = quantize_scaled(tensor, quantizer, scale)
+        made, amax = quantize_part(tensor, quantizer, scale, parallel, "weight")
         return made, made if cache else None, amax
 
 

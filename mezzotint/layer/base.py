@@ -16,10 +16,10 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
-from mezzotint.layer.state import StatefulModule
+from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, scaled_max
+from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, reduction_groups, scaled_max
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
@@ -51,7 +51,7 @@ class Call:
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
 
-class Layer(StatefulModule):
+class Layer(ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
@@ -161,6 +161,7 @@ class Layer(StatefulModule):
         self._use_history(request)
         recomputation = STATE.recomputation
         is_first = not self._is_pending
+        groups = reduction_groups(request, self._sharing_group())
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
         call.scales = self.scale_fwd.clone() if self._requantizes() else self.scale_fwd
@@ -174,7 +175,7 @@ class Layer(StatefulModule):
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone()))
             if is_first and STATE.depth > 0:
                 self._is_pending = True
-                STATE.pending = Pending(self, STATE.pending)
+                STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
             call.grad_scales = self.scale_bwd.clone()
             update = partial(apply_own_rule, request=request, forward=False) if is_own_rule(request) else None
@@ -185,6 +186,7 @@ class Layer(StatefulModule):
                 request.amax_compute_algo == "most_recent",
                 update,
                 is_first,
+                groups,
             )
         return call
 
@@ -219,6 +221,7 @@ class Layer(StatefulModule):
                 call.quantizers[gemm].weight,
                 workspace,
                 scale=scale_of(call.weight_scales, gemm, "weight"),
+                parallel=self._parallel(gemm),
                 cache=call.caches,
                 update_workspace=call.skips is not None,
                 skip_update_flag=call.skips,
@@ -248,6 +251,7 @@ class Layer(StatefulModule):
             scale_of(call.grad_scales, gemm, "grad_output"),
             self.save_original_input,
             None,
+            self._parallel(gemm),
         )
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
@@ -290,6 +294,10 @@ class Layer(StatefulModule):
         self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     # Parameters
+
+    def _gathered_weights(self) -> dict[str, int]:
+        """Weights that FSDP2 may gather quantized, and of which GEMM they are: those that are not in parts."""
+        return {w.weight_names[0]: gemm for gemm, w in enumerate(self._weights) if not w.parts}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initial values; materialises parameters that are on the meta device, unless deferred."""

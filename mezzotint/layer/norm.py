@@ -1,5 +1,7 @@
 """The parameters of a norm."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,6 +24,7 @@ def register_norm(
     module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
     beta = None if rms else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     module.register_parameter(f"{prefix}bias", beta)
+    _mark(module, prefix)
 
 
 def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
@@ -34,3 +37,13 @@ def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
             fresh = torch.empty_like(parameter, device=resolve_device(None))
             setattr(module, name, nn.Parameter(fresh, parameter.requires_grad))
         nn.init.constant_(getattr(module, name), value)
+    _mark(module, prefix)
+
+
+def _mark(module: nn.Module, prefix: str) -> None:
+    """In sequence parallelism a gradient is of this process's tokens: say so."""
+    if getattr(module, "sequence_parallel", False):
+        for name in (f"{prefix}weight", f"{prefix}bias"):
+            parameter: Any = getattr(module, name)
+            if parameter is not None:
+                parameter.sequence_parallel = True

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.distributed.groups import part_of
+
 INIT_STD = 0.023
 
 
@@ -42,21 +44,20 @@ def check_input(inp: Any, features: int, name: str = "inp") -> None:
         raise ValueError(f"{name} has shape {tuple(inp.shape)}: its last dimension must be {features}")
 
 
-def check_parallel(
-    tp_group: Any, tp_size: int, sequence_parallel: bool | None, parallel_mode: str | None, **userbuffers: Any
-) -> None:
+def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
     """What is asked for and not there is an error, not something left out in silence."""
     if parallel_mode not in (None, "column", "row"):
         raise ValueError(f"parallel_mode is {parallel_mode!r}: give None, 'column' or 'row'")
-    size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
-    if size > 1 or sequence_parallel:
-        raise NotImplementedError(
-            f"tp_size={size}, sequence_parallel={bool(sequence_parallel)}: tensor and sequence parallelism are not "
-            "there yet; shard with FSDP2, or leave tp_size=1 and sequence_parallel=False"
-        )
     for name, value in userbuffers.items():
         if value:
             raise NotImplementedError(f"{name}={value!r}: there are no CUDA userbuffers here; leave it off")
+
+
+def local_features(parallel_mode: str | None, tp_size: int, in_features: int, out_features: int) -> tuple[int, int]:
+    """What of (in, out) this process has."""
+    if parallel_mode == "row":
+        return part_of("in_features", in_features, tp_size), out_features
+    return in_features, part_of("out_features", out_features, tp_size) if parallel_mode == "column" else out_features
 
 
 def split_names(parameters_split: Any, features: int) -> dict[str, int]:

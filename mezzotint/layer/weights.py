@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.distributed.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
     default_init,
     forked_rng,
+    local_features,
     quantized_parameter,
     resolve_device,
     restore_attributes,
@@ -30,10 +32,21 @@ class Weights:
         parameters_split: Any,
         init_method: Callable[[torch.Tensor], Any] | None,
         suffix: str = "",
+        *,
+        parallel_mode: str | None = None,
+        tp_size: int = 1,
+        stride: int = 1,
     ) -> None:
-        self.in_features, self.out_features = in_features, out_features
+        """`in_features`, `out_features` of the whole weight. `stride`: it is that many, one below the other, of each
+        of which every process has its part."""
+        self.mode, self.tp_size, self.stride = parallel_mode, tp_size, stride
+        self.in_features, self.out_features = local_features(parallel_mode, tp_size, in_features, out_features)
         self.parts = split_names(parameters_split, out_features)
         self.sizes = list(self.parts.values()) or [out_features]
+        if parallel_mode == "column":
+            named = zip(self.parts or ("out_features",), self.sizes, strict=True)
+            self.sizes = [stride * part_of(f"the size of {name}", size // stride, tp_size) for name, size in named]
+            self.parts = dict(zip(self.parts, self.sizes, strict=False))
         if self.parts:
             self.weight_names = [f"{part}_weight" for part in self.parts]
             self.bias_names = [f"{part}_bias" for part in self.parts] if bias else []
@@ -59,6 +72,7 @@ class Weights:
         whole = torch.empty(self.out_features if self.bias_names else 0, device=device, dtype=dtype)
         for name, part in zip(self.bias_names, whole.split(self.sizes) if self.bias_names else (), strict=True):
             module.register_parameter(name, nn.Parameter(part))
+        self._mark(module)
 
     def reset(self, module: Any, gemm: int) -> None:
         """Initial values; from the meta device, new tensors on the default device."""
@@ -74,14 +88,42 @@ class Weights:
                 if self.is_quantized:
                     self._reset_quantized(module, name, gemm, init)
                 else:
-                    init(value.data)
+                    self._draw(value.data, module, init)
             for name in self.bias_names:
                 getattr(module, name).data.zero_()
+        self._mark(module)
+
+    def _draw(self, value: torch.Tensor, module: Any, init: Callable[[torch.Tensor], Any]) -> None:
+        """A part of a weight is drawn as that part of the whole, so that processes with one seed have the weights of
+        one process; a tracker has a generator of its own for each, and there is no part before there is a group."""
+        if self.mode is None or self.tp_size == 1 or module.tp_group is None or self.tracker is not None:
+            init(value)
+            return
+        dim = 0 if self.mode == "column" else 1
+        shape = list(value.shape)
+        shape[dim] *= self.tp_size
+        whole = torch.empty(shape, dtype=value.dtype, device=value.device)
+        init(whole)
+        pieces = whole.chunk(self.stride, dim)
+        value.copy_(torch.cat([piece.chunk(self.tp_size, dim)[rank_in(module.tp_group)] for piece in pieces], dim))
+
+    def _mark(self, module: Any) -> None:
+        """Tell by upstream's attributes what a parameter is a part of, and which gradients are of some tokens only."""
+        if self.mode is None:
+            return
+        for name in (*self.weight_names, *self.bias_names):
+            parameter = getattr(module, name)
+            if self.mode == "row" and name in self.bias_names:
+                parameter.sequence_parallel = module.sequence_parallel
+                continue
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = 0 if self.mode == "column" else 1
+            parameter.partition_stride = self.stride
 
     def _reset_quantized(self, module: Any, name: str, gemm: int, init: Callable[[torch.Tensor], Any]) -> None:
         old = getattr(module, name)
         value = torch.empty(old.shape, dtype=old.dtype, device=old.device)
-        init(value)
+        self._draw(value, module, init)
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         attributes = {name: dict(vars(old))}

@@ -144,8 +144,3 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         if self.return_layernorm_output:
             outputs.append(norm_out)
         return y if len(outputs) == 1 else tuple(outputs)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of tensor parallelism; one of a single process changes nothing."""
-        if tp_group is not None and torch.distributed.get_world_size(tp_group) > 1:
-            raise NotImplementedError("tensor parallelism is not there yet: leave tp_group of one process, or None")

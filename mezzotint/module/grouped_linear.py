@@ -24,7 +24,9 @@ from mezzotint.module.base import TransformerEngineBaseModule
 class GroupedLinear(TransformerEngineBaseModule):
     """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
 
-    Groups have any size, also 0: each is padded inside as its format needs. Options as of `Linear`.
+    Groups have any size, also 0: each is padded inside as its format needs. Options as of `Linear`, but with
+    `parallel_mode` this only holds its part of each weight: what is gathered and summed over `tp_group` is the affair
+    of those who send tokens to experts.
     """
 
     module_type = "grouped_linear"
@@ -59,9 +61,6 @@ class GroupedLinear(TransformerEngineBaseModule):
         super().__init__(name)
         check_features(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         check_parallel(
-            tp_group,
-            tp_size,
-            sequence_parallel,
             parallel_mode,
             ub_overlap_rs=ub_overlap_rs,
             ub_overlap_ag=ub_overlap_ag,
@@ -70,15 +69,22 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise NotImplementedError(
                 "single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False"
             )
-        self.in_features, self.out_features = in_features, out_features
+        self._init_parallel(tp_group, tp_size, sequence_parallel)
+        self.parallel_mode = parallel_mode
+        if self.tp_size > 1 and bias:
+            raise ValueError(
+                f"bias is True and tp_size {self.tp_size}: sums over processes are made outside of GroupedLinear, and "
+                "a bias is added after them; give bias=False"
+            )
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = save_original_input
-        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        split: dict[str, Any] = {"parallel_mode": parallel_mode, "tp_size": self.tp_size}
         self._weights = tuple(
-            [Weights("", in_features, out_features, bias, None, init_method, str(i)) for i in range(num_gemms)]
+            [Weights("", in_features, out_features, bias, None, init_method, str(i), **split) for i in range(num_gemms)]
         )
+        self.in_features, self.out_features = self._weights[0].in_features, self._weights[0].out_features
         for group in self._weights:
             group.tracker, group.tracker_name = get_rng_state_tracker, rng_tracker_name
             group.register(self, device, dtype)

@@ -22,7 +22,8 @@ from mezzotint.tensor.quantize import quantize
 class LayerNormLinear(TransformerEngineBaseModule):
     """`Linear(norm(x))`: parameters `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight`, `bias`.
 
-    Options as of `Linear`; `return_layernorm_output` gives the norm's output too.
+    Options as of `Linear`; `return_layernorm_output` gives the norm's output too, of all tokens with
+    `return_layernorm_output_gathered`.
     """
 
     layer_norm_weight: torch.Tensor
@@ -62,9 +63,6 @@ class LayerNormLinear(TransformerEngineBaseModule):
         super().__init__(name)
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
-            tp_group,
-            tp_size,
-            sequence_parallel,
             parallel_mode,
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
@@ -73,16 +71,27 @@ class LayerNormLinear(TransformerEngineBaseModule):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
-        self.in_features, self.out_features = in_features, out_features
+        self._init_parallel(tp_group, tp_size, sequence_parallel, parallel_mode)
+        self.parallel_mode = parallel_mode
+        weights = Weights(
+            "",
+            in_features,
+            out_features,
+            bias,
+            parameters_split,
+            init_method,
+            parallel_mode=parallel_mode,
+            tp_size=self.tp_size,
+        )
+        self.in_features, self.out_features = weights.in_features, weights.out_features
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.rms = check_normalization(normalization)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
-        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
-        register_norm(self, "layer_norm_", in_features, self.rms, device, dtype)
-        weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
+        register_norm(self, "layer_norm_", self.in_features, self.rms, device, dtype)
         weights.tracker = get_rng_state_tracker
         weights.register(self, device, dtype)
         self._weights = (weights,)
@@ -105,6 +114,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> Any:
         """inp (…, in) → (…, out)[, bias][, norm's output]; arguments as of `Linear.forward`."""
         check_input(inp, self.in_features)
+        self._meet(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
         dtype = activation_dtype(inp)
@@ -130,6 +140,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             NormOptions(self.eps, self.zero_centered_gamma, self.rms),
             self._linear_args(call, 0, weight, added, weight_q),
             self.return_layernorm_output or self._is_calibrating(),
+            self.return_layernorm_output_gathered,
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.distributed.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import apply
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
@@ -24,7 +25,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     Parameters `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`; a gated
     activation doubles fc1's output, and its first half goes through the activation. `checkpoint` recomputes norm, fc1
-    and activation in backward instead of saving what they made.
+    and activation in backward instead of saving what they made. `set_parallel_mode` splits fc1 by "column", of a gated
+    activation each half of it, and fc2 by "row"; `tp_group` and the others as of `Linear`.
     """
 
     layer_norm_weight: torch.Tensor
@@ -72,9 +74,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
         super().__init__(name)
         check_features(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         check_parallel(
-            tp_group,
-            tp_size,
-            sequence_parallel,
             None,
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
@@ -91,15 +90,30 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.checkpoint = checkpoint
-        self.tp_size, self.sequence_parallel, self.set_parallel_mode = tp_size, sequence_parallel, set_parallel_mode
+        self.set_parallel_mode = set_parallel_mode
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        self._init_parallel(tp_group, tp_size, sequence_parallel, *modes)
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
         register_norm(self, "layer_norm_", hidden_size, self.rms, device, dtype)
-        width = 2 * ffn_hidden_size if is_gated(activation) else ffn_hidden_size
+        halves = 2 if is_gated(activation) else 1
+        part_of("ffn_hidden_size", ffn_hidden_size, self.tp_size if set_parallel_mode else 1)
+        shared: dict[str, Any] = {"tp_size": self.tp_size}
         last_init = init_method if output_layer_init_method is None else output_layer_init_method
         self._weights = (
-            Weights("fc1_", hidden_size, width, bias, None, init_method),
-            Weights("fc2_", ffn_hidden_size, hidden_size, bias, None, last_init),
+            Weights(
+                "fc1_",
+                hidden_size,
+                halves * ffn_hidden_size,
+                bias,
+                None,
+                init_method,
+                parallel_mode=modes[0],
+                stride=halves,
+                **shared,
+            ),
+            Weights("fc2_", ffn_hidden_size, hidden_size, bias, None, last_init, parallel_mode=modes[1], **shared),
         )
         for fc in self._weights:
             fc.tracker = get_rng_state_tracker
@@ -124,6 +138,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output]."""
         check_input(inp, self.hidden_size)
+        self._meet(inp)
         w1, b1 = self.fc1_weight, self.fc1_bias
         w2, b2 = self.fc2_weight, self.fc2_bias
         gamma, beta = self.layer_norm_weight, self.layer_norm_bias
@@ -157,6 +172,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self._activation_params,
             self.checkpoint,
             self.return_layernorm_output,
+            self.return_layernorm_output_gathered,
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)

@@ -23,6 +23,12 @@ class Linear(TransformerEngineBaseModule):
     `fuse_wgrad_accumulation` adds the weight's gradient to `weight.main_grad`. `return_bias` leaves the bias out and
     returns it. `delay_wgrad_compute` leaves the weight's gradient to `backward_dw()`. `save_original_input` saves the
     input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway.
+
+    `parallel_mode` "column" (out) or "row" (in) splits the weight over the processes of `tp_group`, and
+    `sequence_parallel` the first dimension of what is whole then (`functional/parallel.py`). Features are given as of
+    the whole; `in_features` and `out_features` are those of this process. Gradients of a row-parallel bias, and of
+    norms, are of this process's tokens only with `sequence_parallel`: such parameters have the attribute
+    `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
     """
 
     def __init__(
@@ -56,9 +62,6 @@ class Linear(TransformerEngineBaseModule):
         super().__init__(name)
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
-            tp_group,
-            tp_size,
-            sequence_parallel,
             parallel_mode,
             ub_overlap_ag=ub_overlap_ag,
             ub_overlap_rs=ub_overlap_rs,
@@ -67,13 +70,23 @@ class Linear(TransformerEngineBaseModule):
             ub_bulk_wgrad=ub_bulk_wgrad,
             symmetric_ar_type=symmetric_ar_type,
         )
-        self.in_features, self.out_features = in_features, out_features
+        self._init_parallel(tp_group, tp_size, sequence_parallel, parallel_mode)
+        self.parallel_mode = parallel_mode
+        weights = Weights(
+            "",
+            in_features,
+            out_features,
+            bias,
+            parameters_split,
+            init_method,
+            parallel_mode=parallel_mode,
+            tp_size=self.tp_size,
+        )
+        self.in_features, self.out_features = weights.in_features, weights.out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = save_original_input
-        self.parallel_mode, self.tp_size, self.sequence_parallel = parallel_mode, tp_size, sequence_parallel
         device = resolve_device(device)
-        weights = Weights("", in_features, out_features, bias, parameters_split, init_method)
         weights.tracker, weights.tracker_name = get_rng_state_tracker, rng_tracker_name
         weights.register(self, device, resolve_dtype(params_dtype))
         self._weights = (weights,)
@@ -95,6 +108,7 @@ class Linear(TransformerEngineBaseModule):
         kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
         """
         check_input(inp, self.in_features)
+        self._meet(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)

@@ -10,7 +10,7 @@ from mezzotint.functional.norm import NORM, NormFwdArgs, NormOptions
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import register_norm, reset_norm
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_input, resolve_device, resolve_dtype
 
 
 class _Norm(nn.Module):
@@ -34,7 +34,8 @@ class _Norm(nn.Module):
             raise ValueError(f"normalized_shape is {shape}: give the size of the last dimension, or a tuple of sizes")
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(self.normalized_shape)})
-        check_parallel(None, 1, sequence_parallel, None)
+        if sequence_parallel is not None:
+            self.sequence_parallel = sequence_parallel  # said of the parameters, for those who sum gradients
         device = resolve_device(kwargs.pop("device", None))
         dtype = resolve_dtype(kwargs.pop("dtype", None) if params_dtype is None else params_dtype)
         kwargs.pop("sm_margin", None)

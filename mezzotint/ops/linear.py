@@ -11,7 +11,10 @@ from mezzotint.ops.op import BasicOperation, FusedOperation
 
 
 class Linear(FusedOperation):
-    """x · `weight`ᵀ + `bias`: BasicLinear and Bias. Its state dict has the keys of `torch.nn.Linear`."""
+    """x · `weight`ᵀ + `bias`: BasicLinear and Bias. Its state dict has the keys of `torch.nn.Linear`.
+
+    `tensor_parallel_mode` as of `BasicLinear`; the bias is split with the rows of the weight.
+    """
 
     def __init__(
         self,
@@ -40,7 +43,13 @@ class Linear(FusedOperation):
         )
         ops: list[BasicOperation] = [linear]
         if bias:
-            ops.append(Bias(out_features, device=device, dtype=dtype))
+            is_split = tensor_parallel_mode == "column"
+            group = linear.tensor_parallel_group
+            ops.append(
+                Bias(out_features, device=device, dtype=dtype, tensor_parallel=is_split, tensor_parallel_group=group)
+            )
+            if tensor_parallel_mode == "row":
+                ops[1].bias.sequence_parallel = linear.sequence_parallel  # type: ignore[union-attr]
         super().__init__(ops)
         self.in_features, self.out_features = in_features, out_features
         self.register_state_dict_post_hook(_to_linear_keys)

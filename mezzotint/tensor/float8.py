@@ -1,5 +1,6 @@
 """FP8 with one scale per tensor: current scaling (a value) and delayed scaling (holds scale and amax)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "data_transpose": None if self._transpose is None else self._transpose[:, start:stop].contiguous(),
         }
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        first = self._logical_shape()[0]
+        return {"_data": (0, first, 1), "_transpose": (1, first, 1)}
+
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         return None if self._data is None else {"data": taken(self._data, index), "data_transpose": None}
 
@@ -150,6 +155,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         )
         return float8_quantize, ("amax",), options
 
+    def _amax_plan(self, dim: int) -> tuple[Any, ...]:
+        return float8_amax, ("amax",), ()
+
     def _in_place_op(self) -> Any:
         return float8_quantize_
 
@@ -177,6 +185,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return None if columnwise else 1
+
+    def derives_columnwise(self) -> bool:
         return True
 
 
@@ -214,6 +228,12 @@ class Float8ScaledQuantizer(Quantizer):
         return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return None if columnwise else 1
+
+    def derives_columnwise(self) -> bool:
         return True
 
 
@@ -292,6 +312,14 @@ class Float8Quantizer(Quantizer):
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype}
 
+    def frozen(self) -> "Float8Quantizer":
+        made = self.with_usage()
+        made.scale, made.amax = self.scale.clone(), torch.zeros_like(self.amax)
+        return made
+
+    def share_amax(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.amax.copy_(largest(self.amax))
+
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Take the amax of `tensor` without quantizing it."""
         self.amax.copy_(float8_amax(tensor).view(self.amax.shape))
@@ -308,6 +336,12 @@ class Float8Quantizer(Quantizer):
         return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
 
     def supports_only_rowwise_all_gather(self) -> bool:
+        return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return None if columnwise else 1
+
+    def derives_columnwise(self) -> bool:
         return True
 
 

@@ -79,6 +79,17 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
             )
         return fields
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        shape = self._logical_shape()
+        rows = matrix_shape(shape)[0]
+        blocks = cdiv(rows, FP8_BLOCK)
+        return {
+            "_rowwise_data": (0, shape[0], 1),
+            "_rowwise_scale_inv": (0, blocks, 1) if self._is_2D_scaled else (1, rows, 4),
+            "_columnwise_data": (1, shape[0], 1),
+            "_columnwise_scale_inv": (1, blocks, 4) if self._is_2D_scaled else (0, blocks, 1),
+        }
+
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
     """Rows of scales up to a multiple of 4, as the GEMM reads them."""
@@ -151,6 +162,12 @@ class Float8BlockQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return FP8_BLOCK if columnwise or self.block_scaling_dim == 2 else 1
+
+    def derives_columnwise(self) -> bool:
+        return self.block_scaling_dim == 2
 
     def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         size = tuple(shape)

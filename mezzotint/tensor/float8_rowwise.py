@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import DType
-from mezzotint.kernels._lib import Buffers, as_columns, as_matrix
+from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, matrix_shape
 from mezzotint.kernels.float8_rowwise import (
     float8_rowwise_buffers,
     float8_rowwise_dequantize,
@@ -44,6 +44,11 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         if self._columnwise_data is not None:
             fields["columnwise_data"] = self._columnwise_data[:, start:stop].contiguous()
         return fields
+
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        """A column's scale is of the rows of one shard: column-wise copies cannot be put together."""
+        shape = self._logical_shape()
+        return {"_rowwise_data": (0, shape[0], 1), "_rowwise_scale_inv": (0, matrix_shape(shape)[0], 1)}
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         """With their scales."""
@@ -114,3 +119,6 @@ class Float8RowwiseQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return None if columnwise else 1

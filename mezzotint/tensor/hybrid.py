@@ -86,6 +86,16 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             slots.update({slot[1:]: fields[k] for slot, k in zip(names, kwargs, strict=False) if k in fields})
         return slots
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        along: dict[str, tuple[int, int, int]] = {}
+        for columnwise, slots in ((False, _ROW), (True, _COLUMN)):
+            if self._holds(slots):
+                part = self._part(columnwise)
+                each = part._along_rows()
+                names = [f"_{name}" for name in self._quantizer._part(columnwise)._buffer_names()]
+                along.update({slot: each[name] for slot, name in zip(slots, names, strict=False) if name in each})
+        return along
+
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self._part(not self._holds(_ROW))._dequantize(dtype)
 
@@ -207,3 +217,6 @@ class HybridQuantizer(Quantizer):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         return False
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return self._part(columnwise).gather_multiple(columnwise)

@@ -50,6 +50,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
         return {"hp_data": self._hp_data[start:stop]}
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        return {"_hp_data": (0, self._hp_data.shape[0], 1)}
+
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
     """A tensor that is called quantized and is not."""
@@ -96,3 +99,6 @@ class IdentityQuantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        return 1

@@ -38,6 +38,18 @@ class MXFP8TensorStorage(TwoDirectionStorage):
         swizzled = self._with_gemm_swizzled_scales
         return mxfp8_dequantize(data, scale_inv, int(self._fp8_dtype), swizzled, columnwise, dtype)
 
+    def _derive(self, rowwise: bool, columnwise: bool) -> None:
+        """32x32 tiles: both directions hold the same codes, and a tile's byte for each of its rows, or columns."""
+        quantizer: Any = self._quantizer
+        if rowwise or quantizer is None or not quantizer.derives_columnwise():
+            super()._derive(rowwise, columnwise)
+        data, scale_inv = self._side(False)
+        rows, cols = matrix_shape(self._logical_shape())
+        tiles = scale_inv[: cdiv(rows, MX_BLOCK) * MX_BLOCK : MX_BLOCK, : cdiv(cols, MX_BLOCK)]
+        scales = tiles.repeat_interleave(MX_BLOCK, 1)[:, :cols]
+        self._columnwise_data = data.clone()
+        self._columnwise_scale_inv = padded(scales, *mxfp8_scale_shape(rows, cols, True)).contiguous()
+
     def gemm_operand(self, columnwise: bool) -> Operand:
         """The column-wise copy is not transposed: the operand says so."""
         data, scale_inv = self._side(columnwise)
@@ -68,6 +80,16 @@ class MXFP8TensorStorage(TwoDirectionStorage):
             scales = self._columnwise_scale_inv[first // MX_BLOCK : cdiv(last, MX_BLOCK)]
             fields["columnwise_scale_inv"] = padded(scales, *mxfp8_scale_shape(last - first, cols, True))
         return fields
+
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        shape = self._logical_shape()
+        rows = matrix_shape(shape)[0]
+        return {
+            "_rowwise_data": (0, shape[0], 1),
+            "_rowwise_scale_inv": (0, rows, 128),
+            "_columnwise_data": (0, shape[0], 1),
+            "_columnwise_scale_inv": (0, cdiv(rows, MX_BLOCK), 4),
+        }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         """With their scales."""
@@ -164,3 +186,11 @@ class MXFP8Quantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return True
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+            return None
+        return MX_BLOCK if columnwise or self.with_2d_quantization else 1
+
+    def derives_columnwise(self) -> bool:
+        return self.with_2d_quantization and not self.optimize_for_gemm

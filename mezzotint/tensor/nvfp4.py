@@ -12,6 +12,7 @@ from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
 from mezzotint.kernels.nvfp4 import (
     MAE,
     MSE,
+    nvfp4_amax,
     nvfp4_buffers,
     nvfp4_dequantize,
     nvfp4_quantize,
@@ -140,6 +141,19 @@ class NVFP4TensorStorage(TwoDirectionStorage):
             fields["columnwise_scale_inv"] = _padded(scales, nvfp4_scale_shape(cols, last - first))
         return fields
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        shape = self._logical_shape()
+        rows = matrix_shape(shape)[0]
+        along = {
+            "_rowwise_data": (0, shape[0], 1),
+            "_rowwise_scale_inv": (0, rows, 128),
+            "_columnwise_data": (1, rows // 2, 1),
+            "_columnwise_scale_inv": (1, cdiv(rows, NVFP4_BLOCK), 4),
+        }
+        if self._row_scaled_nvfp4:
+            along["_amax_rowwise"] = (0, rows, 1)
+        return along
+
 
 def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     """To the geometry's size: zeros where there is too little, cut where a tile's rows run past it."""
@@ -264,6 +278,16 @@ class NVFP4Quantizer(Quantizer):
         rng = "rng!" if self.stochastic_rounding else "rng"
         return nvfp4_quantize, ("amax_rowwise", "amax_columnwise", rng), options
 
+    def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
+        """Where each row, or column, has an amax of its own, a split between them leaves it whole."""
+        rowwise = self.rowwise_usage and not (self.row_scaled_nvfp4 and dim == 0)
+        columnwise = self.columnwise_usage and not (self.row_scaled_nvfp4 and dim == 1)
+        if not (rowwise or columnwise):
+            return None
+        names = (*(("amax_rowwise",) if rowwise else ()), *(("amax_columnwise",) if columnwise else ()))
+        signs = self.rht_matrix_random_sign_mask_t
+        return nvfp4_amax, names, (self.with_rht, signs, self.row_scaled_nvfp4, rowwise, columnwise)
+
     def _in_place_op(self) -> Any:
         return nvfp4_quantize_
 
@@ -298,3 +322,11 @@ class NVFP4Quantizer(Quantizer):
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+            return None
+        return NVFP4_BLOCK if columnwise or self.with_2d_quantization else 1
+
+    def derives_columnwise(self) -> bool:
+        return self.with_2d_quantization and not self.optimize_for_gemm

@@ -104,7 +104,7 @@ def quantize_buffers(
         guard_usages(quantizer)
     parts = quantizer._parts()
     if parts is not None:
-        return _two_parts(x, parts)
+        return _two_parts(x, parts, given)
     plan = quantizer.for_dtype(x.dtype)._plan()
     if plan is None:
         return quantizer._quantize(x)  # type: ignore[attr-defined]
@@ -129,14 +129,37 @@ def guard_usages(quantizer: "Quantizer") -> int:
     return usages + (4 if quantizer.internal else 0) + (8 if quantizer.optimize_for_gemm else 0)
 
 
-def _two_parts(x: torch.Tensor, parts: tuple[Any, ...]) -> list[torch.Tensor]:
+def _two_parts(x: torch.Tensor, parts: tuple[Any, ...], given: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
     """The buffers of a row-wise and a column-wise quantizer, one after the other."""
     rowwise, columnwise, chained = parts
-    buffers = [] if rowwise is None else quantize_buffers(x, rowwise, {})
+    buffers = [] if rowwise is None else quantize_buffers(x, rowwise, given)
     if columnwise is not None:
         source = x if chained is None else quantize_storage(x, chained).dequantize(dtype=x.dtype)
-        buffers = buffers + quantize_buffers(source, columnwise, {})
+        buffers = buffers + quantize_buffers(source, columnwise, given)
     return buffers
+
+
+def split_amaxes(x: torch.Tensor, quantizer: "Quantizer", dim: int) -> dict[str, torch.Tensor]:
+    """The maxima of a part of a tensor that is split along `dim` of its matrix, by the names that the quantization
+    takes them under. The largest over all parts are those of the whole; nothing for a format that needs none."""
+    parts = quantizer._parts()
+    if parts is not None:
+        rowwise, columnwise, chained = parts
+        found = {} if rowwise is None else split_amaxes(x, rowwise, dim)
+        if columnwise is not None:
+            if chained is not None and (found or columnwise._amax_plan(dim) is not None):
+                raise ValueError(
+                    "columnwise_source is 'rowwise_dequantized': a tensor that is split over processes is quantized "
+                    "from the source in both directions; give 'original'"
+                )
+            found.update(split_amaxes(x, columnwise, dim))
+        return found
+    plan = quantizer._amax_plan(dim)
+    if plan is None:
+        return {}
+    op, names, options = plan
+    made = run_op(op, x, *options)
+    return dict(zip(names, made if isinstance(made, list | tuple) else (made,), strict=True))
 
 
 def _tensor_arguments(
@@ -178,9 +201,15 @@ def assemble(
 
 
 def update_quantized(
-    src: torch.Tensor, dst: Any, quantizer: "Quantizer", *, noop_flag: torch.Tensor | None = None
+    src: torch.Tensor,
+    dst: Any,
+    quantizer: "Quantizer",
+    *,
+    noop_flag: torch.Tensor | None = None,
+    **given: torch.Tensor | None,
 ) -> Any:
-    """Quantize `src` into the buffers that `dst` holds, in place; nothing changes where `noop_flag` is 1."""
+    """Quantize `src` into the buffers that `dst` holds, in place; nothing changes where `noop_flag` is 1. `given` as of
+    `quantize_storage`."""
     rowwise_names, columnwise_names, class_name = quantizer._targets()
     storage_class: Any = class_by_name(class_name)
     if not isinstance(dst, storage_class):
@@ -211,7 +240,7 @@ def update_quantized(
     if buffers[0].device != src.device:
         raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
     with torch.no_grad():
-        _update_buffers(src, buffers, quantizer, noop_flag)
+        _update_buffers(src, buffers, quantizer, noop_flag, given)
     return dst
 
 
@@ -247,24 +276,28 @@ def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
 
 
 def _update_buffers(
-    src: torch.Tensor, buffers: list[torch.Tensor], quantizer: "Quantizer", noop_flag: torch.Tensor | None
+    src: torch.Tensor,
+    buffers: list[torch.Tensor],
+    quantizer: "Quantizer",
+    noop_flag: torch.Tensor | None,
+    given: dict[str, torch.Tensor | None],
 ) -> None:
     parts = quantizer._parts()
     if parts is not None:
         rowwise, columnwise, chained = parts
         count = 0 if rowwise is None else len(rowwise._buffer_names())
         if rowwise is not None:
-            _update_buffers(src, buffers[:count], rowwise, noop_flag)
+            _update_buffers(src, buffers[:count], rowwise, noop_flag, given)
         if columnwise is not None:
             source = src if chained is None else quantize_storage(src, chained).dequantize(dtype=src.dtype)
-            _update_buffers(source, buffers[count:], columnwise, noop_flag)
+            _update_buffers(source, buffers[count:], columnwise, noop_flag, given)
         return
     plan = quantizer.for_dtype(src.dtype)._plan()
     if plan is None:
         quantizer._update(src, buffers, noop_flag)  # type: ignore[attr-defined]
         return
     _, tensors, options = plan
-    quantizer._in_place_op()(src, buffers, noop_flag, *_tensor_arguments(src, tensors, {}), *options)
+    quantizer._in_place_op()(src, buffers, noop_flag, *_tensor_arguments(src, tensors, given), *options)
 
 
 class _Quantize(torch.autograd.Function):

@@ -5,7 +5,7 @@ A leaf quantizer holds plain values only: `_plan()` gives the op, the names of i
 have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `_parts()`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -68,6 +68,11 @@ class Quantizer(metaclass=OpaqueMeta):
         """As `_plan`, of what a producer makes; None for a quantizer that takes none in."""
         plan = self._plan()
         return None if plan is None else (fused(plan[0], source), *plan[1:])
+
+    def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
+        """(op, names of what it gives, options): the maxima that a split along dimension 0 or 1 of the matrix makes
+        others than those of the whole, to be given to the quantization. None: there are none."""
+        return None
 
     def takes_scale(self) -> bool:
         """Whether the scale comes with each call, and the amax back with what it made."""
@@ -298,6 +303,13 @@ class Quantizer(metaclass=OpaqueMeta):
         """Quantize `src` into the buffers of `dst`, in place; nothing changes where `noop_flag` is 1."""
         return update_quantized(src, dst, self, noop_flag=noop_flag)
 
+    def frozen(self) -> "Quantizer":
+        """One that goes on making what this one makes now, and writes no state."""
+        return self
+
+    def share_amax(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Where amaxes are kept: that of the whole tensor, of which this process has seen a part."""
+
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Gather statistics without quantizing; formats that scale by the tensor at hand need none."""
 
@@ -367,6 +379,17 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether only the row-wise copy can be gathered and the column-wise one is made after."""
+        return False
+
+    def gather_multiple(self, columnwise: bool) -> int | None:
+        """Rows of a shard must be a multiple of this for that copy to be gathered as bytes; None: it cannot be.
+
+        Where it can, the shards one behind the other are, bit for bit, the copy of the whole.
+        """
+        return None
+
+    def derives_columnwise(self) -> bool:
+        """Whether the column-wise copy follows from the row-wise one, bit for bit."""
         return False
 
     def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:

@@ -70,6 +70,11 @@ class QuantizedTensorStorage(Flattenable):
         """Constructor kwargs of these rows (int64 [n]; -1: zeros) of a matrix, row-wise, or None as above."""
         return None
 
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        """How shards of rows lie one behind the other: buffer → (dimension, extent of data in it, multiple that it is
+        padded to). Buffers that are not named are equal in all shards."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its shards are put together")
+
     # What the declaration gives
 
     @property

@@ -256,8 +256,8 @@ def test_bad_input() -> None:
         (ValueError, "layer_number is 0", {"layer_number": 0}),
         (ValueError, "num_gqa_groups is 3", {"num_gqa_groups": 3}),
         (ValueError, "normalization is 'None'", {"normalization": "None", "input_layernorm": True}),
-        (NotImplementedError, "tp_size=2", {"tp_size": 2}),
-        (NotImplementedError, "sequence_parallel=True", {"sequence_parallel": True}),
+        (ValueError, "tp_size is 0", {"tp_size": 0}),
+        (ValueError, "num_attention_heads is 4: .* 3 processes", {"tp_size": 3, "set_parallel_mode": True}),
         (NotImplementedError, "ub_overlap_ag=True", {"ub_overlap_ag": True}),
     ]
     for error, message, options in wrong:
@@ -281,5 +281,6 @@ def test_a_group_of_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     with pytest.raises(NotImplementedError, match="cp_group has 2 processes"):
         module.set_context_parallel_group(object(), [0, 1], None)
-    with pytest.raises(NotImplementedError, match="tp_size=2"):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="tp_group has 2 processes, the module was made for tp_size=1"):
         module.set_tensor_parallel_group(object())

@@ -863,7 +863,6 @@ def test_norms_over_several_dimensions(shape: tuple[int, ...], rms: bool) -> Non
         (lambda: mz.LayerNorm(), ValueError, r"normalized_shape is None: give the size of the last dimension"),
         (lambda: mz.LayerNorm(()), ValueError, r"normalized_shape is \(\): give the size"),
         (lambda: mz.RMSNorm((4, 0)), ValueError, r"normalized_shape\[1\] is 0: give a positive int"),
-        (lambda: mz.LayerNorm(8, sequence_parallel=True), NotImplementedError, r"sequence_parallel=True"),
         (lambda: mz.LayerNorm(8, elementwise_affine=False), TypeError, r"LayerNorm got \['elementwise_affine'\]"),
         (lambda: mz.LayerNorm(8, device="cpu")([1.0]), TypeError, r"inp is list: give a torch.Tensor"),
         (lambda: mz.LayerNorm(8, device="cpu")(torch.ones(3, 4)), ValueError, r"shape \(3, 4\): its last .* must be 8"),
@@ -1033,8 +1032,7 @@ SIZES = {mz.Linear: (8, 8), mz.LayerNormLinear: (8, 8), mz.LayerNormMLP: (8, 8),
 # What a module may be asked for that is not there.
 ABSENT: dict[str, tuple[Any, type[Exception], str]] = {
     "parallel_mode": ("columns", ValueError, r"parallel_mode is 'columns': give None, 'column' or 'row'"),
-    "tp_size": (2, NotImplementedError, r"tp_size=2, .*not there yet; shard with FSDP2, or leave tp_size=1"),
-    "sequence_parallel": (True, NotImplementedError, r"sequence_parallel=True: .*; .*sequence_parallel=False"),
+    "tp_size": (0, ValueError, r"tp_size is 0: give the number of processes, 1 or more"),
     "symmetric_ar_type": ("two_shot", NotImplementedError, r"symmetric_ar_type='two_shot': .*leave it off"),
     **{ub: (True, NotImplementedError, rf"{ub}=True: there are no CUDA userbuffers here; leave it off") for ub in UB},
 }
@@ -1340,10 +1338,53 @@ def test_set_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make("linear")
     module.set_tensor_parallel_group(None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    with pytest.raises(NotImplementedError, match="tensor parallelism is not there yet: leave tp_group"):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="tp_group has 2 processes, the module was made for tp_size=1"):
         module.set_tensor_parallel_group(object())
-    with pytest.raises(NotImplementedError, match="tp_size=2"):
-        mz.Linear(8, 8, tp_group=object(), **OPTIONS)
+    with pytest.raises(ValueError, match="tp_size is 4, tp_group has 2 processes: give a group of 4"):
+        mz.Linear(8, 8, tp_group=object(), tp_size=4, **OPTIONS)
+
+
+SPLITS: dict[str, tuple[Callable[[], Any], str]] = {
+    "column": (layer(mz.Linear, 8, 9, parallel_mode="column", tp_size=2), "out_features is 9: .* the 2 processes"),
+    "row": (layer(mz.LayerNormLinear, 9, 8, parallel_mode="row", tp_size=2), "in_features is 9: .* the 2 processes"),
+    "parts": (
+        layer(mz.Linear, 8, 8, parallel_mode="column", tp_size=2, parameters_split={"a": 3, "b": 5}),
+        "the size of a is 3: .* the 2 processes",
+    ),
+    "mlp": (layer(mz.LayerNormMLP, 8, 9, set_parallel_mode=True, tp_size=2), "ffn_hidden_size is 9: .* 2 processes"),
+    "grouped": (layer(mz.GroupedLinear, 2, 8, 9, parallel_mode="column", tp_size=2, bias=False), "out_features is 9"),
+    "grouped-bias": (layer(mz.GroupedLinear, 2, 8, 8, parallel_mode="column", tp_size=2), "give bias=False"),
+}
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_what_does_not_divide(case: str) -> None:
+    make_module, message = SPLITS[case]
+    with pytest.raises(ValueError, match=message):
+        make_module()
+
+
+@pytest.mark.parametrize("cls", [mz.Linear, mz.LayerNormLinear, mz.LayerNormMLP])
+def test_a_size_without_a_group(cls: Any) -> None:
+    """The group may come later, but not after the first forward."""
+    options = {"set_parallel_mode": True} if cls is mz.LayerNormMLP else {"parallel_mode": "column"}
+    module = cls(8, 8, tp_size=2, **options, **OPTIONS)
+    with pytest.raises(ValueError, match="tp_size is 2 and there is no group: give tp_group, or call set_tensor_par"):
+        module(torch.ones(4, 8))
+
+
+def test_one_process_is_not_parallel() -> None:
+    """Modes say which way a weight would be split; nothing is."""
+    module = make("layernorm_linear", parallel_mode="column", sequence_parallel=True)
+    assert_equal(
+        step(module, sample(), recipes.MXFP8BlockScaling()),
+        step(make("layernorm_linear"), sample(), recipes.MXFP8BlockScaling()),
+    )
+    assert (module.weight.tensor_model_parallel, module.weight.partition_dim) == (True, 0)
+    assert not module.sequence_parallel
+    assert mz.RMSNorm(8, sequence_parallel=True, device="cpu").weight.sequence_parallel
+    assert not hasattr(mz.RMSNorm(8, device="cpu").weight, "sequence_parallel")
 
 
 # A user's own quantizer and product

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.distributed.groups import is_initialized
 from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
@@ -15,6 +16,7 @@ from mezzotint.functional.linear import (
     linear_backward,
     linear_forward,
     linear_setup,
+    shaped,
 )
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
@@ -42,7 +44,8 @@ class BasicLinear(BasicOperation):
     """x (…, in) · `weight` (out, in)ᵀ.
 
     A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does. With
-    `accumulate_into_main_grad` the weight's gradient is added to `weight.main_grad`.
+    `accumulate_into_main_grad` the weight's gradient is added to `weight.main_grad`. `tensor_parallel_mode` as
+    `parallel_mode` of `mezzotint.Linear`, over `tensor_parallel_group`, or all processes.
     """
 
     weight: torch.Tensor
@@ -64,18 +67,18 @@ class BasicLinear(BasicOperation):
     ) -> None:
         super().__init__()
         check_features(in_features=in_features, out_features=out_features)
-        check_parallel(
-            tensor_parallel_group,
-            1,
-            sequence_parallel,
-            tensor_parallel_mode,
-            userbuffers_options=userbuffers_options,
-        )
+        check_parallel(tensor_parallel_mode, userbuffers_options=userbuffers_options)
+        if tensor_parallel_mode is not None and tensor_parallel_group is None and is_initialized():
+            tensor_parallel_group = torch.distributed.group.WORLD
+        self._init_parallel(tensor_parallel_group, 1, sequence_parallel, tensor_parallel_mode)
         self.in_features, self.out_features = in_features, out_features
-        self.tensor_parallel_mode = tensor_parallel_mode
+        self.tensor_parallel_mode, self.tensor_parallel_group = tensor_parallel_mode, self.tp_group
+        self.tensor_parallel_size = self.tp_size
         self.fuse_wgrad_accumulation = accumulate_into_main_grad
         device = resolve_device(device)
-        weights = Weights("", in_features, out_features, False, None, None)
+        split: dict[str, Any] = {"parallel_mode": tensor_parallel_mode, "tp_size": self.tp_size}
+        weights = Weights("", in_features, out_features, False, None, None, **split)
+        self.local_in_features, self.local_out_features = weights.in_features, weights.out_features
         weights.tracker = rng_state_tracker_function
         weights.register(self, device, resolve_dtype(dtype))
         del self._parameters["bias"]  # an operation of its own
@@ -120,22 +123,24 @@ class BasicLinear(BasicOperation):
         weights_q, amaxes = self._weights_q(call, (weight,))
         enter_weights(self, call, amaxes)
         args = self._linear_args(call, 0, weight, None, weights_q[0])
-        # Where backward reads them unquantized, neighbours must not quantize them.
-        input_ = None if keeps_input(args) else delayed(self, call, 0, "input", args.quantizers.input)
-        grad_output = None
-        if not (args.numerics.keeps_wgrad and needs.weight):
+        # Where backward reads them unquantized, or they are parts of others, neighbours must not quantize them.
+        input_, grad_output = None, None
+        if args.parallel is None and not keeps_input(args, 0):
+            input_ = delayed(self, call, 0, "input", args.quantizers.input)
+        if args.parallel is None and not (args.numerics.keeps_wgrad and needs.weight):
             grad_output = delayed(self, call, 0, "grad_output", args.quantizers.grad_output)
         return LinearRun(call, weights_q[0], input_, grad_output)
 
     def _args(self, input_: Any, run: LinearRun, bias: torch.Tensor | None) -> LinearFwdArgs:
-        if len(input_.shape) < 1 or input_.shape[-1] != self.in_features:
-            raise ValueError(f"input has shape {tuple(input_.shape)}: its last dimension must be {self.in_features}")
+        features = self.local_in_features
+        if len(input_.shape) < 1 or input_.shape[-1] != features:
+            raise ValueError(f"input has shape {tuple(input_.shape)}: its last dimension must be {features}")
         args = self._linear_args(run.call, 0, self.weight, bias, run.weight_q)
         args.numerics = in_dtype(args.numerics, input_.dtype)
         quantizer = args.quantizers.input
         if not isinstance(input_, QuantizedTensorStorage):
             args.x = input_
-        elif quantizer is not None and holds(input_, quantizer) and not keeps_input(args):
+        elif args.parallel is None and quantizer is not None and holds(input_, quantizer) and not keeps_input(args, 0):
             args.x_q = as_storage(input_)
         else:
             args.x = plain(input_)
@@ -143,9 +148,10 @@ class BasicLinear(BasicOperation):
 
     def compute(self, input_: Any, run: LinearRun, bias: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]]:
         """(…, out), with the bias added before it is rounded; what `save` takes."""
+        self._meet(input_)
         args = self._args(input_, run, bias)
         y, made = linear_forward(args)
-        return y.view(*input_.shape[:-1], y.shape[1]), self.made(run, args, made)
+        return shaped(y, input_, args.parallel), self.made(run, args, made)
 
     def made(self, run: LinearRun, args: LinearFwdArgs, made: LinearMade) -> tuple[Any, ...]:
         """What the core made: the amax goes to delayed scaling's history, the quantized input is what `save` takes."""
@@ -181,7 +187,8 @@ class BasicLinear(BasicOperation):
         saved: LinearBwdArgs = ctx.saved_tensors[0]
         # A weight gradient in high precision reads dy itself, even where an operation behind quantized it on its own.
         keeps_wgrad = saved.numerics.keeps_wgrad and saved.needs.weight
-        dy, dy_q = plain_or_quantized(grad_output, None if keeps_wgrad else saved.quantizers.grad_output)
+        is_own = keeps_wgrad or saved.parallel is not None
+        dy, dy_q = plain_or_quantized(grad_output, None if is_own else saved.quantizers.grad_output)
         dx, dw, _, amax = linear_backward(saved, dy, dy_q)
         enter(ctx.grad_output_quantizer, amax)
         return dx, (dw,)

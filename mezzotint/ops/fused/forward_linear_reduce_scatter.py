@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mezzotint.distributed.collectives import start_reduce_scatter, wait
-from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forward
+from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forward, shaped
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.collectives import ReduceScatter
@@ -34,12 +34,12 @@ class ForwardLinearReduceScatter(ForwardLinear):
         args = linear._args(input_, run, None if bias is None else bias.bias)
         started: list[torch.Tensor] = []
         made: LinearMade | None = None
-        for part in cut(args, linear.out_features):
+        for part in cut(args, linear.local_out_features):
             if made is not None:  # the first one has quantized the input
                 part.x_q = made.x_q
             y, latest = linear_forward(part)
             made = latest if made is None else made
-            y = y.view(*input_.shape[:-1], y.shape[1])
+            y = shaped(y, input_, args.parallel)
             started.append(start_reduce_scatter(y, reduce_scatter.process_group))
         assert made is not None
         finished = [wait(part) for part in started]
@@ -71,6 +71,7 @@ def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
                 args.grad_scale,
                 args.saves_original_input,
                 None,
+                args.parallel,
             )
         )
     return parts

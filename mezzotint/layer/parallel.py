@@ -1,0 +1,110 @@
+"""Modules that hold a part of their weights: which part, and whether all processes of the group mean the same."""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.distributed.groups import check_agreed, resolve_size, world_size
+from mezzotint.functional.parallel import Parallel
+from mezzotint.layer.state import StatefulModule
+from mezzotint.quantization import STATE
+
+MODES = (None, "column", "row")
+
+
+class ParallelModule(StatefulModule):
+    """A module whose weights, one for each GEMM, may be split over the processes of `tp_group`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_group: Any = None
+        self.tp_size, self.sequence_parallel = 1, False
+        self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
+        self._agreed: Any = None  # (recipe,): the last that all processes were found to run with
+
+    def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
+        """`modes`: of each GEMM."""
+        self.tp_group, self.tp_size = tp_group, resolve_size(tp_group, tp_size)
+        self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
+        self._modes = modes if self.tp_size > 1 and any(modes) else ()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group of processes that share the weights: as many as the module was made for."""
+        size = 1 if tp_group is None else world_size(tp_group)
+        if tp_group is not None and size != self.tp_size:
+            raise ValueError(
+                f"tp_group has {size} processes, the module was made for tp_size={self.tp_size}: give a group of that "
+                "many"
+            )
+        self.tp_group, self._agreed = tp_group, None
+
+    def _parallel(self, gemm: int) -> Parallel | None:
+        """How the weight of a GEMM is split; None: it is whole."""
+        mode = self._modes[gemm] if self._modes else None
+        return None if mode is None else Parallel(mode, self.tp_group, self.tp_size, self.sequence_parallel)
+
+    def _sharing_group(self) -> Any:
+        """The processes that hold the other parts of this module's tensors; None: it holds them all."""
+        return self.tp_group if self._modes else None
+
+    def _meet(self, inp: torch.Tensor) -> None:
+        """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
+
+        In eager code the first call, and each with another recipe, asks all processes what they run.
+        """
+        if not self._modes:
+            return
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
+                "before the first forward"
+            )
+        if not torch.compiler.is_compiling():
+            self._agree(inp)
+        if self.sequence_parallel:
+            self._check_tokens(inp)
+
+    def _agree(self, inp: torch.Tensor) -> None:
+        recipe = STATE.recipe if STATE.enabled else None
+        agreed = self._agreed
+        if agreed is not None and (agreed[0] is recipe or agreed[0] == recipe):
+            return
+        values = {"recipe": without_addresses(recipe)}
+        if agreed is None:
+            values["inp"] = f"{tuple(inp.shape)} of {inp.dtype}"
+            values["sequence_parallel"] = str(self.sequence_parallel)
+            values["module"] = str(self)
+        check_agreed(self.tp_group, **values)
+        self._agreed = (recipe,)
+
+    def _check_tokens(self, inp: torch.Tensor) -> None:
+        if inp.dim() < 2:
+            raise ValueError(
+                f"inp has shape {tuple(inp.shape)}: sequence_parallel needs tokens in a dimension of their own"
+            )
+        if self._modes[0] == "row" and inp.shape[0] % self.tp_size:
+            raise ValueError(
+                f"inp has shape {tuple(inp.shape)}: sequence_parallel gives each of {self.tp_size} processes a part of "
+                "the first dimension, which they must divide; pad it"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.tp_group)] = self.tp_group  # a copy is in the same group
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_agreed": None}
+
+
+def set_groups(module: nn.Module, tp_group: Any) -> None:
+    """Give all modules inside one that is made of others their group."""
+    for child in module.modules():
+        if child is not module and hasattr(child, "set_tensor_parallel_group"):
+            child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
+
+
+def without_addresses(value: Any) -> str:
+    """The repr, less what differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
