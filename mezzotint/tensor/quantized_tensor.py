@@ -1,7 +1,7 @@
 """QuantizedTensor: a `torch.Tensor` subclass over a storage's buffers, with a nominal dtype and the logical shape.
 
 Few operations keep the quantized form: detach, clone, views of the leading dimensions, whole rows, copies, moves
-between devices, empty allocations. Everything else dequantizes its arguments, runs, and gives plain tensors; an
+between devices, allocations. Everything else dequantizes its arguments, runs, and gives plain tensors; an
 argument that the operation writes is quantized again.
 """
 
@@ -13,6 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.tensor.quantize import update_quantized
+from mezzotint.tensor.sharding import directions, gathered, send_shard, whole_amaxes
 from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
@@ -24,6 +26,9 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     """Base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a whole format."""
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
+
+    # The processes that hold the other rows, from the first time that FSDP2 gathers this shard.
+    _shard_group: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,7 +102,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
         """Quantize `tensor` into these buffers, in place."""
         with torch.no_grad():
-            QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+            if self._shard_group is None or self._quantizer is None:
+                QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
+            else:
+                given = whole_amaxes(tensor, self._quantizer, self._shard_group)
+                update_quantized(tensor, self, self._quantizer, noop_flag=noop_flag, **given)
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
@@ -175,6 +184,24 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         names, context = self.__tensor_flatten__()
         return f"{names}{tuple(self.shape)}{sorted((k, repr(v)) for k, v in context.items())}"
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Of the codes: FSDP2 asks whether a shard is still the one that it knows."""
+        return next(buffer.untyped_storage() for _, buffer in self._buffers())
+
+    # FSDP2: this tensor is a shard of rows. `tensor/sharding.py` says what is sent of it
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """What to gather, and what `fsdp_post_all_gather` must know."""
+        return send_shard(self, mesh, orig_size, module)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole tensor and the buffers that FSDP2 frees; or into `out`."""
+        return gathered(all_gather_outputs, metadata, param_dtype, out)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -238,7 +265,17 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_handles(aten.detach.default, aten.alias.default)
 def _detach(func: Any, tensor: QuantizedTensor) -> Any:
-    return _with_attributes(tensor._rebuild(), tensor)
+    made = _with_attributes(tensor._rebuild(), tensor)
+    if tensor._shard_group is not None:
+        made._shard_group = tensor._shard_group
+    return made
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """As it is, which FSDP2 asks for of a gathered parameter."""
+    same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
+    return _with_attributes(tensor._rebuild(), tensor) if same else NotImplemented
 
 
 @_handles(aten.clone.default)
@@ -337,7 +374,8 @@ def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> Quantize
 
 def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
     """Attributes that others have put on a tensor."""
-    own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES} | {"_dtype"}
+    own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES}
+    own |= {"_dtype", "_shard_group"}
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 
@@ -350,3 +388,17 @@ def _empty(func: Any, tensor: QuantizedTensor, size: Any = None, **options: Any)
     quantizer = tensor._quantizer.with_usage(rowwise=usages["rowwise"], columnwise=usages["columnwise"])
     device = options.get("device") or tensor.device
     return quantizer.make_empty(tensor.shape if size is None else size, dtype=dtype, device=device)
+
+
+@_handles(aten.new_zeros.default)
+def _zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any:
+    """Quantized where a shard of that many rows is of whole blocks: FSDP2 copies the shard into it."""
+    quantizer = tensor._quantizer
+    shape = tuple(size)
+    if quantizer is None or len(shape) < 2 or directions(quantizer, shape[0], False, False) is None:
+        return NotImplemented
+    made = _empty(func, tensor, shape, **options)
+    if made is not NotImplemented:
+        for _, buffer in made._buffers():
+            buffer.zero_()
+    return made

@@ -1,0 +1,173 @@
+"""Checkpoints with torch.distributed.checkpoint (DCP), of plain tensors only: read at any world size, bit for bit.
+
+    save(folder, model, optimizer, extra={"step": torch.tensor(100)})
+    extra = load(folder, model, optimizer)
+
+What is written is `plain_state(model)`: parameters as they are, shards as DTensors; in the place of a quantized weight
+its buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, which hold at every world size the
+same bytes; delayed scaling's state under `…_extra_state`. With torch.save or safetensors: `full_state(model)` gathers
+it, and `load_full_state` gives it back, to a model in shards or to a whole one.
+
+A checkpoint is there when all of it is: DCP writes `.metadata` last.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mezzotint.distributed.groups import is_initialized
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+METADATA = ".metadata"
+_LEARNT = "_extra_state"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def is_complete(folder: str | Path) -> bool:
+    """Whether a checkpoint was written there to its end."""
+    return (Path(folder) / METADATA).is_file()
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, torch.Tensor] | None = None,
+    *,
+    process_group: Any = None,
+    is_async: bool = False,
+) -> Future[Any] | None:
+    """Write model, optimizer and `extra` (equal on all processes) to a new folder. All processes call it.
+
+    `is_async` copies everything, writes it in a thread and gives its future; it needs a group that the CPU can use.
+    """
+    if is_complete(folder):
+        raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
+    state = {"model": plain_state(model), "extra": dict(_tensors(extra or {}))}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    where: dict[str, Any] = {"checkpoint_id": str(folder), "process_group": process_group}
+    if is_async:
+        started = dcp.async_save(state, **where)
+        assert isinstance(started, Future)
+        return started
+    dcp.save(state, no_dist=not is_initialized(), **where)
+    return None
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    process_group: Any = None,
+) -> dict[str, torch.Tensor]:
+    """Read what `save` wrote, at any world size, into model and optimizer; gives `extra`. All processes call it."""
+    if not is_complete(folder):
+        raise ValueError(f"{folder} holds no checkpoint, or one that was not written to its end: give another")
+    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    learnt = {key: _empty(meta) for key, meta in stored.items() if key.startswith("model.") and key.endswith(_LEARNT)}
+    state: dict[str, Any] = {
+        "model": {k: v for k, v in plain_state(model).items() if not k.endswith(_LEARNT)},
+        "extra": {key.removeprefix("extra."): _empty(m) for key, m in stored.items() if key.startswith("extra.")},
+    }
+    state["model"].update({key.removeprefix("model."): value for key, value in learnt.items()})
+    if optimizer is not None:
+        # Before the weights: without state yet, the optimizer takes a step to get one.
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+    _set_learnt(model, state["model"])
+    return state["extra"]
+
+
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict in plain tensors, and DTensors of plain shards, over the memory of the model."""
+    plain: dict[str, Any] = {}
+    for key, value in model.state_dict().items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(local, QuantizedTensorStorage):
+            plain.update({f"{key}.{name}": buffer for name, buffer in _buffers(value, local)})
+        else:
+            plain[key] = value
+    return plain
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As `plain_state`, in whole tensors on the CPU, on every process: what torch.save and safetensors take."""
+    found = {}
+    for key, value in plain_state(model).items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found[key] = whole.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return found
+
+
+@torch.no_grad()
+def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Write what `full_state` gave, the same on every process, into a model, in shards or whole."""
+    wanted = {key: value for key, value in plain_state(model).items() if not key.endswith(_LEARNT)}
+    given = {key for key in state if not key.endswith(_LEARNT)}
+    if given != wanted.keys():
+        raise ValueError(
+            f"state has not the names of the model: missing {sorted(wanted.keys() - given)}, unexpected "
+            f"{sorted(given - wanted.keys())}; give what full_state gave of the same model"
+        )
+    for key, target in wanted.items():
+        value = state[key].to(target.device)
+        if value.shape != target.shape:
+            raise ValueError(f"{key} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: give its own")
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            target = target.to_local()
+        target.copy_(value)
+    _set_learnt(model, state)
+
+
+def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Delayed scaling's state, or that of the start where none was learnt; kept weights are of other parameters."""
+    for name, module in model.named_modules():
+        reset = getattr(module, "reset_fp8_meta_tensors", None)
+        if reset is not None:
+            reset()
+            module.set_extra_state(state.get(f"{name}.{_LEARNT}" if name else _LEARNT))
+
+
+def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
+    """(name, tensor) of each buffer of a quantized tensor, or of a shard of rows as a DTensor, without padding."""
+    along = local._along_rows()
+    found: list[tuple[str, Any]] = []
+    for attribute, kwarg in local._FLATTEN_TENSOR_BUFFERS:
+        buffer = getattr(local, attribute)
+        if buffer is None:
+            continue
+        if attribute in along:
+            dim, extent, _ = along[attribute]
+            buffer = buffer.narrow(dim, 0, extent)
+            if isinstance(value, DTensor):
+                placements = [Shard(dim) if isinstance(p, Shard) else p for p in value.placements]
+                buffer = DTensor.from_local(buffer, value.device_mesh, placements, run_check=False)
+        found.append((kwarg, buffer))
+    return found
+
+
+def _tensors(extra: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    for name, value in extra.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"extra[{name!r}] is {type(value).__name__}: give a tensor, which is read without pickle")
+    return extra
+
+
+def _empty(meta: Any) -> torch.Tensor:
+    return torch.empty(meta.size, dtype=meta.properties.dtype)

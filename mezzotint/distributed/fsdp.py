@@ -1,0 +1,190 @@
+"""FSDP2: weights in high precision, gathered in low precision.
+
+    low_precision_gather(model, recipe)      # first
+    for block in model.blocks:
+        fully_shard(block)                   # torch's own
+    fully_shard(model)
+
+Each process keeps its shard of a weight in high precision, quantizes it as the whole is quantized (the amax, where the
+format has one for the tensor, is the largest over all shards) and sends bytes. The parameter that the module then finds
+is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes, and the scale of
+delayed scaling, of the forward before it.
+
+A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
+would cut blocks, and in formats that do not allow it (row-wise scaling, a user's own quantizers).
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from mezzotint.constants import cdiv
+from mezzotint.tensor.quantize import quantize_storage
+from mezzotint.tensor.sharding import directions, extract, gathered, in_backward, largest, whole_amaxes
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+aten = torch.ops.aten
+
+# What FSDP2 and moves between devices do to a parameter; the results of everything else are plain tensors.
+_KEEPS = {
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+}
+
+
+class ShardedWeight(torch.Tensor):
+    """A weight in high precision, or its shard, that FSDP2 gathers as its module's recipe quantizes it."""
+
+    _tensor: torch.Tensor
+    _recipe: Any
+    _gemm: int
+    _used: Any  # what the last forward quantized with: a quantizer and the amaxes of the whole
+
+    @staticmethod
+    def __new__(cls: Any, tensor: torch.Tensor, recipe: Any, gemm: int) -> "ShardedWeight":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        made._tensor, made._recipe, made._gemm, made._used = tensor, recipe, gemm, None
+        return made
+
+    def __init__(self, *args: Any) -> None:
+        pass  # __new__ has set everything
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedWeight({self._tensor!r})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_tensor"], (self._recipe, self._gemm)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "ShardedWeight":
+        return ShardedWeight(inner["_tensor"], *context)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._tensor.untyped_storage()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        found: list[ShardedWeight] = []
+
+        def plain(x: ShardedWeight) -> torch.Tensor:
+            found.append(x)
+            return x._tensor
+
+        plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, plain, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.name.endswith("_") and isinstance(args[0], ShardedWeight):
+            return args[0]
+        if func not in _KEEPS:
+            return result
+        like = found[0]
+        return pytree.tree_map_only(torch.Tensor, lambda t: ShardedWeight(t, like._recipe, like._gemm), result)
+
+    # FSDP2
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """What to gather, and what `fsdp_post_all_gather` must know: None of a weight in high precision."""
+        shard = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
+        count, rows, is_backward = mesh.size(), cdiv(outer_size[0], mesh.size()), in_backward()
+        quantizer = module._live_quantizer(self._recipe, self._gemm, "weight")
+        which = directions(quantizer, rows, bool(getattr(module, "gathers_one_direction", False)), is_backward)
+        if which is None or outer_size[0] % count:
+            missing = rows - shard.shape[0]
+            return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
+        group = mesh.get_group()
+        if not is_backward or self._used is None:
+            self._used = quantizer.frozen(), whole_amaxes(shard, quantizer, group)
+            storage = quantize_storage(shard, quantizer, **self._used[1])
+            quantizer.share_amax(lambda amax: largest(amax, group))
+        else:
+            quantizer, amaxes = self._used
+            storage = quantize_storage(shard, quantizer, **amaxes)
+        buffers, sent = extract(storage, *which, count)
+        return tuple(buffers), (outer_size, quantizer, sent)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole weight and the buffers that FSDP2 frees; or into `out`."""
+        if metadata is not None:
+            return gathered(all_gather_outputs, metadata, param_dtype, out)
+        return None if out is not None else (all_gather_outputs[0], ())
+
+
+def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool = False) -> nn.Module:
+    """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
+
+    `recipe` is the one that the model trains with; quantized weights (`quantized_model_init`) need none. Formats that
+    hold two copies of a weight of which one does not follow from the other (MXFP8 in blocks of 1x32) send both.
+    `one_direction` sends the one that is read, in forward or in backward: half the bytes. Then each weight must be
+    gathered again for backward (`reshard_after_forward=True`, also of the root), and no forward be computed again in
+    backward (activation checkpointing): what was not sent is NaN.
+
+    In the state dict weights are what they would be without this: plain tensors, in shards after `fully_shard`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
+    if recipe is not None and recipe.override() == "high_precision":
+        raise ValueError(
+            "recipe has backward_override='high_precision', which reads the weight as it is: leave low_precision_gather"
+        )
+    for module in model.modules():
+        names = getattr(module, "_gathered_weights", dict)()
+        if names:
+            module.gathers_one_direction = one_direction  # type: ignore[assignment]
+        wrapped = [name for name, gemm in names.items() if _wrap(module, name, recipe, gemm)]
+        if wrapped:
+            module.register_state_dict_post_hook(_unwrap)
+    return model
+
+
+def _wrap(module: nn.Module, name: str, recipe: Any, gemm: int) -> bool:
+    """Whether the weight is in high precision, which is wrapped then."""
+    weight = getattr(module, name)
+    if isinstance(weight, DTensor):
+        raise ValueError(f"{name} is sharded already: call low_precision_gather before fully_shard")
+    if isinstance(weight, QuantizedTensorStorage):
+        return False
+    if recipe is None:
+        raise ValueError(f"recipe is None and {name} is not quantized: give the recipe that the model trains with")
+    if isinstance(weight, ShardedWeight):
+        raise ValueError(f"{name} is gathered in low precision already: call low_precision_gather once")
+    setattr(module, name, nn.Parameter(ShardedWeight(weight.detach(), recipe, gemm), weight.requires_grad))
+    return True
+
+
+def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """In a state dict weights are plain tensors, or DTensors of plain shards, over the same memory."""
+    for name in module._parameters:
+        value = state_dict.get(f"{prefix}{name}")
+        if isinstance(value, ShardedWeight):
+            state_dict[f"{prefix}{name}"] = value._tensor
+        elif isinstance(value, DTensor) and isinstance(value._local_tensor, ShardedWeight):
+            shape = {"shape": value.shape, "stride": value.stride()}
+            where = value.device_mesh, value.placements
+            local = value._local_tensor._tensor
+            state_dict[f"{prefix}{name}"] = DTensor.from_local(local, *where, run_check=False, **shape)
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 holds parameters of this module itself: it has put a hook there for each."""
+    hooks = module._load_state_dict_post_hooks.values()
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in hooks)

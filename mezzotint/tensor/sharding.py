@@ -1,0 +1,183 @@
+"""A quantized weight in shards of whole rows: what a process sends of its shard, and the whole from what all have sent.
+
+A direction is sent as the buffers that differ between shards (`_along_rows`), flat, without the padding of scales. What
+is equal in all shards (the scale of the whole, its amax) is not sent. Which directions:
+
+    the column-wise copy follows from the row-wise one     the row-wise one, for forward and for backward
+    it does not, and one is asked for                      what is read: row-wise in forward, column-wise in backward
+    it does not                                            both
+
+Where one is asked for both are of equal size, since FSDP2 allocates once; the scales of the other are made NaN, so that
+whoever reads it after all finds out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed
+
+from mezzotint.tensor.quantize import split_amaxes
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent of a shard: its directions, of how many processes, and what its buffers look like."""
+
+    rowwise: bool
+    columnwise: bool
+    count: int
+    pieces: tuple[tuple[str, torch.Size, int, int], ...]  # attribute, shape, dimension of the rows, their extent in it
+    shared: dict[str, torch.Tensor]  # equal in all shards
+
+
+def directions(quantizer: Quantizer, rows: int, one: bool, backward: bool) -> tuple[bool, bool] | None:
+    """Which directions shards of this many rows send: (row-wise, column-wise); None where bytes cannot be gathered."""
+    if quantizer.is_custom() or quantizer._parts() is not None or not _divides(quantizer, rows, False):
+        return None
+    if quantizer.derives_columnwise():
+        return True, False
+    if not _divides(quantizer, rows, True):
+        return None
+    return (not backward, backward) if one else (True, True)
+
+
+def _divides(quantizer: Quantizer, rows: int, columnwise: bool) -> bool:
+    multiple = quantizer.gather_multiple(columnwise)
+    return multiple is not None and rows % multiple == 0
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: FSDP2 gathers for it, and gathers ahead, from inside of it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def largest(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """Over the processes of the group, element by element."""
+    x = x.clone()
+    torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group)
+    return x
+
+
+def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, group: Any) -> dict[str, torch.Tensor]:
+    """What the quantization of x, a shard of rows, must be given of the whole."""
+    return {name: largest(amax, group) for name, amax in split_amaxes(x, quantizer, 0).items()}
+
+
+def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
+    """Flat tensors to gather of a shard that `count` processes hold one of, and what they are."""
+    along = shard._along_rows()
+    names = [n for n in _names(shard, rowwise, columnwise) if n in along]
+    buffers = {n: getattr(shard, n).narrow(along[n][0], 0, along[n][1]) for n in names}
+    flat = [buffer.reshape(-1) for buffer in buffers.values()]
+    other = [n for n in _names(shard, not rowwise, not columnwise) if n in along and getattr(shard, n) is not None]
+    if other and rowwise != columnwise and not _derives(shard):
+        flat = [_lengthened(f, getattr(shard, n), along[n]) for f, n in zip(flat, other, strict=True)]
+    pieces = tuple((n, b.shape, along[n][0], along[n][1]) for n, b in buffers.items())
+    shared = {n: b for n, b in shard._buffers() if n not in along}
+    return flat, Sent(rowwise, columnwise, count, pieces, shared)
+
+
+def _names(shard: Any, rowwise: bool, columnwise: bool) -> list[str]:
+    return [*(shard._ROWWISE if rowwise else ()), *(shard._COLUMNWISE if columnwise else ())]
+
+
+def _derives(shard: QuantizedTensorStorage) -> bool:
+    return shard._quantizer is not None and shard._quantizer.derives_columnwise()
+
+
+def _lengthened(flat: torch.Tensor, other: torch.Tensor, along: tuple[int, int, int]) -> torch.Tensor:
+    """As long as the same buffer of the other direction, where that is longer."""
+    missing = other.narrow(along[0], 0, along[1]).numel() - flat.numel()
+    return flat if missing <= 0 else torch.nn.functional.pad(flat, (0, missing))
+
+
+def empty_whole(shape: Sequence[int], quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> Any:
+    """The tensor that `assign` fills, with both directions."""
+    return quantizer.with_usage(rowwise=True, columnwise=True).make_empty(shape, dtype=dtype, device=device)
+
+
+def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
+    """Fill `whole` with the shards' tensors, one behind the other as a gather gives them, in place.
+
+    Backward finds the buffers that forward saved, with what is in them now: autograd must not count that as a write.
+    """
+    buffers = dict(whole._buffers())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
+        for (name, shape, dim, extent), flat in zip(sent.pieces, gathered, strict=True):
+            _join(buffers[name], flat.view(sent.count, -1)[:, : shape.numel()].view(sent.count, *shape), dim, extent)
+        for name, value in sent.shared.items():
+            if name in buffers:
+                buffers[name].copy_(value)
+        if not (sent.rowwise and sent.columnwise):
+            _fill_other(whole, buffers, sent)
+
+
+def _join(whole: torch.Tensor, shards: torch.Tensor, dim: int, extent: int) -> None:
+    """(count, …) shards into the whole along `dim`; zeros in its padding."""
+    count = shards.shape[0]
+    if whole.shape[dim] != count * extent:
+        whole.zero_()
+    rows = shards.movedim(0, dim)
+    whole.narrow(dim, 0, count * extent).copy_(rows.reshape(*rows.shape[:dim], count * extent, *rows.shape[dim + 2 :]))
+
+
+def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> None:
+    """The direction that was not sent: made of the other one, or unusable."""
+    names = whole._COLUMNWISE if sent.rowwise else whole._ROWWISE
+    if whole._quantizer is not None and whole._quantizer.derives_columnwise():
+        rows = type(whole)._STORAGE._build(whole.shape, whole.dtype, whole.get_metadata())
+        made = rows.keep(rowwise=True, columnwise=False)
+        made.update_usage(columnwise_usage=True)
+        for name in names:
+            buffers[name].copy_(getattr(made, name))
+        return
+    for name in names[1:]:  # behind the codes
+        if name in buffers:
+            buffers[name].view(torch.uint8).fill_(255)  # NaN in E8M0, E4M3 and FP32
+
+
+def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """`fsdp_pre_all_gather` of a quantized shard of rows: what to gather, and what `gathered` must know."""
+    count, quantizer = mesh.size(), shard._quantizer
+    one = bool(getattr(module, "gathers_one_direction", False))
+    which = None if quantizer is None else directions(quantizer, shard.shape[0], one, in_backward())
+    if which is None or orig_size[0] % count:
+        raise ValueError(
+            f"a weight of shape {tuple(orig_size)} in {type(shard).__name__} cannot be gathered from {count} processes:"
+            " its rows must divide evenly, in whole blocks; keep it in high precision (without quantized_model_init) "
+            "and use low_precision_gather"
+        )
+    group = mesh.get_group()
+    if shard._shard_group is None:
+        shard._shard_group = group
+        _agree(shard)
+    if not in_backward():
+        quantizer.share_amax(lambda amax: largest(amax, group))
+    buffers, sent = extract(shard, *which, count)
+    return tuple(buffers), (orig_size, quantizer, sent)
+
+
+def _agree(shard: Any) -> None:
+    """One scale for all shards: each may have been quantized on its own before it was known to be one."""
+    along = shard._along_rows()
+    shared = [buffer.reshape(-1) for name, buffer in shard._buffers() if name not in along]
+    if shared:
+        both = torch.cat([*shared, *[-buffer for buffer in shared]])
+        differs = largest((largest(both, shard._shard_group) != both).any().float(), shard._shard_group)
+        if bool(differs):
+            shard.quantize_(shard._dequantize(torch.float32).view(shard.shape))
+
+
+def gathered(outputs: Sequence[torch.Tensor], metadata: tuple[Any, Any, Sent], dtype: torch.dtype, out: Any) -> Any:
+    """`fsdp_post_all_gather` of shards that `extract` took apart: the whole and its buffers, or nothing for `out`."""
+    orig_size, quantizer, sent = metadata
+    if out is not None:
+        assign(out, outputs, sent)
+        return None
+    whole = empty_whole(orig_size, quantizer, dtype, outputs[0].device)
+    assign(whole, outputs, sent)
+    return whole, tuple(buffer for _, buffer in whole._buffers())
