@@ -23,8 +23,9 @@ from bench._models import (
 INPUTS = 3  # that repetitions take in turn
 MICRO_BATCHES = 4
 EXPERTS = 8
-# Of 64 parts of the tokens, those of each expert where they are not shared out evenly.
-RAGGED = (1, 17, 5, 8, 0, 3, 19, 11)
+# Of 64 parts of the tokens, those of each expert where they are not shared out evenly; and tokens that move on from
+# one expert to another, so that the sizes are multiples of nothing.
+RAGGED, MOVED = (1, 17, 5, 8, 0, 3, 19, 11), (7, -7, 13, -13, 0, 21, -21, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def llama_cases(sizes: LlamaSizes, device: str) -> list[Case]:
 def expert_cases(tokens: int, k: int, n: int, device: str) -> list[Case]:
     splits = {
         "balanced": [tokens // EXPERTS] * EXPERTS,
-        "ragged": [tokens * part // sum(RAGGED) for part in RAGGED],
+        "ragged": [tokens * part // sum(RAGGED) + moved for part, moved in zip(RAGGED, MOVED, strict=True)],
     }
     return [
         Case(
