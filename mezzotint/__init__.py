@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from mezzotint import custom_recipes, dynamo, ops, recipe, router
+from mezzotint import custom_recipes, dynamo, ops, optimizers, recipe, router
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.multihead import MultiheadAttention
@@ -161,6 +161,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "ops",
+    "optimizers",
     "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",

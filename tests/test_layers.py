@@ -23,6 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("hw",),
     ("kernels",),
     ("tensor",),
+    ("optimizers",),
     ("permutation",),
     ("distributed",),
     ("recipe",),

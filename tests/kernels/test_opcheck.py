@@ -41,6 +41,8 @@ ELSEWHERE = {
     "gemm_": "test_gemm.py",
     "grouped_gemm": "test_grouped_gemm.py",
     "grouped_gemm_": "test_grouped_gemm.py",
+    "adam_": "test_optimizer.py",
+    "sgd_": "test_optimizer.py",
 }
 AMAX_CASES = {
     "float8": (float8_amax, ()),

@@ -1,0 +1,130 @@
+"""What Adam and SGD share: which parameters they take, where gradients come from, FP32 values and back.
+
+A step computes in FP32, on the parameter itself where it is FP32, else on a copy, and writes the result back: rounded
+into FP16 and BF16, quantized into quantized parameters, in place, by the quantizer that each has. Parameters that are
+DTensors are updated shard by shard.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of `FusedAdam` and `FusedSGD`."""
+
+    use_decoupled_grad: bool = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
+        if set_grad_none is not None:
+            warnings.warn(
+                "set_grad_none is deprecated: give set_to_none to zero_grad instead", DeprecationWarning, stacklevel=3
+            )
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if param.dtype not in HIGH_PRECISION:
+                self.param_groups.pop()
+                raise TypeError(
+                    f"params has one of dtype {param.dtype}: {type(self).__name__} takes float32, float16, bfloat16 "
+                    "and quantized parameters; give the others to an optimizer of torch.optim"
+                )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Drop the gradients, or fill them with zeros; None: as the constructor was told, else drop."""
+        if set_to_none is None:
+            set_to_none = True if self.set_grad_none is None else self.set_grad_none
+        super().zero_grad(set_to_none)
+        if not self.use_decoupled_grad:
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                if getattr(param, "decoupled_grad", None) is None:
+                    continue
+                if set_to_none:
+                    param.decoupled_grad = None
+                else:
+                    param.decoupled_grad.zero_()
+
+    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Of this process's part of the parameter."""
+        grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+        if grad is None:
+            return None
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which {type(self).__name__} does "
+                "not take: use torch.optim.SparseAdam, or an embedding with sparse=False"
+            )
+        if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        return local(grad)
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether it is a DTensor."""
+    return hasattr(x, "to_local")
+
+
+def local(x: Any) -> torch.Tensor:
+    """This process's part of a DTensor; any other tensor itself."""
+    return x.to_local() if is_sharded(x) else x
+
+
+def like(value: torch.Tensor, x: Any) -> Any:
+    """A part as a DTensor where `x`, which it belongs to, is one."""
+    if not is_sharded(x):
+        return value
+    place = {"run_check": False, "shape": x.shape, "stride": x.stride()}
+    return type(x).from_local(value, x.device_mesh, x.placements, **place)
+
+
+def is_own_master(param: torch.Tensor) -> bool:
+    """Whether a step computes on the parameter itself."""
+    return not isinstance(param, QuantizedTensor) and param.dtype == torch.float32 and param.is_contiguous()
+
+
+def as_fp32(param: torch.Tensor) -> torch.Tensor:
+    """What a step computes on: FP32 and contiguous; the parameter itself, or a copy."""
+    if isinstance(param, QuantizedTensor):
+        return param.detach().dequantize(dtype=torch.float32)
+    return param.float().contiguous()
+
+
+def write_back(params: list[torch.Tensor], values: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
+    """New values into the parameters that were not computed on; into no quantized one where `found_inf` is 1."""
+    plain, rounded = [], []
+    for param, value in zip(params, values, strict=True):
+        if isinstance(param, QuantizedTensor):
+            param.quantize_(value, noop_flag=found_inf)
+        elif not is_own_master(param):
+            plain.append(param)
+            rounded.append(value)
+    if plain:
+        torch._foreach_copy_(plain, rounded)
+
+
+def by_device(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Their indices, those of one device together."""
+    found: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        found.setdefault(tensor.device, []).append(i)
+    return list(found.values())
+
+
+def learning_rate(lr: Any, device: torch.device) -> tuple[torch.Tensor | None, float]:
+    """As the kernels take it: a tensor on the device, or a number."""
+    return (lr.to(device), 0.0) if isinstance(lr, torch.Tensor) else (None, float(lr))
+
+
+def check_not_negative(**values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) and not value >= 0:
+            raise ValueError(f"{name} is {value!r}: give a number of 0 or more")

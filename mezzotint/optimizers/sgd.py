@@ -1,0 +1,122 @@
+"""FusedSGD: gradient descent with momentum for plain and quantized parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.optimizer import sgd_
+from mezzotint.optimizers.base import (
+    FusedOptimizer,
+    as_fp32,
+    by_device,
+    check_not_negative,
+    learning_rate,
+    local,
+    write_back,
+)
+
+Tensors = list[torch.Tensor]
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, dampening and Nesterov's way as torch.optim.SGD, computed in FP32.
+
+    State of a parameter with momentum: `momentum_buffer` and `step`, FP32. `wd_after_momentum`: weight decay is added
+    to what the momentum gives instead of to the gradient. `materialize_master_grads` is accepted: gradients are read
+    as they are.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov is True with momentum={momentum} and dampening={dampening}: give a momentum and no dampening"
+            )
+        self.wd_after_momentum = bool(wd_after_momentum)
+        self.materialize_master_grads = bool(materialize_master_grads)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": bool(nesterov),
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict`, also of torch.optim.SGD, gave."""
+        super().load_state_dict(state_dict)
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(indices, params, strict=True):
+            # From what was given: the base class has cast it to the parameter's dtype.
+            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
+            self.state.pop(param, None)
+            if buffer is not None:
+                buffer = buffer.detach().to(param.device, torch.float32, copy=True).contiguous()
+                step = torch.ones((), dtype=torch.float32, device=param.device)
+                self.state[param] = {"momentum_buffer": buffer, "step": step}
+
+    def _init_group(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, buffers: Tensors, steps: Tensors
+    ) -> None:
+        """What a step of the group reads and writes. The compiler runs a method of this name, and does not trace it."""
+        for param in group["params"]:
+            grad = self._gradient(param)
+            if grad is None:
+                continue
+            params.append(local(param))
+            grads.append(grad)
+            if group["momentum"] == 0:
+                continue
+            state = self.state[param]
+            if len(state) == 0:
+                options: dict[str, Any] = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
+                state["momentum_buffer"] = torch.zeros_like(param, requires_grad=False, **options)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            buffers.append(local(state["momentum_buffer"]))
+            steps.append(state["step"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params: Tensors = []
+            grads: Tensors = []
+            buffers: Tensors = []
+            steps: Tensors = []
+            self._init_group(group, params, grads, buffers, steps)
+            for at in by_device(params):
+                held = ([buffers[i] for i in at], [steps[i] for i in at]) if buffers else ([], [])
+                self._step_device(group, [params[i] for i in at], [grads[i] for i in at], *held)
+        return loss
+
+    def _step_device(
+        self, group: dict[str, Any], params: Tensors, grads: Tensors, buffers: Tensors, steps: Tensors
+    ) -> None:
+        values = [as_fp32(param) for param in params]
+        grads = [grad.float().contiguous() for grad in grads]
+        lr, lr_value = learning_rate(group["lr"], params[0].device)
+        rates = (lr_value, group["momentum"], group["dampening"], group["weight_decay"])
+        run_op(sgd_, values, grads, buffers, steps, lr, None, *rates, group["nesterov"], self.wd_after_momentum)
+        if steps:
+            torch._foreach_add_(steps, 1.0)
+        write_back(params, values, None)
