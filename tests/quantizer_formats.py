@@ -104,7 +104,7 @@ def _mxfp8_formats() -> Iterator[Format]:
     mxfp8 = {"row_block": 32, **classes}
     yield Format("mxfp8", lambda: mx(E4M3), **mxfp8)
     yield Format("mxfp8_e5m2", lambda: mx(E5M2), tolerance=0.1, **mxfp8)
-    yield Format("mxfp8_2d", lambda: mx(E4M3, with_2d_quantization=True), **mxfp8)
+    yield Format("mxfp8_2d", lambda: mx(E4M3, with_2d_quantization=True), derives=("rowwise", "columnwise"), **mxfp8)
     yield Format("mxfp8_floor", lambda: mx(E4M3, scale_rule="floor"), tolerance=0.1, **mxfp8)
     yield Format("mxfp8_swizzled", lambda: _swizzled(mx(E4M3)), **_SWIZZLED, **classes)
 

@@ -41,14 +41,18 @@ class MXFP8TensorStorage(TwoDirectionStorage):
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
         """32x32 tiles: both directions hold the same codes, and a tile's byte for each of its rows, or columns."""
         quantizer: Any = self._quantizer
-        if rowwise or quantizer is None or not quantizer.derives_columnwise():
+        if quantizer is None or not quantizer.derives_columnwise():
             super()._derive(rowwise, columnwise)
-        data, scale_inv = self._side(False)
+        data, scale_inv = self._side(rowwise)
         rows, cols = matrix_shape(self._logical_shape())
-        tiles = scale_inv[: cdiv(rows, MX_BLOCK) * MX_BLOCK : MX_BLOCK, : cdiv(cols, MX_BLOCK)]
-        scales = tiles.repeat_interleave(MX_BLOCK, 1)[:, :cols]
-        self._columnwise_data = data.clone()
-        self._columnwise_scale_inv = padded(scales, *mxfp8_scale_shape(rows, cols, True)).contiguous()
+        down, across = cdiv(rows, MX_BLOCK), cdiv(cols, MX_BLOCK)
+        tiles = scale_inv[:down, ::MX_BLOCK][:, :across] if rowwise else scale_inv[::MX_BLOCK][:down, :across]
+        scales = tiles.repeat_interleave(MX_BLOCK, 0 if rowwise else 1)[:rows, :cols]
+        scales = padded(scales, *mxfp8_scale_shape(rows, cols, columnwise)).contiguous()
+        if rowwise:
+            self._rowwise_data, self._rowwise_scale_inv = data.clone(), scales
+        else:
+            self._columnwise_data, self._columnwise_scale_inv = data.clone(), scales
 
     def gemm_operand(self, columnwise: bool) -> Operand:
         """The column-wise copy is not transposed: the operand says so."""

@@ -185,8 +185,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return f"{names}{tuple(self.shape)}{sorted((k, repr(v)) for k, v in context.items())}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the codes: FSDP2 asks whether a shard is still the one that it knows."""
-        return next(buffer.untyped_storage() for _, buffer in self._buffers())
+        """An empty one: the data is in the buffers. FSDP2 asks for its address, which a wrapper's own does not give."""
+        return torch.UntypedStorage(0, device=self.device)
 
     # FSDP2: this tensor is a shard of rows. `tensor/sharding.py` says what is sent of it
 
