@@ -182,9 +182,3 @@ def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
             where = value.device_mesh, value.placements
             local = value._local_tensor._tensor
             state_dict[f"{prefix}{name}"] = DTensor.from_local(local, *where, run_check=False, **shape)
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 holds parameters of this module itself: it has put a hook there for each."""
-    hooks = module._load_state_dict_post_hooks.values()
-    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in hooks)

@@ -17,6 +17,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.parallel import ParallelModule
+from mezzotint.layer.state import is_fully_sharded
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, reduction_groups, scaled_max
@@ -210,7 +211,9 @@ class Layer(ParallelModule):
 
     def _weights_q(self, call: Call, weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
-        held = self._workspaces if call.reuses and call.caches else None
+        # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
+        keeps = call.caches and not is_fully_sharded(self)
+        held = self._workspaces if call.reuses and keeps else None
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
@@ -222,14 +225,14 @@ class Layer(ParallelModule):
                 workspace,
                 scale=scale_of(call.weight_scales, gemm, "weight"),
                 parallel=self._parallel(gemm),
-                cache=call.caches,
+                cache=keeps,
                 update_workspace=call.skips is not None,
                 skip_update_flag=call.skips,
             )
             quantized.append(weight_q)
             kept.append(workspace if fresh is None else fresh)
             amaxes.append(amax)
-        if call.caches and (held is None or any(map(operator.is_not, kept, held))):
+        if keeps and (held is None or any(map(operator.is_not, kept, held))):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 

@@ -211,3 +211,10 @@ class StatefulModule(nn.Module):
         state = dict(self.__dict__)
         state.update(_workspaces=None, _weight_scales=None, _resolved=None, _is_pending=False)
         return state
+
+
+@torch.compiler.assume_constant_result
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 holds parameters of this module itself: it has put a hook there for each."""
+    hooks = module._load_state_dict_post_hooks.values()
+    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in hooks)
