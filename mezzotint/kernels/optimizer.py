@@ -103,6 +103,17 @@ def _unless(found_inf: torch.Tensor | None, value: Any, otherwise: float) -> Any
     return value if found_inf is None else torch.where(found_inf == 1, otherwise, value).view(())
 
 
+def _join(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """BF16 parameter and int16 remainder → FP32 master: bits of the first · 2¹⁶ + the second."""
+    return ((param.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+# A leaf op, because Inductor cannot give a view of other bits to an op that writes to it.
+join_master = leaf(
+    "join_master(Tensor param, Tensor remainder) -> Tensor",
+    fake=lambda param, remainder: torch.empty_like(remainder, dtype=torch.float32),
+    cpu=_join,
+)
 adam_ = leaf(
     "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps,"
     " Tensor? lr, Tensor? found_inf, float lr_value, float beta1, float beta2, float eps, float weight_decay,"

@@ -36,6 +36,16 @@ class FusedAdam(FusedOptimizer):
     the learning rate is a tensor on the device. `use_decoupled_grad`: gradients are in `param.decoupled_grad`.
     """
 
+    _OPTIONS = (
+        *FusedOptimizer._OPTIONS,
+        "adam_w_mode",
+        "capturable",
+        "master_weights",
+        "name_to_dtype_map",
+        "store_param_remainders",
+        "use_decoupled_grad",
+    )
+
     def __init__(
         self,
         params: Any,
@@ -196,19 +206,14 @@ class FusedAdam(FusedOptimizer):
         A master that is not there is the parameter's value.
         """
         super().load_state_dict(state_dict)
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        steps = [group.get("step") for group in state_dict["param_groups"] for _ in group["params"]]
         for group in self.param_groups:
-            group.pop("step", None)  # where others keep it
+            group.pop("step", None)
             self._lr_as_tensor(group)
-        for index, param, step in zip(indices, params, steps, strict=True):
-            # From what was given: the base class has cast it to the parameter's dtype.
-            given = state_dict["state"].get(index)
-            if given:
-                self._load_state(param, given, step)
+        for param, given in self._given_states(state_dict):
+            if "exp_avg" in given:
+                self._load_state(param, given)
 
-    def _load_state(self, param: torch.Tensor, given: dict[str, Any], step: Any) -> None:
+    def _load_state(self, param: torch.Tensor, given: dict[str, Any]) -> None:
         unknown = given.keys() - {"step", *self.name_to_dtype_map}
         if unknown:
             raise ValueError(
@@ -216,7 +221,7 @@ class FusedAdam(FusedOptimizer):
             )
         self.state[param] = {}
         self.initialize_state(param)
-        self.state[param]["step"].fill_(float(given.get("step", 0.0 if step is None else step)))
+        self.state[param]["step"].fill_(float(given.get("step", 0.0)))
         for name in given.keys() & self.name_to_dtype_map.keys():
             if name != "master_param" or not is_own_master(local(param)):
                 self.set_scaled_state(param, name, given[name])

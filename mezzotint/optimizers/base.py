@@ -6,7 +6,7 @@ DTensors are updated shard by shard.
 """
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     use_decoupled_grad: bool = False
 
+    _OPTIONS: ClassVar[tuple[str, ...]] = ("set_grad_none",)  # attributes that a copy of the optimizer has, too
+
     def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool | None) -> None:
         if set_grad_none is not None:
             warnings.warn(
@@ -26,6 +28,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._OPTIONS}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():  # those of another class have other options
+                group.setdefault(name, value)
+
+    def _given_states(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Each parameter and what a state dict has for it, as it was given: the base class casts it to the parameter's
+        dtype. A step that is kept by group is that of each parameter."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        given = []
+        for group in state_dict["param_groups"]:
+            step = {"step": group["step"]} if "step" in group else {}
+            given += [{**step, **state_dict["state"].get(index, {})} for index in group["params"]]
+        return list(zip(params, given, strict=True))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -28,6 +28,8 @@ class FusedSGD(FusedOptimizer):
     as they are.
     """
 
+    _OPTIONS = (*FusedOptimizer._OPTIONS, "materialize_master_grads", "wd_after_momentum")
+
     def __init__(
         self,
         params: Any,
@@ -60,11 +62,8 @@ class FusedSGD(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What `state_dict`, also of torch.optim.SGD, gave."""
         super().load_state_dict(state_dict)
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for index, param in zip(indices, params, strict=True):
-            # From what was given: the base class has cast it to the parameter's dtype.
-            buffer = state_dict["state"].get(index, {}).get("momentum_buffer")
+        for param, given in self._given_states(state_dict):
+            buffer = given.get("momentum_buffer")
             self.state.pop(param, None)
             if buffer is not None:
                 buffer = buffer.detach().to(param.device, torch.float32, copy=True).contiguous()

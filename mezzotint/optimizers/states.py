@@ -16,6 +16,9 @@ ties away from zero, and both together are the master.
 
 import torch
 
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.optimizer import join_master
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 RANGES = {torch.float16: 65504.0, torch.uint8: 448.0}  # of those that have a scale
 NAN_BITS = 0x7FC00000
@@ -51,7 +54,7 @@ def _scale_of(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 def join(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """BF16 and int16 → the FP32 master."""
-    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+    return run_op(join_master, param, remainder)
 
 
 def split_(param: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:

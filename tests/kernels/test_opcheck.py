@@ -42,6 +42,7 @@ ELSEWHERE = {
     "grouped_gemm": "test_grouped_gemm.py",
     "grouped_gemm_": "test_grouped_gemm.py",
     "adam_": "test_optimizer.py",
+    "join_master": "test_optimizer.py",
     "sgd_": "test_optimizer.py",
 }
 AMAX_CASES = {
