@@ -1,0 +1,324 @@
+"""What each process computes with its part of norms with linears, attention, a transformer layer, a loss, and how wrong
+use is refused."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mezzotint as mz
+from mezzotint import ops, recipe
+from mezzotint.distributed import reduce_gradients
+from mezzotint.distributed.shards import quantize_shard
+from tests.distributed.parallel import BITWISE, Sent, differing, draw, error, make, part, part_like, step, unit, world
+from tests.quantizer_formats import FORMATS
+from tests.recipes import RECIPES, STATE
+from tests.worlds import Result
+
+
+def compare(whole: Any, split: Any, x: torch.Tensor, dy: torch.Tensor, name: str, columns: bool = False) -> Result:
+    """A step of a module with split tokens against the whole one: `wrong`, what of this process's parts differs,
+    `parts` by how much, and `sums`, how far off what is summed over processes is.
+
+    `columns`: the output is split by columns.
+    """
+    want = step(whole, x, dy, BITWISE[name])
+    got = step(split, part(x, 0), part(dy, -1 if columns else 0), BITWISE[name])
+    expected, sums = {}, [error(got["dx"], part(want["dx"], 0))]
+    if columns:
+        expected["y"] = part(want["y"], -1)
+    else:
+        sums.append(error(got["y"], part(want["y"], 0)))
+    for key, parameter in split.named_parameters():
+        parameter.grad = got[key]
+    reduce_gradients(split, world()[0])
+    for key, parameter in split.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            expected[key] = part_like(parameter, want[key])
+        else:
+            sums.append(error(parameter.grad, want[key]))
+        parameter.grad = None
+    parts = max(error(got[key], value) for key, value in expected.items())
+    return {"wrong": differing(got, expected), "parts": parts, "sums": max(sums)}
+
+
+def norms(rank: int) -> Result:
+    """LayerNormLinear and LayerNormMLP: weight gradients and a column-parallel output are bit for bit those of one."""
+    group, size, _ = world()
+    found: Result = {}
+    shared: dict[str, Any] = {"tp_group": group, "sequence_parallel": True}
+    for name in RECIPES:
+        width = unit(name) * size
+        x, dy = draw(width, 1, width, seed=1), draw(width, 1, width, seed=2)
+        whole = make(mz.LayerNormLinear, width, width)
+        split = make(mz.LayerNormLinear, width, width, parallel_mode="column", **shared)
+        found[f"{name} linear"] = compare(whole, split, x, dy, name, columns=True)
+        for activation in ("gelu", "swiglu") if name in ("none", "mxfp8") else ("swiglu",):
+            made: dict[str, Any] = {"activation": activation, "normalization": "RMSNorm"}
+            for recomputes in (False, True):
+                whole = make(mz.LayerNormMLP, width, width, **made)
+                options = {"set_parallel_mode": True, "checkpoint": recomputes, **shared}
+                split = make(mz.LayerNormMLP, width, width, **made, **options)
+                found[f"{name} {activation} {recomputes}"] = compare(whole, split, x, dy, name)
+    return found
+
+
+def norm_outputs(rank: int) -> Result:
+    """The norm's output of this process's tokens, or of all, and what its gradient adds."""
+    group, size, _ = world()
+    width = 32 * size
+    x, dy, dn = (draw(width, 1, width, seed=seed) for seed in (1, 2, 3))
+    wrong = []
+
+    def run(module: Any, x: torch.Tensor, dy: torch.Tensor, dn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        with mz.autocast(recipe=BITWISE["mxfp8"]):
+            y, norm_out = module(leaf)
+        torch.autograd.backward((y, norm_out), (dy, dn))
+        return norm_out.detach(), leaf.grad
+
+    for kind in ("linear", "mlp"):
+        cls = mz.LayerNormLinear if kind == "linear" else mz.LayerNormMLP
+        mode: dict[str, Any] = {"parallel_mode": "column"} if kind == "linear" else {"set_parallel_mode": True}
+        whole = make(cls, width, width, return_layernorm_output=True)
+        norm_out, dx = run(whole, x, dy, dn)
+        for gathered in (False, True):
+            split = make(
+                cls,
+                width,
+                width,
+                return_layernorm_output=True,
+                return_layernorm_output_gathered=gathered,
+                tp_group=group,
+                sequence_parallel=True,
+                **mode,
+            )
+            # Every process has the gradient of the gathered output: their sum is what reaches the norm.
+            own = dn / size if gathered else part(dn, 0)
+            got, got_dx = run(split, part(x, 0), part(dy, -1 if kind == "linear" else 0), own)
+            if not torch.equal(got, norm_out if gathered else part(norm_out, 0)):
+                wrong.append(f"{kind} {gathered}")
+            if error(got_dx, part(dx, 0)) > 0.02:
+                wrong.append(f"{kind} {gathered} gradient")
+    return {"wrong": wrong}
+
+
+LAYER: dict[str, Any] = {
+    "num_gqa_groups": 4,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+}
+
+
+def layer_of(**options: Any) -> Any:
+    return make(mz.TransformerLayer, 128, 128, 8, **{**LAYER, **options}, dtype=torch.float32)
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"fuse_qkv_params": True, "qk_norm_type": "RMSNorm", "bias": False},
+    "decoder": {"layer_type": "decoder", "output_layernorm": True},
+    "parallel": {"parallel_attention_mlp": True, "softmax_type": "off-by-one"},
+}
+
+
+class Decoder(torch.nn.Module):
+    """A layer with its encoder's output."""
+
+    def __init__(self, layer: Any, encoder_output: torch.Tensor) -> None:
+        super().__init__()
+        self.layer, self.encoder_output = layer, encoder_output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, encoder_output=self.encoder_output)
+
+
+def layers(rank: int) -> Result:
+    """A transformer layer against the whole one, in FP32, so that sums in another order hardly show."""
+    group, size, _ = world()
+    shared: dict[str, Any] = {"tp_group": group, "set_parallel_mode": True, "sequence_parallel": True}
+    found: Result = {}
+    x, dy = (draw(16 * size, 2, 128, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    for kind, options in LAYERS.items():
+        whole, split = layer_of(**options), layer_of(**options, **shared)
+        if kind == "decoder":
+            whole, split = Decoder(whole, x * 0.5), Decoder(split, part(x, 0) * 0.5)
+        for name in ("none", "mxfp8") if kind == "plain" else ("none",):
+            found[f"{kind} {name}"] = compare(whole, split, x, dy, name)
+    return found
+
+
+def set_later(rank: int) -> Result:
+    """A layer whose group is set after it was made; without split tokens."""
+    group, size, _ = world()
+    whole = layer_of()
+    split = layer_of(tp_size=size, set_parallel_mode=True)
+    split.set_tensor_parallel_group(group)
+    with torch.no_grad():
+        for key, parameter in split.named_parameters():
+            parameter.copy_(part_like(parameter, dict(whole.named_parameters())[key]))
+    x, dy = (draw(8, 2, 128, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    want, got = step(whole, x, dy, None), step(split, x, dy, None)
+    parts = {key: part_like(parameter, want[key]) for key, parameter in split.named_parameters()}
+    errors = [error(got[key], value) for key, value in {**parts, "y": want["y"], "dx": want["dx"]}.items()]
+    return {"error": max(errors)}
+
+
+def compiled_layer(rank: int) -> Result:
+    """Eager and compiled code side by side over two steps."""
+    group, _, _ = world()
+    shared: dict[str, Any] = {"tp_group": group, "set_parallel_mode": True, "sequence_parallel": True}
+    eager, twin = layer_of(**shared), layer_of(**shared)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(twin, fullgraph=True, backend=counter)
+    wrong = []
+    for i in range(2):
+        x, dy = (draw(16, 2, 128, seed=seed + i, dtype=torch.float32) for seed in (1, 2))
+        want, got = step(eager, x, dy, RECIPES["delayed"]), step(twin, x, dy, RECIPES["delayed"], call)
+        wrong += [f"{key} of step {i}" for key in differing(got, want)]
+    return {"wrong": wrong, "graphs": counter.frame_count}
+
+
+def reductions(rank: int) -> Result:
+    """Delayed scaling over `amax_reduction_group`: each process has tokens of its own, all get the scales of all."""
+    group, size, _ = world()
+    delayed = recipe.DelayedScaling(amax_history_len=3)
+
+    def run(compiles: bool, reduces: bool = True) -> tuple[Any, dict[str, int], torch.Tensor]:
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
+        chosen = delayed if reduces else recipe.DelayedScaling(amax_history_len=3, reduce_amax=False)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        calls: dict[str, int] = {}
+        for i in range(3):
+            x = draw(16, 32, seed=10 * i + rank) * (1 + rank)
+            counted = Sent()
+            # A mode of dispatch is not traced.
+            with nullcontext() if compiles else counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
+                y = call(x)
+            calls = counted.calls
+            y.backward(draw(16, 32, seed=40 + 10 * i + rank) * (1 + rank))
+        state = [getattr(layer, name) for layer in model for name in STATE]
+        # Of what no scale has touched before: the first input and the last gradient.
+        seen = torch.stack((model[0].amax_history_fwd[:3, 0], model[2].amax_history_bwd[:3, 0]))
+        return torch.cat([tensor.reshape(-1) for tensor in state]), calls, seen
+
+    eager, calls, reduced = run(False)
+    graph, _, _ = run(True)
+    _, none, own = run(False, reduces=False)
+    everywhere = [torch.empty_like(eager) for _ in range(size)]
+    dist.all_gather(everywhere, eager)
+    return {
+        "calls": calls,
+        "calls without": none,
+        "same everywhere": all(torch.equal(everywhere[0], other) for other in everywhere),
+        "compiled": torch.equal(eager, graph),
+        "own": own,
+        "reduced": reduced,
+    }
+
+
+def losses(rank: int) -> Result:
+    """Cross entropy of logits whose vocabulary is split, against the whole one."""
+    group, size, _ = world()
+    found: Result = {}
+    for smoothing in (0.0, 0.1):
+        for compiles in (False, True):
+            logits = draw(3, 5, 8 * size, seed=1, dtype=torch.float32).requires_grad_()
+            local = part(logits.detach(), -1).requires_grad_()
+            target = torch.randint(0, 8 * size, (3, 5), generator=torch.Generator().manual_seed(2))
+            target[0, 0] = -100
+            call = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager") if compiles else cross_entropy
+            want, got = cross_entropy(logits, target, smoothing, None), call(local, target, smoothing, group)
+            gradient = draw(3, 5, seed=3, dtype=torch.float32)
+            want.backward(gradient)
+            got.backward(gradient)
+            errors = error(got.detach(), want.detach()), error(local.grad, part(logits.grad, -1))
+            found[f"{smoothing} {compiles}"] = {"error": max(errors), "ignored": float(got.detach()[0, 0])}
+    return found
+
+
+def cross_entropy(logits: torch.Tensor, target: torch.Tensor, smoothing: float, group: Any) -> torch.Tensor:
+    return mz.parallel_cross_entropy(logits, target, smoothing, dist_process_group=group)
+
+
+def grouped(rank: int) -> Result:
+    """GroupedLinear holds its part; what is summed is summed outside."""
+    group, size, _ = world()
+    splits = [24, 0, 40]
+    x, dy = draw(64, 64, seed=1), draw(64, 32 * size, seed=2)
+    whole = make(mz.GroupedLinear, 3, 64, 32 * size, bias=False)
+    split = make(mz.GroupedLinear, 3, 64, 32 * size, bias=False, parallel_mode="column", tp_group=group)
+    want, got = step(whole, x, dy, None, m_splits=splits), step(split, x, part(dy, -1), None, m_splits=splits)
+    expected = {key: part_like(p, want[key]) for key, p in split.named_parameters()} | {"y": part(want["y"], -1)}
+    total = got["dx"].clone()
+    dist.all_reduce(total)
+    return {"wrong": differing(got, expected), "sums": error(total, want["dx"])}
+
+
+def wrong_use(rank: int) -> Result:
+    """What is refused, on every process; none waits for another."""
+    group, size, _ = world()
+    made: dict[str, Any] = {"tp_group": group, "sequence_parallel": True, "device": "cpu"}
+    alone = [dist.new_group([i]) for i in range(size)][rank]
+    column = mz.Linear(32, 32, parallel_mode="column", **made)
+    row = mz.Linear(32, 32, parallel_mode="row", **made)
+    mixed = recipe.MXFP8BlockScaling() if rank else recipe.Float8CurrentScaling()
+    chained = FORMATS["hybrid_chained"].quantizer()
+
+    def changes_recipe() -> None:
+        module = mz.Linear(32, 32, parallel_mode="column", **made)
+        with mz.autocast(recipe=recipe.Float8BlockScaling()):
+            module(torch.ones(32, 32))
+        with mz.autocast(recipe=mixed):
+            module(torch.ones(32, 32))
+
+    def under(module: Any, **region: Any) -> None:
+        with mz.autocast(**region):
+            module(torch.ones(32, 32))
+
+    cases: dict[str, Callable[[], Any]] = {
+        "size": lambda: mz.Linear(32, 32, parallel_mode="column", tp_size=size + 1, **made),
+        "no group": lambda: mz.Linear(32, 32, parallel_mode="column", tp_size=size, device="cpu")(torch.ones(4, 32)),
+        "group set": lambda: mz.Linear(32, 32, parallel_mode="row", tp_size=size).set_tensor_parallel_group(alone),
+        "layer group": lambda: layer_of(tp_size=size, set_parallel_mode=True).set_tensor_parallel_group(alone),
+        "features": lambda: mz.Linear(32, 32 * size + 1, parallel_mode="column", **made),
+        "heads": lambda: mz.MultiheadAttention(32, 1, set_parallel_mode=True, **made),
+        "tokens": lambda: row(torch.ones(size + 1, 32 // size)),
+        "no tokens": lambda: row(torch.ones(32 // size)),
+        "uneven": lambda: mz.Linear(32, 32, parallel_mode="column", **made)(torch.ones(4 + rank, 32)),
+        "dtypes": lambda: mz.LayerNormLinear(32, 32, parallel_mode="column", **made)(
+            torch.ones(4, 32, dtype=torch.bfloat16 if rank else torch.float32)
+        ),
+        "recipes": lambda: under(column, recipe=mixed),
+        "recipe changes": changes_recipe,
+        "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
+        "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
+        "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
+    }
+    found: Result = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "accepted"
+        except ValueError as refused:
+            found[name] = str(refused)
+    return found
+
+
+CHECKS: tuple[Callable[[int], Result], ...] = (
+    norms,
+    norm_outputs,
+    layers,
+    set_later,
+    compiled_layer,
+    reductions,
+    losses,
+    grouped,
+    wrong_use,
+)

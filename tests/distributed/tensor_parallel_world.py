@@ -1,0 +1,208 @@
+"""What each process computes with its part of a linear, beside the whole one."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mezzotint as mz
+from mezzotint import ops
+from mezzotint.distributed import reduce_gradients
+from mezzotint.distributed.shards import can_gather, gather_rows, quantize_shard
+from tests.distributed.parallel import (
+    BITWISE,
+    Sent,
+    differing,
+    draw,
+    error,
+    make,
+    part,
+    part_like,
+    split_of,
+    step,
+    unit,
+    world,
+)
+from tests.quantizer_formats import FORMATS, same_bytes
+from tests.recipes import RECIPES, VARIANTS
+from tests.worlds import Result
+
+MODES = ("column", "row")
+
+
+def linear_case(name: str, mode: str, sp: bool, tokens: int, steps: int = 1) -> Result:
+    """A linear of this mode against the whole one: what differs, and how far off the sums over processes are."""
+    group, size, _ = world()
+    width = unit(name) * size
+    whole = make(mz.Linear, width, width)
+    split = make(mz.Linear, width, width, parallel_mode=mode, tp_group=group, sequence_parallel=sp)
+    wrong = [key for key, p in split.named_parameters() if not torch.equal(p, part_like(p, getattr(whole, key)))]
+    sums = []
+    for i in range(steps):
+        x, dy = draw(tokens * size, 1, width, seed=1 + i) * (1 + i), draw(tokens * size, 1, width, seed=50 + i)
+        want = step(whole, x, dy, BITWISE[name])
+        got = step(split, *split_of(mode, sp, x, dy), BITWISE[name])
+        expected = {"weight": part_like(split.weight, want["weight"])}
+        summed = "dx" if mode == "column" else "y"
+        if mode == "column":
+            expected |= {"y": part(want["y"], -1), "bias": part(want["bias"], 0)}
+        else:
+            expected |= {"dx": part(want["dx"], -1)}
+            split.bias.grad = got["bias"]
+            reduce_gradients(split, group)
+            sums.append(error(split.bias.grad, want["bias"]))
+            split.bias.grad = None
+        wrong += [f"{key} of step {i}" for key in differing(got, expected)]
+        sums.append(error(got[summed], part(want[summed], 0) if sp else want[summed]))
+    return {"wrong": wrong, "sums": max(sums)}
+
+
+def linears(rank: int) -> Result:
+    """Every recipe with whole and with split tokens; in a world of two every variant with split ones."""
+    cases = [(name, mode, sp) for name in RECIPES for mode in MODES for sp in (False, True)]
+    cases += [(name, mode, True) for name in VARIANTS for mode in MODES if world()[1] == 2]
+    return {
+        f"{name} {mode} {'tokens' if sp else 'whole'}": linear_case(
+            name, mode, sp, unit(name), 3 if "delayed" in name else 1
+        )
+        for name, mode, sp in cases
+    }
+
+
+RAGGED = {"mxfp8": 24, "nvfp4": 24, "block": 40, "custom": 8, "rowwise": 5, "current": 5, "nvfp4-row-scaled": 8}
+
+
+def ragged(rank: int) -> Result:
+    """Numbers of tokens that blocks along them do not divide: gathered before they are quantized, to the same bits."""
+    cases = [(name, mode) for name in RAGGED for mode in MODES]
+    return {f"{name} {mode}": linear_case(name, mode, True, RAGGED[name]) for name, mode in cases}
+
+
+def no_tokens(rank: int) -> Result:
+    """Of no process."""
+    return {
+        f"{name} {mode} {sp}": linear_case(name, mode, sp, 0)
+        for name in ("none", "current", "mxfp8", "nvfp4")
+        for mode in MODES
+        for sp in (False, True)
+    }
+
+
+def shards(rank: int) -> Result:
+    """Buffers of every format: those of the whole, of each direction, put together from parts of 128 tokens."""
+    group, size, _ = world()
+    wrong, gathered = [], []
+    x = draw(64 * size, 2, 192, seed=3) * torch.linspace(0.1, 4, 64 * size)[:, None, None].bfloat16()
+    for fmt in FORMATS.values():
+        for columnwise in (False, True):
+            quantizer = fmt.quantizer(rowwise=not columnwise, columnwise=columnwise)
+            if fmt.is_random or not can_gather(quantizer, 128, columnwise=columnwise):
+                continue
+            if fmt.name == "hybrid_chained" and columnwise:
+                continue  # refused: see `wrong_use`
+            made, _ = quantize_shard(part(x, 0), quantizer, None, group, 0)
+            want, _ = quantize_shard(x, quantizer, None, group, None)
+            gathered.append(f"{fmt.name} {'column' if columnwise else 'row'}")
+            got = gather_rows(made, group)
+            if got.shape != want.shape or not same_bytes(got, want):
+                wrong.append(gathered[-1])
+    return {"wrong": wrong, "gathered": gathered}
+
+
+def sent(rank: int) -> Result:
+    """Bytes that a forward and a backward of each mode give to collectives."""
+    group, size, _ = world()
+    found: Result = {}
+    for name in RECIPES:
+        width, tokens = unit(name) * size, unit(name)
+        for mode in MODES:
+            module = make(
+                mz.Linear, width, width, bias=False, parallel_mode=mode, tp_group=group, sequence_parallel=True
+            )
+            x, dy = split_of(mode, True, draw(tokens * size, width, seed=1), draw(tokens * size, width, seed=2))
+            step(module, x, dy, RECIPES[name])
+            with Sent() as counted:
+                step(module, x, dy, RECIPES[name])
+            found[f"{name} {mode}"] = counted.bytes
+    return found
+
+
+def options(rank: int) -> Result:
+    """Kept weights, a saved original input, delayed gradients, main_grad, ops.Linear: nothing but the way differs."""
+    group, size, _ = world()
+    width = 32 * size
+    found: Result = {}
+    for name in ("current", "nvfp4", "mxfp8"):
+        for mode in MODES:
+            shared: dict[str, Any] = {"parallel_mode": mode, "tp_group": group, "sequence_parallel": True}
+            inputs = split_of(mode, True, draw(width, width, seed=1), draw(width, width, seed=2))
+            plain = make(mz.Linear, width, width, **shared)
+            want = step(plain, *inputs, BITWISE[name])
+            kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+                "first": (plain, {"is_first_microbatch": True}),
+                "second": (plain, {"is_first_microbatch": False}),
+                "original": (make(mz.Linear, width, width, save_original_input=True, **shared), {}),
+                "late": (make(mz.Linear, width, width, delay_wgrad_compute=True, **shared), {}),
+            }
+            for kind, (module, kwargs) in kinds.items():
+                got = step(module, *inputs, BITWISE[name], **kwargs)
+                if kind == "late":
+                    module.backward_dw()
+                    got["weight"] = module.weight.grad
+                found[f"{name} {mode} {kind}"] = differing(got, want)
+            op = ops.Linear(
+                width,
+                width,
+                device="cpu",
+                dtype=torch.bfloat16,
+                tensor_parallel_mode=mode,
+                tensor_parallel_group=group,
+                sequence_parallel=True,
+            )
+            op.load_state_dict(plain.state_dict())
+            got = step(op, *inputs, BITWISE[name])
+            names = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
+            found[f"{name} {mode} op"] = differing({names.get(key, key): value for key, value in got.items()}, want)
+    return found
+
+
+class Stack(torch.nn.Module):
+    """A column-parallel and a row-parallel linear, as they come in pairs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        shared: dict[str, Any] = {"tp_group": world()[0], "sequence_parallel": True}
+        self.up = make(mz.Linear, width, width, parallel_mode="column", **shared)
+        self.down = make(mz.Linear, width, width, parallel_mode="row", **shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def compiled_case(name: str, backend: str = "aot_eager") -> Result:
+    """Eager and compiled code side by side over three steps: what differs, graphs, breaks."""
+    _, size, _ = world()
+    width = unit(name) * size
+    eager, twin = Stack(width), Stack(width)
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    call = torch.compile(twin, fullgraph=True, backend=counter)
+    warnings.filterwarnings("ignore", ".*script_method", DeprecationWarning)  # of what Inductor imports
+    wrong = []
+    for i in range(3):
+        x, dy = draw(unit(name), 2, width, seed=i) * (1 + i), draw(unit(name), 2, width, seed=9 + i)
+        want, got = step(eager, x, dy, RECIPES[name]), step(twin, x, dy, RECIPES[name], call)
+        wrong += [f"{key} of step {i}" for key in differing(got, want)]
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return {"wrong": wrong, "graphs": counter.frame_count, "breaks": breaks}
+
+
+def compiled(rank: int) -> Result:
+    return {name: compiled_case(name) for name in RECIPES} | {"mxfp8 inductor": compiled_case("mxfp8", "inductor")}
+
+
+CHECKS: tuple[Callable[[int], Result], ...] = (linears, ragged, no_tokens, shards, sent, options, compiled)
+CHECKS_OF_FOUR: tuple[Callable[[int], Result], ...] = (linears, ragged, shards)

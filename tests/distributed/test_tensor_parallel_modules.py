@@ -1,0 +1,109 @@
+"""Norms with linears, attention and transformer layers over processes; the loss; maxima; wrong use, on every rank."""
+
+import pytest
+import torch
+
+from tests.distributed.tensor_parallel_modules_world import CHECKS, LAYERS
+from tests.recipes import RECIPES
+from tests.worlds import World, results, run_world
+
+SIZE = 2
+BOUND = 2.0**-6  # as of the linears
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_norms_with_linears(world: World, recipe: str) -> None:
+    """Gradients of weights, and a column-parallel output, are bit for bit those of one process."""
+    for found in results(world, "norms"):
+        cases = {case: made for case, made in found.items() if case.split()[0] == recipe}
+        assert len(cases) >= 3
+        for case, made in cases.items():
+            assert made["wrong"] == [], case
+            assert made["sums"] <= BOUND, case
+
+
+def test_outputs_of_norms(world: World) -> None:
+    for found in results(world, "norm_outputs"):
+        assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_transformer_layer(world: World, kind: str) -> None:
+    """In FP32: nothing but the order of sums differs."""
+    for found in results(world, "layers"):
+        cases = {case: made for case, made in found.items() if case.split()[0] == kind}
+        assert cases
+        for case, made in cases.items():
+            # One code that rounds the other way is 2^-4 of a value; there are 128 in a sum.
+            bound = 1e-5 if case.endswith("none") else 0.02
+            assert made["parts"] <= bound, case
+            assert made["sums"] <= bound, case
+
+
+def test_a_group_that_is_set_later(world: World) -> None:
+    for found in results(world, "set_later"):
+        assert found["error"] <= 1e-5
+
+
+def test_a_compiled_layer(world: World) -> None:
+    for found in results(world, "compiled_layer"):
+        assert found == {"wrong": [], "graphs": 1}
+
+
+def test_maxima_over_a_group(world: World) -> None:
+    """Delayed scaling: one collective for all modules, the largest of all processes, in eager and compiled code."""
+    made = results(world, "reductions")
+    for found in made:
+        assert found["calls"] == {"all_reduce float32": 1}
+        assert found["calls without"] == {}
+        assert found["same everywhere"]
+        assert found["compiled"]
+    own = [found["own"] for found in made]
+    assert not torch.equal(own[0], own[1])
+    assert own[0][:, 1:].all()
+    assert torch.equal(made[0]["reduced"], torch.maximum(own[0], own[1]))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_of_a_split_vocabulary(world: World, smoothing: float, compiles: bool) -> None:
+    for found in results(world, "losses"):
+        assert found[f"{smoothing} {compiles}"]["error"] <= 1e-6
+        assert found[f"{smoothing} {compiles}"]["ignored"] == 0.0
+
+
+def test_grouped_linear(world: World) -> None:
+    for found in results(world, "grouped"):
+        assert found["wrong"] == []
+        assert found["sums"] <= BOUND
+
+
+REFUSED = {
+    "size": "tp_size is 3, tp_group has 2 processes",
+    "no group": "tp_size is 2 and there is no group: give tp_group, or call set_tensor_parallel_group",
+    "group set": "tp_group has 1 processes, the module was made for tp_size=2",
+    "layer group": "tp_group has 1 processes, the module was made for tp_size=2",
+    "features": "out_features is 65: it must be divisible by the 2 processes",
+    "heads": "num_attention_heads is 1: it must be divisible by the 2 processes",
+    "tokens": "inp has shape (3, 16): sequence_parallel gives each of 2 processes a part of the first dimension",
+    "no tokens": "inp has shape (16,): sequence_parallel needs",
+    "uneven": "inp is not the same on the 2 processes of the group: rank 0 has (4, 32)",
+    "dtypes": "rank 0 has (4, 32) of torch.float32; rank 1 has (4, 32) of torch.bfloat16",
+    "recipes": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling",
+    "recipe changes": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling",
+    "one without": "recipe is not the same on the 2 processes of the group: rank 0 has",
+    "ops": "in_features is 31: it must be divisible by the 2 processes",
+    "chained": "columnwise_source is 'rowwise_dequantized'",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_use_is_refused_on_every_rank(world: World, case: str) -> None:
+    for found in results(world, "wrong_use"):
+        assert found.keys() == REFUSED.keys()
+        assert REFUSED[case] in found[case]
