@@ -264,7 +264,7 @@ class FusedAdam(FusedOptimizer):
                     scales.append(state.get(f"{name}_scale", state["step"]))  # of none: something to keep the place
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         """One update of every parameter that has a gradient.
 
         `grad_scaler` (torch.amp.GradScaler): gradients are divided by its scale, unless it has done so, and where one
@@ -357,4 +357,4 @@ class FusedAdam(FusedOptimizer):
         if is_unscaled:
             return found_inf, grads
         scale = grad_scaler._get_scale_async().to(grads[0].device)
-        return found_inf, torch._foreach_div(grads, scale)
+        return found_inf, list(torch._foreach_div(grads, scale))

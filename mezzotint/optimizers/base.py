@@ -58,7 +58,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "and quantized parameters; give the others to an optimizer of torch.optim"
                 )
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or fill them with zeros; None: as the constructor was told, else drop."""
         if set_to_none is None:
             set_to_none = True if self.set_grad_none is None else self.set_grad_none
@@ -74,7 +74,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 else:
                     param.decoupled_grad.zero_()
 
-    def _gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, param: Any) -> torch.Tensor | None:
         """Of this process's part of the parameter."""
         grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
         if grad is None:
@@ -84,8 +84,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(param.shape)} has a sparse gradient, which {type(self).__name__} does "
                 "not take: use torch.optim.SparseAdam, or an embedding with sparse=False"
             )
-        if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:  # type: ignore[attr-defined]
-            grad = grad.redistribute(placements=param.placements)  # type: ignore[attr-defined]
+        if is_sharded(grad) and is_sharded(param) and grad.placements != param.placements:
+            grad = grad.redistribute(placements=param.placements)
         return local(grad)
 
 
@@ -112,10 +112,11 @@ def is_own_master(param: torch.Tensor) -> bool:
     return not isinstance(param, QuantizedTensor) and param.dtype == torch.float32 and param.is_contiguous()
 
 
-def as_fp32(param: torch.Tensor) -> torch.Tensor:
+def as_fp32(param: Any) -> torch.Tensor:
     """What a step computes on: FP32 and contiguous; the parameter itself, or a copy."""
     if isinstance(param, QuantizedTensor):
-        return param.detach().dequantize(dtype=torch.float32)
+        param = param.detach()
+        return param.dequantize(dtype=torch.float32)
     return param.float().contiguous()
 
 
