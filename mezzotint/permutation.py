@@ -135,7 +135,8 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
     """inp [N, H] in chunks of `split_sizes` rows → the chunks in the order of `sorted_index`, a permutation."""
-    return _Reorder.apply(inp, _sorted_rows(inp, split_sizes, sorted_index))
+    sizes, order = _check_chunks(inp, split_sizes, sorted_index)
+    return sort_chunks(inp, sizes, order)
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -143,8 +144,13 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and the probability of each row [N] along with it."""
     _check_probs("probs", probs, inp.shape[:1])
-    rows = _sorted_rows(inp, split_sizes, sorted_index)
-    return _Reorder.apply(inp, rows), probs.index_select(0, rows)
+    sizes, order = _check_chunks(inp, split_sizes, sorted_index)
+    return sort_chunks(inp, sizes, order), probs.index_select(0, _sorted_rows(probs.shape[0], sizes, order))
+
+
+def sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The same without looking at what is in the tensors: x [N, H], int64 sizes and order [chunks] on x's device."""
+    return _Reorder.apply(x, _sorted_rows(x.shape[0], sizes, order))
 
 
 # Rows of tokens
@@ -189,22 +195,10 @@ def _sources(row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
     return made.scatter(0, torch.where(flat < 0, rows, flat), places)[:rows]
 
 
-def _sorted_rows(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
-    """int64 [N]: the row of inp that comes to each row."""
-    on_device = {"device": inp.device, "dtype": torch.int64}
-    sizes, order = torch.as_tensor(split_sizes, **on_device), torch.as_tensor(sorted_index, **on_device)
-    if inp.dim() != 2 or sizes.dim() != 1 or sizes.shape != order.shape:
-        raise ValueError(
-            f"inp has shape {tuple(inp.shape)}, split_sizes {tuple(sizes.shape)}, sorted_index {tuple(order.shape)}: "
-            "give a matrix, the rows of each chunk, and the chunks in their new order"
-        )
-    if inp.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
-        if int(sizes.sum()) != inp.shape[0] or bool((sizes < 0).any()):
-            raise ValueError(f"split_sizes is {sizes.tolist()}, inp has {inp.shape[0]} rows: it must add up to them")
-        if order.sort().values.tolist() != list(range(order.shape[0])):
-            raise ValueError(f"sorted_index is {order.tolist()}: give each of {order.shape[0]} chunks once")
+def _sorted_rows(count: int, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """int64 [count]: the row that comes to each row."""
     starts, ends = (sizes.cumsum(0) - sizes)[order], sizes[order].cumsum(0)
-    rows = torch.arange(inp.shape[0], device=inp.device)
+    rows = torch.arange(count, device=sizes.device)
     if order.shape[0] == 0:
         return rows
     chunk = torch.searchsorted(ends, rows, right=True)
@@ -333,3 +327,19 @@ def _check_probs(name: str, probs: torch.Tensor, shape: Any) -> None:
         raise ValueError(f"{name} has shape {tuple(probs.shape)}: it must be {tuple(shape)}, one for each place")
     if not probs.is_floating_point():
         raise TypeError(f"{name} is {probs.dtype}: give floats")
+
+
+def _check_chunks(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as int64 tensors on inp's device."""
+    sizes, order = (torch.as_tensor(x, dtype=torch.int64, device=inp.device) for x in (split_sizes, sorted_index))
+    if inp.dim() != 2 or sizes.dim() != 1 or sizes.shape != order.shape:
+        raise ValueError(
+            f"inp has shape {tuple(inp.shape)}, split_sizes {tuple(sizes.shape)}, sorted_index {tuple(order.shape)}: "
+            "give a matrix, the rows of each chunk, and the chunks in their new order"
+        )
+    if inp.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+        if int(sizes.sum()) != inp.shape[0] or bool((sizes < 0).any()):
+            raise ValueError(f"split_sizes is {sizes.tolist()}, inp has {inp.shape[0]} rows: it must add up to them")
+        if order.sort().values.tolist() != list(range(order.shape[0])):
+            raise ValueError(f"sorted_index is {order.tolist()}: give each of {order.shape[0]} chunks once")
+    return sizes, order

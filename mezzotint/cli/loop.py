@@ -58,6 +58,8 @@ class Training:
     def __init__(self, config: RunConfig, text: Text) -> None:
         self.config, self.step = config, 0
         train = config.train
+        if train.compile and config.model.experts:
+            raise CommandError("--experts: how many rows an expert gets is known when it runs; give --no-compile")
         self.device = find_device(train.device)
         self.recipe = find_recipe(train.recipe)
         self.batches = Batches(text, config.model.sequence, config.model.batch, train.seed)

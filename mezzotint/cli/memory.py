@@ -3,10 +3,15 @@
 One step of a model of `SAMPLED` layers is run in a `FakeTensorMode`, and every storage is counted from its allocation
 to its end. The step falls into parts at the borders between layers; since all layers are alike, the step of a model of
 any depth is the same parts with those of the middle layer repeated.
+
+In a world of several processes it is the first one's step, in a process group that is fake too: the collectives run,
+send nothing, and are counted as they would be sent. Routers are taken to spread their tokens evenly.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,30 +19,37 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzotint.cli.model import LanguageModel, ModelConfig
+from mezzotint.cli.parallel import Layout, balanced_exchange, fake_world, make_meshes, make_model, reduce_gradients
+from mezzotint.cli.traffic import SentBytes
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 
-SAMPLED, MIDDLE = 3, 1  # layers of the model that is run, and the one of them that stands for all that are left out
+# Layers of the model that is run, and the one of them that stands for all that are left out: what FSDP2 keeps from one
+# layer to the next in backward begins with the last but one.
+SAMPLED, MIDDLE = 4, 1
+ALONE = Layout()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a step: what is alive at its end, and at most, over what was alive at its beginning."""
+    """A stretch of a step: what is alive at its end, and at most, over what was at its beginning; what it sent."""
 
     name: str
     end: int
     peak: int
+    sent: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes of a training step."""
+    """Bytes of a training step, of one process."""
 
-    parameters: int  # how many
+    parameters: int  # how many it has
     saved_per_layer: int
     saved: int
     weights: int  # parameters and buffers
@@ -45,86 +57,137 @@ class StepMemory:
     optimizer: int
     peak: int  # all of them, and what is computed on the way
     peak_in: str  # the part of the step that has the peak
+    sent: dict[str, int]  # to others, by the kind of collective
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts storages that were made while it is on, until they are freed."""
 
-    def __init__(self) -> None:
+    def __init__(self, sent: SentBytes | None = None) -> None:
+        """`sent`: what is sent is noted for each part."""
         super().__init__()
         self.live = self.peak = self._start = 0
         self.parts: list[Part] = []
+        self._sent = SentBytes() if sent is None else sent
+        self._sent_before: Counter[str] = Counter()
         self._known: set[int] = set()
+        self._sizes: dict[int, tuple[Any, int]] = {}  # of those that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._measure()
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
             if isinstance(value, torch.Tensor):
-                self._add(value.untyped_storage())
+                self._add(storage_of(value))
         return made
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """What was there before."""
-        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+        self._known.update(storage_of(tensor)._cdata for tensor in tensors)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
         self._known.add(key)
+        self._sizes[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key, size)
+        weakref.finalize(storage, self._drop, key)
 
-    def _drop(self, key: int, size: int) -> None:
+    def _drop(self, key: int) -> None:
         self._known.discard(key)
-        self.live -= size
+        self.live -= self._sizes.pop(key)[1]
+
+    def _measure(self) -> None:
+        """FSDP2 takes the memory of gathered weights away from their storages and gives it back: no operation does."""
+        if not torch.distributed.is_initialized():
+            return
+        for key, (found, size) in list(self._sizes.items()):
+            storage = found()
+            if storage is not None and storage.nbytes() != size:
+                self.live += storage.nbytes() - size
+                self._sizes[key] = found, storage.nbytes()
+        self.peak = max(self.peak, self.live)
 
     def end_part(self, name: str) -> None:
-        self.parts.append(Part(name, self.live - self._start, self.peak - self._start))
+        self._measure()
+        sent = dict(self._sent.total - self._sent_before)
+        self._sent_before = self._sent.total.copy()
+        self.parts.append(Part(name, self.live - self._start, self.peak - self._start, sent))
         self._start = self.peak = self.live
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """On this process."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 class SavedBytes:
     """Counts what autograd saves, each storage once, without those of `but`: `with saved.hooks(): forward`."""
 
     def __init__(self, but: Iterable[torch.Tensor]) -> None:
-        self.total = 0
-        self._seen = {tensor.untyped_storage()._cdata for tensor in but}
+        self._own = {storage_of(tensor)._cdata for tensor in but}
+        self._saved: dict[int, Any] = {}
+
+    @property
+    def total(self) -> int:
+        """As of now: a weight that FSDP2 has gathered is saved, and loses its memory when it is sharded again."""
+        found = [storage() for storage in self._saved.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
 
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)  # what is saved lives until backward: no other storage gets its address
-            self.total += storage.nbytes()
+        storage = storage_of(tensor)
+        if storage._cdata not in self._own:
+            # What is saved lives until backward: no other storage gets its address.
+            self._saved.setdefault(storage._cdata, weakref.ref(storage))
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
 
-def plan_step(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = torch.float32) -> StepMemory:
+def plan_step(
+    config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = torch.float32, layout: Layout = ALONE
+) -> StepMemory:
     """A step with AdamW, in eager mode: forward, backward, update. `dtype` is the parameters'."""
+    layout.check_model(config)
+    with nullcontext() if layout.world == 1 else fake_world(layout.world):
+        return _plan(config, recipe, dtype, layout)
+
+
+def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout) -> StepMemory:
     sampled = min(config.layers, SAMPLED)
     middle = min(MIDDLE, sampled - 1)
     more = config.layers - sampled  # layers that are left out
+    meshes = make_meshes(layout) if layout.world > 1 else None
     with FakeTensorMode():
-        model = LanguageModel(replace(config, layers=sampled), dtype=dtype)
+        shallow = replace(config, layers=sampled)
+        model = make_model(shallow, layout, meshes, recipe, dtype=dtype, exchange=balanced_exchange)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
-        live, saved = LiveBytes(), SavedBytes(model.parameters())
+        sent = SentBytes()
+        live, saved = LiveBytes(sent), SavedBytes(model.parameters())
         live.ignore([*model.parameters(), *model.buffers(), tokens])
         marks = _watch(model, live, saved)
-        with live:
+        with live, sent:
             with autocast(enabled=recipe is not None, recipe=recipe), saved.hooks():
                 loss = model(tokens, tokens)
+            saved_in_all = saved.total
             loss.backward()
             del loss
             live.end_part("backward of the embedding")
+            if meshes is not None and not layout.fsdp:
+                for number, layer in enumerate(model.layers):
+                    reduce_gradients(layer, meshes)
+                    live.end_part(_reduction(number))
+                reduce_gradients(model, meshes, but=model.layers)
+                live.end_part("gradients of the embedding")
             optimizer.step()  # makes its state, which the next step finds; it needs nothing else
 
         def bytes_of(tensors: Iterable[Any]) -> int:
-            return sum(tensor.untyped_storage().nbytes() for tensor in tensors if isinstance(tensor, torch.Tensor))
+            storages = [storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
         def in_all(count: Callable[[nn.Module], int]) -> int:
             return count(model) + count(model.layers[middle]) * more
@@ -132,19 +195,23 @@ def plan_step(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = t
         def states(module: nn.Module) -> int:
             return sum(bytes_of(optimizer.state[parameter].values()) for parameter in module.parameters())
 
+        def numbers(module: nn.Module) -> int:
+            return sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+
         weights = in_all(lambda module: bytes_of([*module.parameters(), *module.buffers()]))
         updates = in_all(states)
         per_layer = marks[middle + 1] - marks[middle]
         peak, where = _find_peak(live.parts, middle, more)
         return StepMemory(
-            parameters=in_all(lambda module: sum(parameter.numel() for parameter in module.parameters())),
+            parameters=in_all(numbers),
             saved_per_layer=per_layer,
-            saved=saved.total + per_layer * more,
+            saved=saved_in_all + per_layer * more,
             weights=weights,
             gradients=in_all(lambda module: bytes_of(parameter.grad for parameter in module.parameters())),
             optimizer=updates,
             peak=weights + updates + peak,
             peak_in=where,
+            sent=_sent_in_all(live.parts, middle, more),
         )
 
 
@@ -174,14 +241,30 @@ def _backward(number: int) -> str:
     return f"backward of layer {number}"
 
 
+def _reduction(number: int) -> str:
+    return f"gradients of layer {number}"
+
+
+def _repeats(part: Part, middle: int, more: int) -> int:
+    """How many times a part comes in the whole model."""
+    return more + 1 if part.name in (_forward(middle), _backward(middle), _reduction(middle)) else 1
+
+
 def _find_peak(parts: list[Part], middle: int, more: int) -> tuple[int, str]:
     """Of the parts one after another, the middle layer's `more` times more; and where it is."""
     level = peak = 0
     where = ""
     for part in parts:
-        repeats = more + 1 if part.name in (_forward(middle), _backward(middle)) else 1
-        for _ in range(repeats):
+        for _ in range(_repeats(part, middle, more)):
             if level + part.peak > peak:
                 peak, where = level + part.peak, part.name.rstrip(" 0123456789")
             level += part.end
     return peak, where
+
+
+def _sent_in_all(parts: list[Part], middle: int, more: int) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        for kind, size in part.sent.items():
+            total[kind] += size * _repeats(part, middle, more)
+    return dict(total)

@@ -3,6 +3,7 @@
     tokens → embedding → layers × (attention with RoPE and grouped heads, SwiGLU; RMSNorm before each) → RMSNorm → head
 
 Linear layers are quantized as the recipe in force says. Embedding, attention, norms and head are BF16, parameters FP32.
+With `experts` a layer has a mixture of them instead of its MLP.
 """
 
 import json
@@ -20,8 +21,10 @@ from torch.nn import functional
 
 from mezzotint.attention.rope import RotaryPositionEmbedding
 from mezzotint.cli.console import CommandError
+from mezzotint.cli.mixture import Mixture
 from mezzotint.cli.options import check, option
 from mezzotint.cross_entropy import parallel_cross_entropy
+from mezzotint.distributed.expert import Exchange, plan_exchange
 from mezzotint.module.norm import RMSNorm
 from mezzotint.transformer import TransformerLayer
 
@@ -43,6 +46,8 @@ class ModelConfig:
     batch: int = option(8, "sequences in a micro-batch", at_least=1)
     rope_base: float = option(10000.0, "base of the rotary positions", at_least=1.0)
     tied: bool = option(False, "the head's weight is the embedding's")
+    experts: int = option(0, "MLPs in a layer, of which each token uses topk; 0: one MLP for all", at_least=0)
+    topk: int = option(2, "experts of a token", at_least=1)
 
     def __post_init__(self) -> None:
         check(self)
@@ -52,6 +57,8 @@ class ModelConfig:
             raise CommandError(f"a head has {self.channels} channels: rotary positions turn pairs, give an even number")
         if self.heads % self.kv_heads:
             raise CommandError(f"kv_heads is {self.kv_heads}: give a divisor of heads={self.heads}")
+        if self.experts and self.topk > self.experts:
+            raise CommandError(f"topk is {self.topk}: give at most experts={self.experts}")
 
     @property
     def channels(self) -> int:
@@ -86,6 +93,9 @@ ALIASES = {
     "micro_batch_size": "batch",
     "rope_theta": "rope_base",
     "tie_word_embeddings": "tied",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "num_experts_per_tok": "topk",
 }
 # Configurations of Hugging Face that are this model; they have many keys that say nothing of sizes.
 LLAMA_TYPES = ("llama", "mistral")
@@ -143,12 +153,22 @@ class LanguageModel(nn.Module):
     angles: torch.Tensor  # FP32 [s, 1, 1, channels]
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        expert_group: Any = None,
+        exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
     ) -> None:
+        """`expert_group`: processes that share the experts, None for all that there are; `exchange`: see Mixture."""
         super().__init__()
         made: dict[str, Any] = {"device": device, "params_dtype": dtype}
         self.embedding = nn.Embedding(config.vocab, config.hidden, device=device, dtype=dtype)
         self.layers = nn.ModuleList([_make_layer(config, number, made) for number in range(1, config.layers + 1)])
+        if config.experts:
+            for layer in self.layers:
+                layer.layernorm_mlp = _make_mixture(config, group=expert_group, exchange=exchange, **made)
         self.norm = RMSNorm(config.hidden, **made)
         self.head = None if config.tied else nn.Linear(config.hidden, config.vocab, False, device=device, dtype=dtype)
         with torch.no_grad():
@@ -180,7 +200,7 @@ def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> Trans
         attention_dropout=0.0,
         init_method=_normal(INIT_STD),
         # What is added to the stream is small at the start, however many layers add to it.
-        output_layer_init_method=_normal(INIT_STD / math.sqrt(2 * config.layers)),
+        output_layer_init_method=_small(config),
         layer_number=number,
         bias=False,
         activation="swiglu",
@@ -190,6 +210,22 @@ def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> Trans
         name=f"layers.{number - 1}",
         **made,
     )
+
+
+def _make_mixture(config: ModelConfig, **options: Any) -> Mixture:
+    return Mixture(
+        config.hidden,
+        config.ffn,
+        config.experts,
+        config.topk,
+        init_method=_normal(INIT_STD),
+        output_init_method=_small(config),
+        **options,
+    )
+
+
+def _small(config: ModelConfig) -> Callable[[torch.Tensor], Any]:
+    return _normal(INIT_STD / math.sqrt(2 * config.layers))
 
 
 def _normal(std: float) -> Callable[[torch.Tensor], Any]:

@@ -23,7 +23,7 @@ import torch.distributed._functional_collectives as functional
 
 from mezzotint.distributed.collectives import wait
 from mezzotint.distributed.groups import local_size, world_size
-from mezzotint.permutation import moe_sort_chunks_by_index
+from mezzotint.permutation import sort_chunks
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -92,7 +92,7 @@ def _sort(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return x
     order = torch.arange(outer * inner, device=x.device).view(outer, inner).t().reshape(-1)
     flat = x.reshape(x.shape[0], x.shape[1:].numel())
-    return moe_sort_chunks_by_index(flat, counts.reshape(-1), order).view(x.shape)
+    return sort_chunks(flat, counts.reshape(-1), order).view(x.shape)
 
 
 def _all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
@@ -114,8 +114,8 @@ class _AllToAll(torch.autograd.Function):
 
 def _exchanged(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
     group = torch.distributed.group.WORLD if group is None else group
-    sizes = (None, None) if sent is None else (list(received), list(sent))
-    return wait(functional.all_to_all_single(x.contiguous(), *sizes, group))
+    received, sent = (None, None) if sent is None else (list(received), list(sent))
+    return wait(functional.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 def _check_rows(name: str, x: torch.Tensor, sizes: tuple[int, ...]) -> None:

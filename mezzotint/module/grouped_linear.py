@@ -152,7 +152,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         )
         y, *amaxes = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
         self._record(call, amaxes, weight_amaxes)
-        y = y.view(*inp.shape[:-1], self.out_features)
+        y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:
             check_buffer("out", out, y)
             y = _WriteInto.apply(y, out)

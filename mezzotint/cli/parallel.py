@@ -1,0 +1,155 @@
+"""How processes share a model: replicas, shards of weights, experts.
+
+    world = shard · expert · tensor        a mesh of processes, the last dimension the nearest
+
+A group of `tensor` processes works on one batch. The replicas are shard · expert: each has a batch of its own, all of
+them share the weights (`fsdp`) or have copies of them. Experts are spread over `expert` replicas, and each of them is
+shared, or copied, by the `shard` processes that have it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed._tools.fake_collectives  # which lets collectives run on fake tensors
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mezzotint.cli.console import CommandError
+from mezzotint.cli.mixture import Mixture
+from mezzotint.cli.model import LanguageModel, ModelConfig
+from mezzotint.cli.options import check, option
+from mezzotint.distributed.expert import Exchange, plan_exchange
+from mezzotint.distributed.fsdp import low_precision_gather
+from mezzotint.distributed.groups import rank_in, world_size
+from mezzotint.recipe import Recipe
+
+DIMENSIONS = ("shard", "expert", "tensor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many processes there are, and what each dimension of them shares."""
+
+    world: int = option(1, "processes", at_least=1)
+    tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
+    fsdp: bool = option(False, "replicas share weights, gradients and optimizer state")
+    ep: int = option(1, "replicas that share the experts", at_least=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.world % (self.tp * self.ep):
+            raise CommandError(f"--world is {self.world}: give a multiple of --tp {self.tp} times --ep {self.ep}")
+
+    @property
+    def replicas(self) -> int:
+        return self.world // self.tp
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Whether the model can be shared so."""
+        if self.ep > 1 and (not config.experts or config.experts % self.ep):
+            raise CommandError(f"--ep is {self.ep}, the model has {config.experts} experts: give a divisor of them")
+        if self.tp > 1:
+            raise CommandError("--tp: the model's layers cannot be split yet; leave it 1")
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """A world of any size, of which this process is the first, and in which nothing is sent."""
+    if dist.is_initialized():
+        raise CommandError("--world: this process is one of a world already; plan in a process of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The processes that this one shares something with."""
+
+    replicas: DeviceMesh  # what is no expert
+    copies: DeviceMesh  # its experts
+    replica_group: Any
+    copy_group: Any
+    expert_group: Any  # those that together have all experts
+
+
+def make_meshes(layout: Layout, device_type: str = "cpu") -> Meshes:
+    """A collective. Not inside of a FakeTensorMode, which a mesh's own tensors are not made for."""
+    shape = (layout.replicas // layout.ep, layout.ep, layout.tp)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    replicas, copies = mesh["shard", "expert"]._flatten("replicas"), mesh["shard"]
+    return Meshes(replicas, copies, replicas.get_group(), copies.get_group(), mesh["expert"].get_group())
+
+
+def make_model(
+    config: ModelConfig,
+    layout: Layout,
+    meshes: Meshes | None,
+    recipe: Recipe | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
+) -> LanguageModel:
+    """This process's part of the model; all of it without meshes."""
+    layout.check_model(config)
+    group = None if meshes is None else meshes.expert_group
+    model = LanguageModel(config, dtype=dtype, expert_group=group, exchange=exchange)
+    if layout.fsdp and meshes is not None:
+        shard(model, meshes, recipe)
+    return model
+
+
+def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
+    """FSDP2, layer by layer: weights of GEMMs are gathered as the recipe quantizes them, the others in BF16."""
+    if recipe is not None:
+        low_precision_gather(model, recipe, one_direction=True)
+    options: dict[str, Any] = {
+        # Inputs are BF16 already, but for the angles of positions, which stay as they are.
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
+        "reshard_after_forward": True,
+    }
+    for layer in model.layers:
+        for experts in _experts(layer):
+            fully_shard(experts, mesh=meshes.copies, **options)
+        fully_shard(layer, mesh=meshes.replicas, **options)
+    fully_shard(model, mesh=meshes.replicas, **options)
+
+
+def reduce_gradients(module: nn.Module, meshes: Meshes, but: nn.Module | None = None) -> None:
+    """The sum over the copies of each parameter, those of `but` left out; FSDP2 does it by itself."""
+    done = set() if but is None else set(but.parameters())
+    for group, parameters in (
+        (meshes.copy_group, [p for experts in _experts(module) for p in experts.parameters()]),
+        (meshes.replica_group, module.parameters()),
+    ):
+        for parameter in parameters:
+            if parameter not in done and parameter.grad is not None:
+                done.add(parameter)
+                summed = functional.wait_tensor(functional.all_reduce(parameter.grad, "sum", group))
+                parameter.grad.copy_(summed)
+
+
+def _experts(module: nn.Module) -> list[nn.Module]:
+    """Those that replicas do not share."""
+    return [part.experts for part in module.modules() if isinstance(part, Mixture)]
+
+
+def balanced_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None) -> Exchange:
+    """What `plan_exchange` gives where every process has as many rows, evenly over experts. Reads nothing."""
+    count, experts = world_size(group), tokens_per_expert.shape[0]
+    each = [rows // experts + (expert < rows % experts) for expert in range(experts)]
+    local = experts // count
+    sent = tuple(sum(each[place : place + local]) for place in range(0, experts, local))
+    start = rank_in(group) * local
+    mine = each[start : start + local]
+    counts = torch.tensor([mine] * count, device=tokens_per_expert.device)
+    return Exchange(sent, (sum(mine),) * count, tuple(count * size for size in mine), counts)

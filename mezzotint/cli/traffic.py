@@ -1,0 +1,99 @@
+"""What a process sends, counted collective by collective as they run, in a real world or in a fake one.
+
+Bytes that leave this process in the cheapest known way, n being those of the whole tensor, over P processes:
+
+    all-gather, reduce-scatter   n · (P - 1) / P
+    all-reduce                   n · (P - 1) / P twice
+    all-to-all                   n less the part that it keeps
+    broadcast                    n
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NAMESPACES = ("c10d", "_c10d_functional")
+SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
+
+
+def _bytes(value: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(value) if isinstance(t, torch.Tensor))
+
+
+def _others(size: int, group: Any) -> int:
+    """The bytes of a tensor that are not this process's part."""
+    count = group.size()
+    return size * (count - 1) // count
+
+
+def _exchanged(x: torch.Tensor, splits: Any, group: Any) -> int:
+    """Of rows that go to all processes, those that leave this one."""
+    if not splits:
+        return _others(_bytes(x), group)
+    rows = sum(splits) - splits[dist.get_rank(group)]
+    return rows * x[:1].numel() * x.element_size() if x.shape[0] else 0
+
+
+# By the name of the operation: its kind, and bytes from (arguments, group). Those that write have their output first.
+COLLECTIVES: dict[str, tuple[str, Callable[[Any, Any], int]]] = {
+    "_allgather_base_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
+    "allgather_into_tensor_coalesced_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
+    "all_gather_into_tensor": ("all-gather", lambda args, group: _bytes(args[0]) * (group.size() - 1)),
+    "all_gather_into_tensor_out": ("all-gather", lambda args, group: _bytes(args[0]) * (group.size() - 1)),
+    "all_gather_into_tensor_coalesced": ("all-gather", lambda args, group: _bytes(args[0]) * (group.size() - 1)),
+    "_reduce_scatter_base_": ("reduce-scatter", lambda args, group: _others(_bytes(args[1]), group)),
+    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", lambda args, group: _others(_bytes(args[1]), group)),
+    "reduce_scatter_tensor": ("reduce-scatter", lambda args, group: _others(_bytes(args[0]), group)),
+    "reduce_scatter_tensor_out": ("reduce-scatter", lambda args, group: _others(_bytes(args[0]), group)),
+    "reduce_scatter_tensor_coalesced": ("reduce-scatter", lambda args, group: _others(_bytes(args[0]), group)),
+    "allreduce_": ("all-reduce", lambda args, group: 2 * _others(_bytes(args[0]), group)),
+    "all_reduce": ("all-reduce", lambda args, group: 2 * _others(_bytes(args[0]), group)),
+    "all_reduce_": ("all-reduce", lambda args, group: 2 * _others(_bytes(args[0]), group)),
+    "all_reduce_coalesced": ("all-reduce", lambda args, group: 2 * _others(_bytes(args[0]), group)),
+    "all_reduce_coalesced_": ("all-reduce", lambda args, group: 2 * _others(_bytes(args[0]), group)),
+    "alltoall_base_": ("all-to-all", lambda args, group: _exchanged(args[1], args[4], group)),
+    "all_to_all_single": ("all-to-all", lambda args, group: _exchanged(args[0], args[2], group)),
+    "broadcast_": ("broadcast", lambda args, group: _bytes(args[0]) if group.size() > 1 else 0),
+    "broadcast": ("broadcast", lambda args, group: _bytes(args[0]) if group.size() > 1 else 0),
+}
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts while it is on: `with sent: step`, then `sent.total`, by the kind of collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in NAMESPACES:
+            self._add(func._schema.name.split("::")[1], args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _add(self, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        if name in SILENT:
+            return
+        if name not in COLLECTIVES:
+            raise NotImplementedError(f"{name} is a collective that is not counted: give it a line in COLLECTIVES")
+        kind, count = COLLECTIVES[name]
+        size = count(args, _find_group((*args, *kwargs.values())))
+        if size:
+            self.total[kind] += size
+
+
+def _find_group(values: tuple[Any, ...]) -> Any:
+    """The process group among an operation's arguments: itself, in a box, or by its name, which comes last."""
+    for value in reversed(values):
+        if isinstance(value, ProcessGroup):
+            return value
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            return ProcessGroup.unbox(value)
+        if isinstance(value, str) and value not in ("sum", "avg", "max", "min", "product"):
+            return _resolve_process_group(value)  # type: ignore[arg-type]
+    raise ValueError("a collective without a process group")
