@@ -2,7 +2,7 @@
 
 import torch as _torch
 
-from mezzotint import custom_recipes, dynamo, ops, optimizers, recipe, router
+from mezzotint import cpp_extensions, custom_recipes, dynamo, ops, optimizers, recipe, router
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.multihead import MultiheadAttention
@@ -135,6 +135,7 @@ __all__ = [
     "checkpoint",
     "convert",
     "convert_report",
+    "cpp_extensions",
     "custom_recipes",
     "deinterleave_glu_tensor",
     "dynamo",
