@@ -1,7 +1,7 @@
 """`checkpoint`: torch's activation checkpointing for code with quantized modules in it.
 
 The recomputation runs under the recipe of the first run, wherever backward is called, with the scales of the first
-run; it enters no maximum a second time and keeps no workspace.
+run; it enters no maximum a second time and keeps no workspace. Random numbers are the same again.
 """
 
 from collections.abc import Callable
@@ -52,21 +52,31 @@ class _Recomputation:
 
 
 class _Run:
-    """The function, run once under the state that it met, and again under the same."""
+    """The function, run once under the state that it met, and again under the same.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    The tracker's generators go on from where the first run ended, however often it is run again.
+    """
+
+    def __init__(self, function: Callable[..., Any], get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self.function = function
         self.state = get_autocast_state()
         self.recomputation = _Recomputation(STATE.recomputation)
+        self.tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+        self.rng_states = None if self.tracker is None else self.tracker.get_states()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer, outer_recomputation = get_autocast_state(), STATE.recomputation
+        outer_rng = self.tracker.get_states() if self.tracker is not None and self.recomputation.has_run else None
         self.recomputation.start()
         set_autocast_state(self.state)
         STATE.recomputation = self.recomputation
+        if outer_rng is not None:
+            self.tracker.set_states(self.rng_states)
         try:
             return self.function(*args, **kwargs)
         finally:
+            if outer_rng is not None:
+                self.tracker.set_states(outer_rng)
             set_autocast_state(outer)
             STATE.recomputation = outer_recomputation
             self.recomputation.has_run = True
@@ -83,10 +93,14 @@ def checkpoint(
 ) -> Any:
     """`function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
 
-    Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to it.
+    `get_rng_state_tracker` gives the `CudaRNGStatesTracker` that the function forks, so that it draws the same numbers
+    again. Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to it.
     """
     if distribute_saved_activations:
-        raise NotImplementedError("distribute_saved_activations: tensor parallelism is not there yet; leave it False")
+        raise NotImplementedError(
+            "distribute_saved_activations: what is saved stays whole on each process; leave it False, and split tokens "
+            "with sequence_parallel"
+        )
     if torch.compiler.is_compiling():
         # The compiler recomputes operations, not Python: there is no second run. But it would read delayed scaling's
         # scales again, after they were written: modules refuse that.
@@ -96,4 +110,4 @@ def checkpoint(
         return made
     if use_reentrant:  # torch takes no keyword arguments of the function then
         function = partial(function, **{name: kwargs.pop(name) for name in [*kwargs] if name not in TORCH_OPTIONS})
-    return torch_checkpoint(_Run(function), *args, use_reentrant=use_reentrant, **kwargs)
+    return torch_checkpoint(_Run(function, get_rng_state_tracker), *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,6 +1,7 @@
 """What each process computes with its part of norms with linears, attention, a transformer layer, a loss, and how wrong
 use is refused."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -261,6 +262,79 @@ def grouped(rank: int) -> Result:
     return {"wrong": differing(got, expected), "sums": error(total, want["dx"])}
 
 
+def copies(rank: int) -> Result:
+    """A copy is in the group of its original; a checkpoint recomputes with the same collectives; weights that are kept
+    quantized, and parameters that leave the meta device, are parts like others."""
+    group, size, _ = world()
+    shared: dict[str, Any] = {"tp_group": group, "set_parallel_mode": True, "sequence_parallel": True}
+    wrong = []
+    layer = layer_of(**shared)
+    x, dy = (draw(16, 2, 128, seed=seed, dtype=torch.float32) for seed in (1, 2))
+    want = step(layer, x, dy, RECIPES["mxfp8"])
+    wrong += [f"copy: {key}" for key in differing(step(copy.deepcopy(layer), x, dy, RECIPES["mxfp8"]), want)]
+    for recomputes in (False, True):
+
+        def again(x: torch.Tensor, recomputes: bool = recomputes) -> torch.Tensor:
+            return mz.checkpoint(layer, x, use_reentrant=recomputes)
+
+        wrong += [f"checkpoint: {key}" for key in differing(step(layer, x, dy, RECIPES["mxfp8"], again), want)]
+    with mz.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        whole, kept = (make(mz.LayerNormMLP, 64 * size, 64 * size, **options) for options in ({}, shared))
+    x, dy = draw(64 * size, 64 * size, seed=1), draw(64 * size, 64 * size, seed=2)
+    made = compare(whole, kept, x, dy, "mxfp8")
+    wrong += [f"quantized: {key}" for key in made["wrong"]]
+    torch.manual_seed(0)
+    drawn = mz.Linear(8, 8 * size, parallel_mode="column", tp_group=group, device="cpu")
+    with torch.device("meta"):
+        late = mz.Linear(8, 8 * size, parallel_mode="column", tp_group=group)
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        late.reset_parameters()
+    if not torch.equal(late.weight, drawn.weight) or vars(late.weight) != vars(drawn.weight):
+        wrong.append("meta")
+    return {"wrong": wrong, "sums": made["sums"]}
+
+
+def stochastic(rank: int) -> Result:
+    """Parts of a gradient draw on their own: as far from one process as that is from itself with other numbers."""
+    group, size, _ = world()
+    width = 64 * size
+    x, dy = draw(width, width, seed=1), draw(width, width, seed=2)
+    whole = make(mz.Linear, width, width)
+    split = make(mz.Linear, width, width, parallel_mode="column", tp_group=group, sequence_parallel=True)
+    want = step(whole, x, dy, RECIPES["nvfp4"])
+    leaf = x.clone().requires_grad_()
+    torch.manual_seed(6)
+    with mz.autocast(recipe=RECIPES["nvfp4"]):
+        whole(leaf).backward(dy)
+    got = step(split, part(x, 0), part(dy, -1), RECIPES["nvfp4"])
+
+    def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float((a.float() - b.float()).norm() / b.float().norm())
+
+    return {
+        "y": torch.equal(got["y"], part(want["y"], -1)),
+        "dx": distance(got["dx"], part(want["dx"], 0)) / distance(leaf.grad, want["dx"]),
+        "dw": distance(got["weight"], part(want["weight"], 0)) / distance(whole.weight.grad, want["weight"]),
+    }
+
+
+def dynamic(rank: int) -> Result:
+    """No other graph for other numbers of tokens."""
+    group, _, _ = world()
+    shared: dict[str, Any] = {"tp_group": group, "set_parallel_mode": True, "sequence_parallel": True}
+    eager, twin = (make(mz.LayerNormMLP, 64, 64, **shared) for _ in range(2))
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(twin, fullgraph=True, backend=counter, dynamic=True)
+    wrong, graphs = [], []
+    for rows in (32, 64, 96):
+        x, dy = draw(rows, 2, 64, seed=rows), draw(rows, 2, 64, seed=rows + 1)
+        want, got = step(eager, x, dy, RECIPES["mxfp8"]), step(twin, x, dy, RECIPES["mxfp8"], call)
+        wrong += [f"{key} of {rows}" for key in differing(got, want)]
+        graphs.append(counter.frame_count)
+    return {"wrong": wrong, "later graphs": graphs[-1] - graphs[0]}
+
+
 def wrong_use(rank: int) -> Result:
     """What is refused, on every process; none waits for another."""
     group, size, _ = world()
@@ -320,5 +394,8 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     reductions,
     losses,
     grouped,
+    copies,
+    stochastic,
+    dynamic,
     wrong_use,
 )

@@ -83,6 +83,24 @@ def test_grouped_linear(world: World) -> None:
         assert found["sums"] <= BOUND
 
 
+def test_copies_checkpoints_and_quantized_weights(world: World) -> None:
+    for found in results(world, "copies"):
+        assert found["wrong"] == []
+        assert found["sums"] <= BOUND
+
+
+def test_stochastic_rounding(world: World) -> None:
+    for found in results(world, "stochastic"):
+        assert found["y"]
+        assert 0.5 < found["dx"] < 1.5
+        assert found["dw"] < 1.5  # of the first columns, which the first process has, the numbers are the same
+
+
+def test_numbers_of_tokens_share_a_graph(world: World) -> None:
+    for found in results(world, "dynamic"):
+        assert found == {"wrong": [], "later graphs": 0}
+
+
 REFUSED = {
     "size": "tp_size is 3, tp_group has 2 processes",
     "no group": "tp_size is 2 and there is no group: give tp_group, or call set_tensor_parallel_group",
