@@ -30,7 +30,7 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
-from mezzotint.distributed.groups import part_of, rank_in, resolve_size, world_size
+from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.parameters import check_features, default_init, resolve_device
 from mezzotint.quantization import STATE
@@ -116,11 +116,9 @@ class DotProductAttention(nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of tensor parallelism: attention itself asks nothing of other processes."""
-        if tp_group is not None and world_size(tp_group) != self.tp_size:
-            raise ValueError(
-                f"tp_group has {world_size(tp_group)} processes, the module was made for tp_size={self.tp_size}: give a "
-                "group of that many"
-            )
+        if self.tp_size == 1:  # it has all heads
+            return
+        check_group(tp_group, self.tp_size)
         self.tp_rank = 0 if tp_group is None else rank_in(tp_group)
 
     def set_context_parallel_group(

@@ -47,6 +47,15 @@ def resolve_size(tp_group: Any, tp_size: int) -> int:
     return size
 
 
+def check_group(tp_group: Any, tp_size: int) -> None:
+    """A group that a module gets later has as many processes as the module was made for."""
+    size = tp_size if tp_group is None else world_size(tp_group)
+    if size != tp_size:
+        raise ValueError(
+            f"tp_group has {size} processes, the module was made for tp_size={tp_size}: give a group of that many"
+        )
+
+
 def check_agreed(group: Any, **values: str) -> None:
     """The same on every process of the group, or an error on every one of them. A collective: all must call it."""
     if torch.distributed.get_backend(group) == "fake":  # nobody answers

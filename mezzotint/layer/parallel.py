@@ -6,12 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import check_agreed, resolve_size, world_size
+from mezzotint.distributed.groups import check_agreed, check_group, resolve_size
 from mezzotint.functional.parallel import Parallel
 from mezzotint.layer.state import StatefulModule
 from mezzotint.quantization import STATE
-
-MODES = (None, "column", "row")
 
 
 class ParallelModule(StatefulModule):
@@ -32,12 +30,7 @@ class ParallelModule(StatefulModule):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of processes that share the weights: as many as the module was made for."""
-        size = 1 if tp_group is None else world_size(tp_group)
-        if tp_group is not None and size != self.tp_size:
-            raise ValueError(
-                f"tp_group has {size} processes, the module was made for tp_size={self.tp_size}: give a group of that "
-                "many"
-            )
+        check_group(tp_group, self.tp_size)
         self.tp_group, self._agreed = tp_group, None
 
     def _parallel(self, gemm: int) -> Parallel | None:

@@ -169,12 +169,12 @@ def options(rank: int) -> Result:
 
 
 class Stack(torch.nn.Module):
-    """A column-parallel and a row-parallel linear, as they come in pairs."""
+    """A norm, a column-parallel and a row-parallel linear, as they come in pairs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         shared: dict[str, Any] = {"tp_group": world()[0], "sequence_parallel": True}
-        self.up = make(mz.Linear, width, width, parallel_mode="column", **shared)
+        self.up = make(mz.LayerNormLinear, width, width, parallel_mode="column", **shared)
         self.down = make(mz.Linear, width, width, parallel_mode="row", **shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
