@@ -4,10 +4,14 @@ The graphs are those that a backend of `torch.compile` gets, after AOTAutograd h
 one call of kernels; so a fusion that is lost, a tensor that is quantized twice, a new cast or copy shows as another
 number here, on any machine. Operators that only look at memory in another way (views) are not counted. PyTorch's own
 operators stand in the table as `other`, by name, although a compiler may make one kernel of several.
+
+What an operator of ours launches on a Hopper GPU is counted as well (`KERNELS`): its CUDA code runs on tensors without
+data, and Triton's kernels and PyTorch's operators are noted instead of launched.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +19,14 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 import mezzotint as mz
-from mezzotint import recipe
+from mezzotint import hw, recipe
+from mezzotint.kernels import _lib, gemm, quantize_ops
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.recipe import Recipe
 from tests.recipes import RECIPES as SHORT_HISTORY
 
@@ -152,13 +161,12 @@ def kind(node: Any) -> str:
     return KINDS[max(endings, key=len)] if endings else name
 
 
-def launches(layer: nn.Module, chosen: Recipe | None, **kwargs: Any) -> list[Counter[str]]:
-    """Counts of a forward and of its backward, compiled whole."""
-    graphs: list[Counter[str]] = []
+def graphs_of(layer: nn.Module, x: torch.Tensor, chosen: Recipe | None, **kwargs: Any) -> list[torch.fx.Graph]:
+    """Of a forward and of its backward, compiled whole."""
+    graphs: list[torch.fx.Graph] = []
 
     def record(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        graphs.append(Counter(kind(node) for node in module.graph.nodes if node.op == "call_function"))
-        del graphs[-1][""]
+        graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
     backend = aot_autograd(
@@ -168,11 +176,19 @@ def launches(layer: nn.Module, chosen: Recipe | None, **kwargs: Any) -> list[Cou
         keep_inference_input_mutations=True,
     )
     call = torch.compile(layer, fullgraph=True, backend=backend)
-    x = torch.randn(2, 32, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with mz.autocast(enabled=chosen is not None, recipe=chosen):
-        y = call(x, **kwargs)
+        y = call(x.requires_grad_(), **kwargs)
     y.backward(torch.ones_like(y))
     return graphs
+
+
+def launches(layer: nn.Module, chosen: Recipe | None, **kwargs: Any) -> list[Counter[str]]:
+    """Columns of the tables, forward and backward."""
+    graphs = graphs_of(layer, torch.randn(2, 32, HIDDEN, dtype=torch.bfloat16), chosen, **kwargs)
+    found = [Counter(kind(node) for node in graph.nodes if node.op == "call_function") for graph in graphs]
+    for counts in found:
+        del counts[""]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -195,3 +211,116 @@ def test_kept_weights(layer: str) -> None:
     found = launches(module, chosen, is_first_microbatch=False)
     for way, counts in zip(("forward", "backward"), found, strict=True):
         assert counts == expected(KEPT_WEIGHTS, layer, way), way
+
+
+# What each operator of a LayerNormMLP launches on a Hopper GPU, in order; several ways of one operator between bars.
+# Names with `_kernel` are Triton's, the others PyTorch's or operators of ours. `to` is to the same dtype: no launch.
+KERNELS: dict[str, str] = {
+    "delayed": """
+        norm_stats                                    _stats_kernel
+        float8_quantize_scaled                        zero_ _cast_tile_kernel
+        float8_quantize_scaled_of_norm                zero_ _cast_tile_kernel
+        float8_quantize_scaled_of_activation          zero_ _cast_tile_kernel
+        float8_quantize_scaled_of_activation_backward zero_ activation_backward _cast_tile_kernel
+        gemm                                          _scaled_mm
+        norm_backward                                 _backward_kernel _finish_kernel""",
+    "current": """
+        norm_stats                             _stats_kernel
+        float8_quantize                        _amax_kernel _cast_tile_kernel
+        float8_quantize_of_norm                _amax_tile_kernel _cast_tile_kernel
+        float8_quantize_of_activation          new_zeros _write_kernel _cast_tile_kernel
+        float8_quantize_of_activation_backward new_zeros _gated_backward_kernel _cast_tile_kernel
+        gemm                                   _scaled_mm
+        norm_backward                          _backward_kernel _finish_kernel""",
+    "rowwise": """
+        norm_stats                                     _stats_kernel
+        float8_rowwise_quantize                        _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize_of_norm                _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize_of_activation          activation_forward _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize_of_activation_backward activation_backward _partial_kernel _finish_kernel _cast_kernel
+        gemm                                           _scaled_mm
+        norm_backward                                  _backward_kernel _finish_kernel""",
+    "block": """
+        norm_stats                                   _stats_kernel
+        float8_block_quantize                        _block_kernel | _square_kernel
+        float8_block_quantize_of_norm                _block_kernel
+        float8_block_quantize_of_activation          _block_kernel
+        float8_block_quantize_of_activation_backward activation_backward _block_kernel
+        gemm                                         _scaled_mm_v2
+        norm_backward                                _backward_kernel _finish_kernel""",
+    "mxfp8": """
+        norm_stats                            _stats_kernel
+        mxfp8_quantize                        _groups_kernel
+        mxfp8_quantize_of_norm                _groups_kernel
+        mxfp8_quantize_of_activation          _groups_kernel
+        mxfp8_quantize_of_activation_backward activation_backward _groups_kernel
+        gemm                                  mxfp8_dequantize mxfp8_dequantize mm
+        norm_backward                         _backward_kernel _finish_kernel""",
+    "nvfp4": """
+        norm_stats                            _stats_kernel
+        nvfp4_quantize                        _amax_kernel _quantize_kernel | _amax_tile_kernel _quantize_kernel
+        nvfp4_quantize_of_norm                norm_apply _amax_tile_kernel _quantize_kernel
+        nvfp4_quantize_of_activation          activation_forward _amax_tile_kernel _quantize_kernel
+        draw_rng                              randint
+        nvfp4_quantize_of_activation_backward activation_backward _amax_tile_kernel _quantize_kernel
+        gemm                                  full nvfp4_dequantize to full nvfp4_dequantize to mul mul mm mul
+        norm_backward                         _backward_kernel _finish_kernel""",
+}
+# No kernel: memory is described, or found.
+FREE = (*VIEWS, "empty", "empty_like", "empty_strided", "new_empty", "select", "unbind", "device")
+PRODUCTS = ("mm", "_scaled_mm", "_scaled_mm_v2")  # without an implementation for tensors without data
+
+
+class Note(TorchDispatchMode):
+    """Adds every operator to the names. Products are only noted."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[-1]
+        if name not in FREE:
+            self.names.append(name)
+        return kwargs["out"] if name in PRODUCTS else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def hopper() -> Iterator[list[str]]:
+    """Meanwhile operators of ours may be called by their CUDA code; names of what it would launch on a Hopper GPU."""
+    names: list[str] = []
+    caches = (hw.gemm_backend, quantize_ops._takes_sources)
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.no_grad(), Note(names):
+        patch.setattr(Fast, "launch", lambda self, grid, args, constants: names.append(self.kernel.__name__))
+        patch.setattr(JITFunction, "run", lambda self, *args, **kwargs: names.append(self.__name__))
+        patch.setattr(torch.cuda, "current_device", lambda: None)  # that of a tensor on the CPU
+        patch.setattr(gemm, "capability_of", lambda x: (9, 0))
+        patch.setattr(hw, "cuda_version", lambda: (12, 9))
+        patch.setattr(hw, "has_triton_kernels", lambda: True)
+        for cache in caches:
+            cache.cache_clear()
+        yield names
+    for cache in caches:
+        cache.cache_clear()
+
+
+def without_data(node: torch.fx.Node) -> torch.Tensor:
+    made = node.meta["val"]
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name: str) -> None:
+    """At a size that takes more than one program."""
+    size = 512
+    layer = mz.LayerNormMLP(size, size, activation="swiglu", **OPTIONS)
+    graphs = graphs_of(layer, torch.randn(size, size, dtype=torch.bfloat16), RECIPES[name])
+    found: dict[str, set[str]] = {}
+    with hopper() as names:
+        for node in [node for graph in graphs for node in graph.nodes if node.target in _lib._IMPLEMENTATIONS]:
+            names.clear()
+            _lib._IMPLEMENTATIONS[node.target][1](*torch.fx.map_arg(node.args, without_data))
+            found.setdefault(node.target._schema.name.split("::")[-1], set()).add(" ".join(names))
+    wanted = [line.split(maxsplit=1) for line in KERNELS[name].strip().splitlines()]
+    assert found == {operator: set(kernels.split(" | ")) for operator, kernels in wanted}
