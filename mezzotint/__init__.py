@@ -11,6 +11,7 @@ from mezzotint.checkpoint import checkpoint
 from mezzotint.constants import DType
 from mezzotint.convert.model import convert, convert_report, unconvert
 from mezzotint.cross_entropy import parallel_cross_entropy
+from mezzotint.distributed.rng import CudaRNGStatesTracker
 from mezzotint.dynamo import (
     TensorProto,
     is_value_opaque_quantizer,
@@ -84,6 +85,7 @@ __version__ = "0.1.0.dev0"
 _torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantizer])
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
