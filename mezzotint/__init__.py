@@ -18,6 +18,7 @@ from mezzotint.dynamo import (
     register_value_opaque_quantizer,
     to_tensor_proto,
 )
+from mezzotint.export import onnx_export
 from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.graph import make_graphed_callables
 from mezzotint.module.grouped_linear import GroupedLinear
@@ -28,6 +29,7 @@ from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
 from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.optimizers.newton_schulz import newton_schulz
 from mezzotint.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -41,6 +43,7 @@ from mezzotint.quantization import (
     fp8_autocast,
     fp8_model_init,
     get_align_size_for_quantization,
+    get_cudnn_version,
     get_default_recipe,
     get_device_compute_capability,
     is_bf16_available,
@@ -78,6 +81,7 @@ from mezzotint.tensor.quantizer import Quantizer, rebuild_quantizer
 from mezzotint.tensor.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.transformer import TransformerLayer
+from mezzotint.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 __version__ = "0.1.0.dev0"
 
@@ -132,6 +136,7 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TensorProto",
     "TransformerLayer",
+    "UserBufferQuantizationMode",
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",
@@ -140,13 +145,16 @@ __all__ = [
     "cpp_extensions",
     "custom_recipes",
     "deinterleave_glu_tensor",
+    "destroy_ub",
     "dynamo",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
     "get_cpu_offload_context",
+    "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "initialize_ub",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
@@ -163,6 +171,8 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "newton_schulz",
+    "onnx_export",
     "ops",
     "optimizers",
     "parallel_cross_entropy",

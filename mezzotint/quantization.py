@@ -306,6 +306,13 @@ def get_device_compute_capability() -> tuple[int, int]:
     return hw.capability() or (0, 0)
 
 
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that PyTorch has; (0, 0, 0) without one."""
+    version = (torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None) or 0
+    major, rest = divmod(version, 1000 if version < 90000 else 10000)
+    return major, rest // 100, rest % 100
+
+
 def is_non_tn_fp8_gemm_supported() -> bool:
     """Whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
     cc = get_device_compute_capability()

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "mezzotint"
 
 # Lowest first. A name is a file or a folder of the package; those of one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("constants",),
+    ("constants", "export", "userbuffers"),
     ("hw",),
     ("kernels",),
     ("tensor",),
@@ -31,6 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("cpp_extensions", "custom_recipes"),
     ("quantization", "recipe_state"),
     ("global_state",),
+    ("float8_tensor", "fp8"),
     ("layer",),
     ("module", "ops"),
     ("attention", "cross_entropy", "router"),

@@ -14,6 +14,7 @@ from mezzotint.optimizers.multi_tensor import (
     multi_tensor_sgd,
     multi_tensor_unscale_l2norm,
 )
+from mezzotint.optimizers.newton_schulz import newton_schulz
 from mezzotint.optimizers.sgd import FusedSGD
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "multi_tensor_scale_tensor",
     "multi_tensor_sgd",
     "multi_tensor_unscale_l2norm",
+    "newton_schulz",
 ]
