@@ -11,8 +11,10 @@ it, and `load_full_state` gives it back, to a model in shards or to a whole one.
 A checkpoint is there when all of it is: DCP writes `.metadata` last.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,14 @@ def save(
 ) -> Future[Any] | None:
     """Write model, optimizer and `extra` (equal on all processes) to a new folder. All processes call it.
 
-    `is_async` copies everything, writes it in a thread and gives its future; it needs a group that the CPU can use.
+    `is_async` copies everything, writes it in a thread and gives its future. It needs a `process_group` of its own that
+    serves the CPU: `torch.distributed.new_group(backend="gloo")`.
     """
+    if is_async and process_group is None:
+        raise ValueError(
+            "is_async without process_group: training goes on while the checkpoint is written, which needs a group of "
+            "its own then; make one at the start, torch.distributed.new_group(backend='gloo'), and give it"
+        )
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
     state = {"model": plain_state(model), "extra": dict(_tensors(extra or {}))}
@@ -62,7 +70,8 @@ def save(
         started = dcp.async_save(state, **where)
         assert isinstance(started, Future)
         return started
-    dcp.save(state, no_dist=not is_initialized(), **where)
+    with _in_one_process():
+        dcp.save(state, no_dist=not is_initialized(), **where)
     return None
 
 
@@ -86,11 +95,20 @@ def load(
     if optimizer is not None:
         # Before the weights: without state yet, the optimizer takes a step to get one.
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
+    with _in_one_process():
+        dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
     _set_learnt(model, state["model"])
     return state["extra"]
+
+
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Without DCP's warning that torch.distributed is not in use, which is as well."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+        yield
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:

@@ -13,8 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
-from mezzotint.tensor.quantize import update_quantized
-from mezzotint.tensor.sharding import directions, gathered, send_shard, whole_amaxes
+from mezzotint.tensor.sharding import directions, gathered, send_shard, update_shard
 from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
@@ -105,8 +104,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             if self._shard_group is None or self._quantizer is None:
                 QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
             else:
-                given = whole_amaxes(tensor, self._quantizer, self._shard_group)
-                update_quantized(tensor, self, self._quantizer, noop_flag=noop_flag, **given)
+                update_shard(self, tensor, noop_flag)
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mezzotint.tensor.quantize import split_amaxes
+from mezzotint.tensor.quantize import split_amaxes, update_quantized
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -151,20 +151,25 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
             " its rows must divide evenly, in whole blocks; keep it in high precision (without quantized_model_init) "
             "and use low_precision_gather"
         )
-    group = mesh.get_group()
     if shard._shard_group is None:
-        shard._shard_group = group
+        shard._shard_group = mesh.get_group()
         _agree(shard)
-    if not in_backward():
-        quantizer.share_amax(lambda amax: largest(amax, group))
     buffers, sent = extract(shard, *which, count)
     return tuple(buffers), (orig_size, quantizer, sent)
+
+
+def update_shard(shard: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+    """Quantize x into a shard as the whole is quantized: by the amaxes of all shards, which are also those kept."""
+    quantizer, group = shard._quantizer, shard._shard_group
+    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **whole_amaxes(x, quantizer, group))
+    quantizer.share_amax(lambda amax: largest(amax, group))
 
 
 def _agree(shard: Any) -> None:
     """One scale for all shards: each may have been quantized on its own before it was known to be one."""
     along = shard._along_rows()
     shared = [buffer.reshape(-1) for name, buffer in shard._buffers() if name not in along]
+    shard._quantizer.share_amax(lambda amax: largest(amax, shard._shard_group))
     if shared:
         both = torch.cat([*shared, *[-buffer for buffer in shared]])
         differs = largest((largest(both, shard._shard_group) != both).any().float(), shard._shard_group)

@@ -13,16 +13,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzotint as mz
 from mezzotint.recipe import Recipe
 
-WIDTH, ROWS = 256, 16  # half of the width is one 128x128 block
+ROWS = 16
 
 
-def model(init: Recipe | None = None, out: int = WIDTH, **options: Any) -> nn.Sequential:
-    """Norm, linear, norm, MLP; quantized weights where `init` is given."""
+def width_of(recipe: str) -> int:
+    """Of the model for a recipe: half of it, a shard's rows, are whole blocks."""
+    return 256 if recipe == "block" else 64
+
+
+def spread_out(weight: torch.Tensor) -> torch.Tensor:
+    """Initial values of very different size, within blocks and between them: formats differ in what they make of it."""
+    exponents = torch.randint(-12, 3, weight.shape)
+    exponents[:, : weight.shape[1] // 2] -= 8
+    return weight.normal_(0.0, 0.05).mul_(2.0**exponents)
+
+
+def model(width: int = 64, init: Recipe | None = None, head: int = 0, **options: Any) -> nn.Sequential:
+    """Norm and linear, norm and MLP, a head where it has outputs; quantized weights where `init` is given."""
     torch.manual_seed(0)
-    options = {"params_dtype": torch.bfloat16, "device": "cpu", **options}
+    options = {"params_dtype": torch.bfloat16, "device": "cpu", "init_method": spread_out, **options}
     with nullcontext() if init is None else mz.quantized_model_init(recipe=init):
-        blocks = mz.LayerNormLinear(WIDTH, WIDTH, **options), mz.LayerNormMLP(WIDTH, WIDTH, **options)
-    return nn.Sequential(*blocks, mz.Linear(WIDTH, out, **options))
+        made = nn.Sequential(mz.LayerNormLinear(width, width, **options), mz.LayerNormMLP(width, width, **options))
+    if head:
+        made.append(mz.Linear(width, head, **options))
+    return made
 
 
 def sharded(made: nn.Sequential, **options: Any) -> nn.Sequential:
@@ -32,30 +46,49 @@ def sharded(made: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(made, **options)
 
 
-def batch(step: int) -> torch.Tensor:
-    """Rows of very different size: formats differ in what they make of them."""
+def batch(step: int, width: int) -> torch.Tensor:
+    """Of elements as different in size."""
     generator = torch.Generator().manual_seed(step)
-    x = torch.randn(ROWS, WIDTH, generator=generator)
-    return (x * 2.0 ** torch.randint(-8, 8, (ROWS, WIDTH), generator=generator)).bfloat16()
+    x = torch.randn(ROWS, width, generator=generator)
+    return (x * 2.0 ** torch.randint(-8, 8, x.shape, generator=generator)).bfloat16()
 
 
-def loss_of(y: torch.Tensor, step: int) -> torch.Tensor:
-    target = torch.randn(y.shape, generator=torch.Generator().manual_seed(1000 + step))
+def loss_of(y: torch.Tensor) -> torch.Tensor:
+    """Against values that a bias alone can learn."""
+    target = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(1000))
     return (y.float() - target).square().mean()
 
 
 def optimizer(made: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(made.parameters(), lr=2e-3)
+    return torch.optim.AdamW(made.parameters(), lr=5e-3)
+
+
+class Steps(nn.Module):
+    """The blocks one after the other, each told which micro-batch it is, or recomputed in backward."""
+
+    def __init__(self, blocks: nn.Sequential, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks, self.reentrant = blocks, reentrant
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x, **kwargs)
+            else:
+                x = mz.checkpoint(block, x.requires_grad_(), use_reentrant=self.reentrant)
+        return x
 
 
 def train(
     made: nn.Module,
     recipe: Recipe | None,
     steps: int,
+    *,
+    width: int = 64,
     call: Callable[..., Any] | None = None,
     microbatches: int = 1,
     first: int = 0,
-    optim: Any = None,
+    optim: torch.optim.Optimizer | None = None,
 ) -> list[float]:
     """Losses of each step; the same batch on every process, so that the mean of gradients over two is exact."""
     optim = optimizer(made) if optim is None else optim
@@ -65,7 +98,7 @@ def train(
         for i in range(microbatches):
             kwargs = {} if microbatches == 1 else {"is_first_microbatch": i == 0}
             with mz.autocast(enabled=recipe is not None, recipe=recipe):
-                loss = loss_of((made if call is None else call)(batch(step + 100 * i), **kwargs), step)
+                loss = loss_of((made if call is None else call)(batch(step + 100 * i, width), **kwargs))
             (loss / microbatches).backward()
         optim.step()
         optim.zero_grad()

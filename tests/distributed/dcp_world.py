@@ -1,0 +1,108 @@
+"""What each of four processes does with checkpoints: written by two of them, read by four, written by four."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mezzotint.distributed.checkpoint import full_state, is_complete, load, load_full_state, plain_state, save
+from mezzotint.distributed.fsdp import low_precision_gather
+from tests.distributed.sharded import model, optimizer, sharded, train
+from tests.recipes import RECIPES
+from tests.worlds import Result
+
+WIDTH = 128  # a quarter of it is one block of MXFP8
+SIZE = 4
+CASES = {
+    "delayed high precision": ("delayed", False),
+    "current quantized": ("current", True),
+    "delayed quantized": ("delayed", True),
+    "mxfp8 quantized": ("mxfp8", True),
+    "nvfp4 quantized": ("nvfp4", True),
+}
+
+
+def folder() -> Path:
+    """Of checkpoints, known to the test and to all processes."""
+    return Path(os.environ["MEZZOTINT_TEST_FOLDER"])
+
+
+def build(case: str, **options: Any) -> nn.Sequential:
+    recipe, quantized = CASES[case]
+    return model(WIDTH, RECIPES[recipe] if quantized else None, **options)
+
+
+def steps(made: nn.Module, case: str, optim: Any, first: int, count: int) -> list[float]:
+    return train(made, RECIPES[CASES[case][0]], count, width=WIDTH, first=first, optim=optim)
+
+
+def written_by_two(rank: int) -> Result:
+    """Two of the four train, and save in between; one checkpoint is written while they train on."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    writers = dist.new_group([0, 1])
+    found: Result = {}
+    for case in CASES if rank < 2 else ():
+        made = sharded(build(case), mesh=mesh)
+        optim = optimizer(made)
+        steps(made, case, optim, 0, 2)
+        path = folder() / f"{case} 2"
+        is_async = case == "delayed high precision"
+        writing = save(path, made, optim, {"step": torch.tensor(2)}, process_group=writers, is_async=is_async)
+        state = full_state(made)
+        losses = steps(made, case, optim, 2, 2)
+        if writing is not None:
+            writing.result()
+        found[case] = {"state": state, "losses": losses, "complete": is_complete(path)}
+        try:
+            save(path, made, process_group=writers)
+        except ValueError as error:
+            found[case]["again"] = str(error)
+    dist.barrier()
+    return found
+
+
+def read_by_four(rank: int) -> Result:
+    """Into models that have learnt something else; saved again, by four."""
+    found: Result = {}
+    for case in CASES:
+        made = build(case)
+        if not CASES[case][1]:
+            low_precision_gather(made, RECIPES[CASES[case][0]])
+        made = sharded(made)
+        optim = optimizer(made)
+        steps(made, case, optim, 50, 1)
+        extra = load(folder() / f"{case} 2", made, optim)
+        found[case] = {"state": full_state(made), "step": extra["step"]}
+        save(folder() / f"{case} 4", made, optim, extra)
+        found[case]["losses"] = steps(made, case, optim, 2, 2)
+    return found
+
+
+def plain(rank: int) -> Result:
+    """A plain state dict into shards, and back."""
+    found: Result = {}
+    for case in CASES:
+        whole = build(case)
+        steps(whole, case, None, 0, 1)
+        state = full_state(whole)
+        made = sharded(build(case))
+        load_full_state(made, state)
+        local = {type(v._local_tensor) for v in plain_state(made).values() if isinstance(v, DTensor)}
+        found[case] = {"expected": state, "state": full_state(made), "kinds": sorted(kind.__name__ for kind in local)}
+    try:
+        load_full_state(made, {})
+    except ValueError as error:
+        found["error"] = str(error)
+    try:
+        load(folder() / "nothing", made)
+    except ValueError as error:
+        found["nothing"] = str(error)
+    return found
+
+
+CHECKS = (written_by_two, read_by_four, plain)

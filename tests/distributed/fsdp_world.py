@@ -1,0 +1,270 @@
+"""What each of two processes computes with FSDP2 and DDP. The batch is the same on both, so that means are exact."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import mezzotint as mz
+from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
+from tests.distributed.sharded import Steps, batch, loss_of, model, optimizer, sent, sharded, train, width_of
+from tests.recipes import RECIPES, VARIANTS
+from tests.worlds import Result
+
+ALL = {**RECIPES, "mxfp8 2d": mz.recipe.MXFP8BlockScaling(enable_2d_quantization=True), **VARIANTS}
+LONG = 50
+
+
+def full(made: nn.Module) -> Result:
+    """Whole parameters by name."""
+    return {name: p.full_tensor().detach().clone() for name, p in made.named_parameters()}
+
+
+def long_run(rank: int) -> Result:
+    """The weights gathered in low precision, in every recipe; what one process computes is for rank 0 alone."""
+    found: Result = {}
+    for name, recipe in RECIPES.items():
+        width = width_of(name)
+        made = model(width)
+        if recipe is not None:
+            low_precision_gather(made, recipe, one_direction=True)
+        made = sharded(made)
+        losses = train(made, recipe, LONG, width=width)
+        found[name] = {"losses": losses, **full(made)}
+        if rank == 0:
+            alone = model(width)
+            losses = train(alone, recipe, LONG, width=width)
+            found[f"{name} alone"] = {"losses": losses, **dict(alone.named_parameters())}
+    return found
+
+
+def ways(name: str, one: bool = False) -> dict[str, Callable[..., Any]]:
+    """How a model comes to be sharded."""
+    recipe, width = ALL[name], width_of(name)
+    made: dict[str, Callable[..., Any]] = {"high precision": lambda **o: sharded(model(width, **o))}
+    if recipe is not None:
+        gathered = low_precision_gather
+        made["gathered"] = lambda **o: sharded(gathered(model(width, **o), recipe, one_direction=one))
+        made["quantized"] = lambda **o: sharded(gathered(model(width, recipe, **o), one_direction=one))
+    return made
+
+
+def alone(name: str, way: str, **options: Any) -> nn.Sequential:
+    return model(width_of(name), ALL[name] if way == "quantized" else None, **options)
+
+
+def short_runs(rank: int) -> Result:
+    """Losses of three steps, sharded and alone, each way."""
+    found: Result = {}
+    for name in ("none", "delayed", "current", "block", "mxfp8", "mxfp8 2d", "nvfp4", "nvfp4-plain"):
+        for one in (False, True) if name in ("mxfp8", "nvfp4-plain") else (False,):
+            for way, make in ways(name, one).items():
+                made, width = make(), width_of(name)
+                kind = type(made[1].fc1_weight._local_tensor).__name__
+                losses = train(made, ALL[name], 3, width=width)
+                expected = train(alone(name, way), ALL[name], 3, width=width) if rank == 0 else None
+                found[f"{name} {way} {one}"] = losses, expected, kind
+    return found
+
+
+def compositions(rank: int) -> Result:
+    """Micro-batches, recomputation, a rank without a shard."""
+    found: Result = {}
+    for name, way in (
+        ("delayed", "high precision"),
+        ("current", "gathered"),
+        ("mxfp8", "gathered"),
+        ("nvfp4", "quantized"),
+        ("delayed", "quantized"),
+    ):
+        recipe, make = ALL[name], ways(name)[way]
+        cases: dict[str, tuple[Callable[[nn.Sequential], nn.Module], dict[str, Any], dict[str, Any]]] = {
+            "micro-batches": (Steps, {"microbatches": 2}, {}),
+            "reentrant": (lambda made: Steps(made, True), {}, {}),
+            "recomputed": (lambda made: Steps(made, False), {}, {}),
+            "no shard": (lambda made: made, {}, {"head": 1} if way != "quantized" else {}),
+        }
+        for case, (wrap, how, options) in cases.items():
+            made = make(**options)
+            losses = train(wrap(made), recipe, 2, **how)
+            expected = train(wrap(alone(name, way, **options)), recipe, 2, **how)
+            found[f"{name} {way} {case}"] = losses, expected
+            if case == "micro-batches":
+                assert all(block._workspaces is None or block._workspaces[0] is None for block in made)
+    return found
+
+
+def compiled(rank: int) -> Result:
+    """Blocks compiled whole: losses and graphs."""
+    warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo looks at grad
+    found: Result = {}
+    for name, way in (
+        ("delayed", "high precision"),
+        ("current", "gathered"),
+        ("mxfp8", "quantized"),
+    ):
+        torch._dynamo.reset()
+        made, counter = ways(name)[way](), CompileCounterWithBackend("aot_eager")
+        for block in made:
+            block.compile(backend=counter, fullgraph=True)
+        losses = train(made, ALL[name], 3)
+        found[f"{name} {way}"] = losses, train(alone(name, way), ALL[name], 3), counter.frame_count
+    return found
+
+
+def bytes_sent(rank: int) -> Result:
+    """Of one step: each gather of a block, forward and then backward, and what its weights and the rest are."""
+    found: Result = {}
+    for name in ("none", "delayed", "current", "rowwise", "block", "mxfp8", "mxfp8 2d", "nvfp4", "nvfp4-plain"):
+        recipe, width = ALL[name], width_of(name)
+        made = model(width, bias=False, normalization="RMSNorm")
+        if recipe is not None:
+            low_precision_gather(made, recipe, one_direction=True)
+        made = sharded(made)
+        for block in made:  # in the order of their gathers
+            block.set_modules_to_forward_prefetch([])
+        with sent() as gathers:
+            train(made, recipe, 1, width=width)
+        found[name] = gathers
+    return found
+
+
+def policy(rank: int) -> Result:
+    """FP32 parameters, BF16 products, gradients summed in FP32."""
+    found: Result = {}
+    for name in ("none", "current", "nvfp4"):
+        losses = []
+        for gathered in (False, True):
+            made = model(params_dtype=torch.float32)
+            if gathered and name != "none":
+                low_precision_gather(made, ALL[name])
+            made = sharded(made, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+            losses.append(train(made, ALL[name], 3))
+            assert all(p.dtype == torch.float32 for p in made.parameters())
+        found[name] = losses
+    return found
+
+
+def between_steps(rank: int) -> Result:
+    """What is done to parameters outside of forward and backward: they are DTensors then."""
+    found: Result = {}
+    for name in ("delayed", "mxfp8"):
+        for way, make in ways(name).items():
+            made, reference = make(), alone(name, way)
+            for which in (made, reference):
+                optim = optimizer(which)
+                train(which, ALL[name], 2, optim=optim)
+                with mz.autocast(recipe=ALL[name]):
+                    loss = loss_of(which(batch(9, 64)))
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(which.parameters(), 0.1)
+                found[f"{name} {way} norm {which is made}"] = getattr(norm, "full_tensor", lambda n=norm: n)()
+                optim.step()
+                optim.zero_grad()
+            state = made.state_dict()
+            other = make()
+            other.load_state_dict(state)
+            weight = made[1].fc1_weight
+            twin = copy.deepcopy(weight)
+            found[f"{name} {way}"] = {
+                "keys": sorted(state) == sorted(reference.state_dict()),
+                "kinds": {type(value._local_tensor).__name__ for k, value in state.items() if "extra" not in k},
+                "copied": type(twin._local_tensor) is type(weight._local_tensor)
+                and torch.equal(twin.full_tensor(), weight.full_tensor()),
+                "losses": [train(which, ALL[name], 1, first=20) for which in (made, other, reference)],
+            }
+    return found
+
+
+def other_modules(rank: int) -> Result:
+    """Experts, and operations: losses, sharded and alone."""
+    found: Result = {}
+    options: dict[str, Any] = {"device": "cpu"}
+
+    def experts() -> nn.Module:
+        return mz.GroupedLinear(3, 64, 64, params_dtype=torch.bfloat16, **options)
+
+    def operations() -> nn.Module:
+        kind = {"dtype": torch.bfloat16, **options}
+        return mz.ops.Sequential(mz.ops.LayerNorm(64, **kind), mz.ops.Linear(64, 64, **kind), mz.ops.GELU())
+
+    for name in ("delayed", "mxfp8"):
+        for make in (experts, operations):
+            losses = []
+            for gathered in (None, False, True):
+                torch.manual_seed(0)
+                made = make()
+                if gathered:
+                    low_precision_gather(made, ALL[name])
+                if gathered is not None:
+                    made = fully_shard(made, reshard_after_forward=True)
+                call = (lambda x, made=made: made(x, [4, 0, 12])) if make is experts else made
+                losses.append(train(made, ALL[name], 3, call=call))
+            found[f"{name} {make.__name__}"] = losses
+    return found
+
+
+def data_parallel(rank: int) -> Result:
+    """DDP; with delayed scaling, whose buffers it sends from rank 0."""
+    found: Result = {}
+    for name in ("delayed", "mxfp8", "nvfp4"):
+        made = DistributedDataParallel(model())
+        found[name] = train(made, ALL[name], 3), train(model(), ALL[name], 3)
+    made = DistributedDataParallel(model())
+    with mz.autocast(recipe=ALL["delayed"]):  # another batch on each rank: scales stay equal all the same
+        loss_of(made(batch(rank, 64) * (1 + 3 * rank))).backward()
+    with mz.autocast(recipe=ALL["delayed"]):
+        made(batch(5, 64))
+    found["scales"] = torch.stack([block.scale_fwd[:2].clone() for block in made.module])
+    return found
+
+
+def wrong_use(rank: int) -> Result:
+    """Errors, on every rank."""
+    recipe = RECIPES["current"]
+    found: Result = {}
+
+    def attempt(name: str, function: Callable[[], Any]) -> None:
+        try:
+            function()
+        except (TypeError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    attempt("no model", lambda: low_precision_gather("model", recipe))  # type: ignore[arg-type]
+    attempt("no recipe", lambda: low_precision_gather(model()))
+    attempt("override", lambda: low_precision_gather(model(), VARIANTS["current-high_precision"]))
+    attempt("twice", lambda: low_precision_gather(low_precision_gather(model(), recipe), recipe))
+    attempt("sharded", lambda: low_precision_gather(sharded(model()), recipe))
+    uneven = fully_shard(ways_of_uneven(recipe))
+    attempt("uneven", lambda: uneven(batch(0, 64)))
+    fused = fully_shard(mz.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu", params_dtype=torch.bfloat16))
+    attempt("main_grad", lambda: fused(batch(0, 64)))
+    found["kept"] = type(ShardedWeight(torch.ones(2, 2), recipe, 0) * 2).__name__
+    dist.barrier()
+    return found
+
+
+def ways_of_uneven(recipe: Any) -> nn.Module:
+    with mz.quantized_model_init(recipe=recipe):
+        return mz.Linear(64, 5, device="cpu", params_dtype=torch.bfloat16)
+
+
+CHECKS = (
+    long_run,
+    short_runs,
+    compositions,
+    compiled,
+    bytes_sent,
+    policy,
+    between_steps,
+    other_modules,
+    data_parallel,
+    wrong_use,
+)

@@ -1,0 +1,104 @@
+"""Checkpoints of sharded models: written by two processes, read by four, written again, read by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
+from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, steps
+from tests.distributed.sharded import optimizer
+from tests.worlds import World, results, run_world
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
+        return run_world(tmp_path_factory.mktemp("dcp"), CHECKS, SIZE)
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert value.dtype == expected[name].dtype, name
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_to_four_to_one(world: World, folder: Path, case: str) -> None:
+    """The state bit for bit, and what follows from it: the same losses at each world size."""
+    two = results(world, "written_by_two")[0][case]
+    assert two["complete"]
+    assert "holds a checkpoint already" in two["again"]
+    for four in results(world, "read_by_four"):
+        assert four[case]["step"] == 2
+        assert_same(four[case]["state"], two["state"])
+        assert four[case]["losses"] == two["losses"]
+    made = build(case)
+    optim = optimizer(made)
+    assert load(folder / f"{case} 4", made, optim)["step"] == 2
+    assert_same(full_state(made), two["state"])
+    assert steps(made, case, optim, 2, 2) == two["losses"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_delayed_scaling_and_quantized_weights_are_in_it(world: World, case: str) -> None:
+    state = results(world, "written_by_two")[0][case]["state"]
+    recipe, quantized = CASES[case]
+    learnt = [name for name in state if name.endswith("_extra_state")]
+    assert len(learnt) == (2 if recipe == "delayed" else 0)
+    assert ("0.weight" in state) != quantized
+    assert any(value.dtype == torch.uint8 for value in state.values()) == quantized
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_states_in_shards(world: World, case: str) -> None:
+    for found in results(world, "plain"):
+        assert_same(found[case]["state"], found[case]["expected"])
+        assert found[case]["kinds"] == ["Tensor"]
+        assert "missing" in found["error"]
+        assert "holds no checkpoint" in found["nothing"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_without_pickle(tmp_path: Path, case: str) -> None:
+    """safetensors, and torch.load with weights_only."""
+    made = build(case)
+    steps(made, case, optimizer(made), 0, 1)
+    state = full_state(made)
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save(state, tmp_path / "model.pt")
+    for read in (load_file(tmp_path / "model.safetensors"), torch.load(tmp_path / "model.pt", weights_only=True)):
+        other = build(case)
+        load_full_state(other, read)
+        assert_same(full_state(other), state)
+        assert steps(other, case, optimizer(other), 5, 1) == steps(made, case, optimizer(made), 5, 1)
+        load_full_state(made, read)
+
+
+def test_what_was_learnt_goes_when_another_checkpoint_has_none(tmp_path: Path) -> None:
+    case = "delayed high precision"
+    fresh, made = build(case), build(case)
+    save(tmp_path / "fresh", fresh)
+    steps(made, case, optimizer(made), 0, 1)
+    assert "0._extra_state" in full_state(made)
+    assert load(tmp_path / "fresh", made) == {}
+    assert_same(full_state(made), full_state(fresh))
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"extra\['step'\] is int: give a tensor"):
+        save(tmp_path, module, extra={"step": 3})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="is_async without process_group"):
+        save(tmp_path, module, is_async=True)
+    with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), the model's \(2, 2\)"):
+        load_full_state(module, {"weight": torch.ones(3, 2), "bias": torch.ones(2)})

@@ -1,0 +1,173 @@
+"""FSDP2 and DDP in a world of two processes (`fsdp_world.py`), against one process, bit for bit.
+
+Both get the same batch, so that the mean of two gradients is exact; sums inside of products are the same in one process
+and in two, since weights are gathered before they are multiplied.
+"""
+
+import pytest
+import torch
+
+from tests.distributed.fsdp_world import CHECKS, LONG
+from tests.recipes import RECIPES
+from tests.worlds import World, results, run_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return run_world(tmp_path_factory.mktemp("fsdp"), CHECKS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fifty_steps_with_weights_gathered_in_low_precision(world: World, recipe: str) -> None:
+    first, second = results(world, "long_run")
+    alone, made = first[f"{recipe} alone"], first[recipe]
+    assert len(made["losses"]) == LONG
+    assert made["losses"] == alone["losses"]
+    assert made["losses"][-1] < 0.9 * made["losses"][0]
+    assert made.keys() == alone.keys() == second[recipe].keys()
+    for name in made.keys() - {"losses"}:
+        assert torch.equal(made[name], alone[name]), name
+        assert torch.equal(made[name], second[recipe][name]), name
+
+
+def test_recipes_differ(world: World) -> None:
+    """What the equalities above are worth: no two recipes have the same losses."""
+    found = results(world, "long_run")[0]
+    losses = [tuple(found[recipe]["losses"]) for recipe in RECIPES]
+    assert len(set(losses)) == len(losses)
+
+
+def test_each_way_of_sharding(world: World) -> None:
+    """High precision, gathered in low precision, quantized weights; one direction at a time or both."""
+    kinds = {
+        "delayed": "Float8Tensor",
+        "current": "Float8Tensor",
+        "block": "Float8BlockwiseQTensor",
+        "mxfp8": "MXFP8Tensor",
+        "mxfp8 2d": "MXFP8Tensor",
+        "nvfp4": "NVFP4Tensor",
+        "nvfp4-plain": "NVFP4Tensor",
+    }
+    first, second = results(world, "short_runs")
+    assert len(first) == 28
+    for key, (losses, expected, kind) in first.items():
+        assert losses == expected, key
+        assert losses == second[key][0], key
+        recipe, way = key.removesuffix(" True").removesuffix(" False"), key
+        for known in ("high precision", "gathered", "quantized"):
+            if recipe.endswith(known):
+                recipe, way = recipe.removesuffix(f" {known}"), known
+        assert kind == {"high precision": "Tensor", "gathered": "ShardedWeight"}.get(way, kinds.get(recipe)), key
+
+
+@pytest.mark.parametrize("case", ["micro-batches", "reentrant", "recomputed", "no shard"])
+def test_compositions(world: World, case: str) -> None:
+    for found in results(world, "compositions"):
+        cases = {key: value for key, value in found.items() if key.endswith(case)}
+        assert len(cases) == 5
+        for key, (losses, expected) in cases.items():
+            assert losses == expected, key
+
+
+def test_compiled_blocks(world: World) -> None:
+    """One graph for each of two blocks, and none more in later steps."""
+    for found in results(world, "compiled"):
+        assert len(found) == 3
+        for key, (losses, expected, graphs) in found.items():
+            assert losses == expected, key
+            assert graphs == 2, key
+
+
+def bytes_of(rows: int, width: int, recipe: str) -> float:
+    """Of a shard of a weight, by hand: codes, then scales."""
+    elements = rows * width
+    return {
+        "none": 2 * elements,
+        "rowwise": 2 * elements,
+        "delayed": elements,
+        "current": elements,
+        "block": elements + 4 * (rows // 128) * 4,  # tiles of a row of scales: two, padded to four
+        "mxfp8": elements + rows * max(width // 32, 4) * 1.0,  # as long as the padded column-wise scales
+        "mxfp8 2d": elements + rows * 4,
+        "nvfp4": elements / 2 + rows * width / 16,
+        "nvfp4-plain": elements / 2 + width * 4,  # those of the column-wise copy, padded to four
+    }[recipe]
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "rowwise", "block", "mxfp8", "mxfp8 2d", "nvfp4"])
+def test_bytes_sent(world: World, recipe: str) -> None:
+    """Half of BF16's in 8 bits and about a quarter in NVFP4, plus scales; row-wise scaling sends BF16."""
+    width = 256 if recipe == "block" else 64
+    rows = width // 2
+    norm = 2 * rows  # one weight of a norm, in BF16
+    linear = bytes_of(rows, width, recipe)
+    expected = [linear + norm, 2 * linear + norm, 2 * linear + norm, linear + norm]
+    for found in results(world, "bytes_sent"):
+        assert found[recipe] == expected
+    high = bytes_of(rows, width, "none")
+    bounds = {"none": (1, 1), "rowwise": (1, 1), "nvfp4": (0.25, 0.29)}
+    low, top = bounds.get(recipe, (0.5, 0.54))
+    assert low <= linear / high <= top
+
+
+def test_one_direction_of_blocks_of_sixteen(world: World) -> None:
+    for found in results(world, "bytes_sent"):
+        assert found["nvfp4-plain"][0] == bytes_of(32, 64, "nvfp4-plain") + 64
+
+
+def test_mixed_precision_policy(world: World) -> None:
+    for found in results(world, "policy"):
+        for recipe, (plain, gathered) in found.items():
+            assert plain == gathered, recipe
+
+
+@pytest.mark.parametrize("way", ["high precision", "gathered", "quantized"])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_parameters_between_steps(world: World, recipe: str, way: str) -> None:
+    """Norms of gradients, state dicts, copies: parameters are DTensors."""
+    quantized = {"delayed": "Float8Tensor", "mxfp8": "MXFP8Tensor"}[recipe]
+    for found in results(world, "between_steps"):
+        sharded, alone = (found[f"{recipe} {way} norm {which}"] for which in (True, False))
+        assert torch.allclose(sharded.float(), alone.float(), rtol=2**-7)  # BF16, summed in another order
+        made = found[f"{recipe} {way}"]
+        assert made["keys"]
+        assert made["copied"]
+        assert made["kinds"] == ({"Tensor", quantized} if way == "quantized" else {"Tensor"})
+        trained, loaded, reference = made["losses"]
+        assert trained == loaded
+        assert trained == pytest.approx(reference, rel=1e-3)
+
+
+def test_experts_and_operations(world: World) -> None:
+    for found in results(world, "other_modules"):
+        assert len(found) == 4
+        for key, (alone, sharded, gathered) in found.items():
+            assert alone == sharded == gathered, key
+
+
+def test_data_parallel(world: World) -> None:
+    first, second = results(world, "data_parallel")
+    for recipe in ("delayed", "mxfp8", "nvfp4"):
+        losses, expected = first[recipe]
+        assert losses == expected, recipe
+        assert second[recipe][0] == losses, recipe
+    assert torch.equal(first["scales"], second["scales"])
+    assert bool((first["scales"] != 1).all())
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no model", "TypeError: model is str: give an nn.Module"),
+        ("no recipe", "ValueError: recipe is None and weight is not quantized"),
+        ("override", "ValueError: recipe has backward_override='high_precision'"),
+        ("twice", "ValueError: weight is gathered in low precision already"),
+        ("sharded", "ValueError: weight is sharded already"),
+        ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 processes"),
+        ("main_grad", "ValueError: fuse_wgrad_accumulation needs weight.main_grad"),
+    ],
+)
+def test_wrong_use_is_an_error_on_every_rank(world: World, case: str, message: str) -> None:
+    for found in results(world, "wrong_use"):
+        assert found[case].startswith(message)
+        assert found["kept"] == "Tensor"
