@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.parallel import unit
-from tests.distributed.tensor_parallel_world import CHECKS, CHECKS_OF_FOUR, MODES, RAGGED
+from tests.distributed.tensor_parallel_world import CHECKS, CHECKS_OF_FOUR, MODES, RAGGED, compiled
 from tests.quantizer_formats import FORMATS
 from tests.recipes import RECIPES, VARIANTS
 from tests.worlds import World, results, run_world
@@ -23,6 +23,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> World:
     return run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world of its own: it takes long."""
+    return run_world(tmp_path_factory.mktemp("compiling"), (compiled,), 2)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -130,6 +136,6 @@ def test_options_change_the_way_only(two: World, recipe: str, mode: str, kind: s
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8 inductor"])
-def test_compiled_equals_eager(two: World, recipe: str) -> None:
-    for found in results(two, "compiled"):
+def test_compiled_equals_eager(compiling: World, recipe: str) -> None:
+    for found in results(compiling, "compiled"):
         assert found[recipe] == {"wrong": [], "graphs": 1, "breaks": 0}
