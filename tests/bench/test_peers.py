@@ -1,6 +1,8 @@
 """The comparison with the peers runs, and its floors are what they are said to be; no time is looked at."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from bench import _candidates, peers
 from bench._candidates import CANDIDATES, Candidate, called
 from bench._floors import least_bytes
+from bench._peers_cases import Case, linear_cases
 
 pytestmark = pytest.mark.compile
 
@@ -62,12 +65,14 @@ def test_layers_and_experts(tmp_path: Path) -> None:
     assert max(row["ratio"] for row in base) == 1.0
 
 
-def test_micro_batches_compile_to_two_graphs(tmp_path: Path) -> None:
-    asked = ("--parts", "b", "--recipes", "current", "--modes", "compiled")
-    rows = {(row["case"], row["candidate"]): row for row in run(tmp_path, *asked)["rows"]}
-    assert rows["1 layer", "current"]["graphs"] == 1
-    assert rows["4 micro-batches", "current"]["graphs"] == 2  # one quantizes the weights, one uses them
-    assert rows["4 micro-batches", "bf16"]["graphs"] == 1
+def test_micro_batches_compile_to_two_graphs() -> None:
+    """One quantizes the weights, one uses them."""
+    (case,) = linear_cases([(32, 32, 32)], "cpu")
+    bench = peers.Bench("cpu", "aot_eager", 1, math.inf)
+    chosen = [CANDIDATES["bf16"], CANDIDATES["current"]]
+    rows = bench.measure(dataclasses.replace(case, micro_batches=4), ["compiled"], chosen)
+    assert [row.get("graphs") for row in rows] == [1, 2, None]
+    assert rows[1]["products"] == 3  # those of one micro-batch, whose time counts four times
 
 
 def test_a_budget_leaves_the_rest_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,3 +143,41 @@ def test_names() -> None:
         peers.main(["--small", "--recipes", "fp3"])
     with pytest.raises(SystemExit, match=r"--shapes: '16x16' is no size"):
         peers.main(["--small", "--shapes", "16x16"])
+
+
+class Event:
+    """In the place of a CUDA event."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.clock += 1.0
+        self.at = Event.clock
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of CUDA, and what is made of the answers; the models stay on the CPU."""
+    memory = iter(range(0, 1000, 10))
+    for name, answer in {
+        "Event": Event,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda: None,
+        "memory_allocated": lambda: next(memory),
+        "max_memory_allocated": lambda: 1000,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    (case,) = linear_cases([(32, 32, 32)], "cpu")
+    made = case.inputs("cpu")
+    monkeypatch.setattr(Case, "inputs", lambda self, device: made)
+    bench = peers.Bench("cuda", "aot_eager", 3, math.inf)
+    rows = bench.measure(case, ["eager"], [CANDIDATES["bf16"], CANDIDATES["current"]])
+    assert [row["ms"] for row in rows] == [1.0] * 3
+    assert [(row["held"], row["peak"]) for row in rows[:2]] == [(10, 1000), (10, 980)]
+    assert rows[1]["floor_ms"] == 1.0 + rows[1]["least_bytes"] / (2 * made[0][0].nbytes)
