@@ -112,6 +112,8 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
         for name, value in sent.shared.items():
             if name in buffers:
                 buffers[name].copy_(value)
+                if value.is_cuda:  # it was made on the stream of the gathers, which may use its memory again
+                    value.record_stream(torch.cuda.current_stream(value.device))
         if not (sent.rowwise and sent.columnwise):
             _fill_other(whole, buffers, sent)
 

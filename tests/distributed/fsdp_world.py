@@ -128,8 +128,6 @@ def bytes_sent(rank: int) -> Result:
         if recipe is not None:
             low_precision_gather(made, recipe, one_direction=True)
         made = sharded(made)
-        for block in made:  # in the order of their gathers
-            block.set_modules_to_forward_prefetch([])
         with sent() as gathers:
             train(made, recipe, 1, width=width)
         found[name] = gathers
