@@ -10,16 +10,16 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.optimizer import adam_
 from mezzotint.optimizers.base import (
     FusedOptimizer,
-    as_fp32,
     by_device,
     check_not_negative,
+    in_fp32,
     is_own_master,
     learning_rate,
     like,
     local,
     write_back,
 )
-from mezzotint.optimizers.states import DTYPES, RANGES, join, pack_, split_, unpack
+from mezzotint.optimizers.states import DTYPES, RANGES, Kept, join, pack_, pack_all_, split_, unpack, unpack_all
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 Tensors = list[torch.Tensor]
@@ -128,7 +128,7 @@ class FusedAdam(FusedOptimizer):
             self._allocate(param, "master_param", torch.int16)  # 0: the parameter itself
         else:
             self._allocate(param, "master_param", self.name_to_dtype_map["master_param"])
-            self.set_scaled_state(param, "master_param", as_fp32(mine))
+            self.set_scaled_state(param, "master_param", in_fp32([mine])[0])
 
     def _allocate(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
         """Zeros, and a scale where the dtype has one."""
@@ -137,6 +137,7 @@ class FusedAdam(FusedOptimizer):
         if dtype in RANGES:
             state[f"{name}_scale"] = torch.ones(1, dtype=torch.float32, device=param.device)
 
+    @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
         """`exp_avg`, `exp_avg_sq` or `master_param` in FP32; the kept one itself where it is FP32.
 
@@ -145,7 +146,7 @@ class FusedAdam(FusedOptimizer):
         state = self.state[param]
         mine = local(param)
         if state_name == "master_param" and not self._has_master(mine):
-            return like(as_fp32(mine), param)
+            return like(in_fp32([mine])[0].detach(), param)
         data = state[state_name]
         if skip_unscale or data.dtype == torch.float32:
             return data
@@ -305,28 +306,27 @@ class FusedAdam(FusedOptimizer):
         params: Tensors,
         grads: Tensors,
         steps: Tensors,
-        exp_avgs: list[tuple[torch.Tensor, torch.Tensor | None]],
-        exp_avg_sqs: list[tuple[torch.Tensor, torch.Tensor | None]],
-        masters: list[tuple[torch.Tensor, torch.Tensor | None]],
+        exp_avgs: list[Kept],
+        exp_avg_sqs: list[Kept],
+        masters: list[Kept],
     ) -> None:
         """Unpack, compute in FP32, pack."""
-        found_inf, grads = self._scaled_gradients(grad_scaler, [grad.float().contiguous() for grad in grads])
-        ms, vs = [unpack(*kept) for kept in exp_avgs], [unpack(*kept) for kept in exp_avg_sqs]
-        values = [as_fp32(param) for param in params] if not masters else self._master_values(params, masters)
+        found_inf, grads = self._scaled_gradients(grad_scaler, in_fp32(grads))
+        ms, vs = unpack_all(exp_avgs), unpack_all(exp_avg_sqs)
+        values = self._master_values(params, masters) if masters else in_fp32(params)
         torch._foreach_add_(steps, 1.0 if found_inf is None else (1.0 - found_inf).view(()))
         lr, lr_value = learning_rate(group["lr"], params[0].device)
         rates = (lr_value, *group["betas"], group["eps"], group["weight_decay"])
         flags = (self.adam_w_mode, group["bias_correction"])
         run_op(adam_, values, grads, ms, vs, steps, lr, found_inf, *rates, *flags)
-        for kept, new in zip((*exp_avgs, *exp_avg_sqs), (*ms, *vs), strict=True):
-            if kept[0].dtype != torch.float32:
-                pack_(*kept, new)
+        pack_all_(exp_avgs, ms)
+        pack_all_(exp_avg_sqs, vs)
         if masters:
             self._keep_masters(params, masters, values)
         rest = [i for i in range(len(params)) if not masters or masters[i][0].dtype != torch.int16]
         write_back([params[i] for i in rest], [values[i] for i in rest], found_inf)
 
-    def _master_values(self, params: Tensors, masters: list[tuple[torch.Tensor, torch.Tensor | None]]) -> Tensors:
+    def _master_values(self, params: Tensors, masters: list[Kept]) -> Tensors:
         values = []
         for param, (master, scale) in zip(params, masters, strict=True):
             if not self._has_master(param):
@@ -335,9 +335,7 @@ class FusedAdam(FusedOptimizer):
                 values.append(join(param, master) if master.dtype == torch.int16 else unpack(master, scale))
         return values
 
-    def _keep_masters(
-        self, params: Tensors, masters: list[tuple[torch.Tensor, torch.Tensor | None]], values: Tensors
-    ) -> None:
+    def _keep_masters(self, params: Tensors, masters: list[Kept], values: Tensors) -> None:
         for param, (master, scale), value in zip(params, masters, values, strict=True):
             if master.dtype == torch.int16:
                 split_(param, master, value)

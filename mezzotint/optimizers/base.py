@@ -112,12 +112,23 @@ def is_own_master(param: torch.Tensor) -> bool:
     return not isinstance(param, QuantizedTensor) and param.dtype == torch.float32 and param.is_contiguous()
 
 
-def as_fp32(param: Any) -> torch.Tensor:
-    """What a step computes on: FP32 and contiguous; the parameter itself, or a copy."""
-    if isinstance(param, QuantizedTensor):
-        param = param.detach()
-        return param.dequantize(dtype=torch.float32)
-    return param.float().contiguous()
+def in_fp32(tensors: list[Any]) -> list[torch.Tensor]:
+    """What a step computes on: FP32 and contiguous; the tensors themselves, or copies, made at once."""
+    values: list[torch.Tensor] = []
+    copies, sources = [], []
+    for x in tensors:
+        if isinstance(x, QuantizedTensor):
+            x = x.detach()
+            values.append(x.dequantize(dtype=torch.float32))
+        elif is_own_master(x):
+            values.append(x)
+        else:
+            values.append(torch.empty(x.shape, dtype=torch.float32, device=x.device))
+            copies.append(values[-1])
+            sources.append(x)
+    if copies:
+        torch._foreach_copy_(copies, sources)
+    return values
 
 
 def write_back(params: list[torch.Tensor], values: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
@@ -143,7 +154,7 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[int]]:
 
 def learning_rate(lr: Any, device: torch.device) -> tuple[torch.Tensor | None, float]:
     """As the kernels take it: a tensor on the device, or a number."""
-    return (lr.to(device), 0.0) if isinstance(lr, torch.Tensor) else (None, float(lr))
+    return (lr.to(device).view(()), 0.0) if isinstance(lr, torch.Tensor) else (None, float(lr))
 
 
 def check_not_negative(**values: Any) -> None:

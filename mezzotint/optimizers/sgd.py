@@ -9,9 +9,9 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.optimizer import sgd_
 from mezzotint.optimizers.base import (
     FusedOptimizer,
-    as_fp32,
     by_device,
     check_not_negative,
+    in_fp32,
     learning_rate,
     local,
     write_back,
@@ -111,8 +111,8 @@ class FusedSGD(FusedOptimizer):
     def _step_device(
         self, group: dict[str, Any], params: Tensors, grads: Tensors, buffers: Tensors, steps: Tensors
     ) -> None:
-        values = [as_fp32(param) for param in params]
-        grads = [grad.float().contiguous() for grad in grads]
+        values = in_fp32(params)
+        grads = in_fp32(grads)
         lr, lr_value = learning_rate(group["lr"], params[0].device)
         rates = (lr_value, group["momentum"], group["dampening"], group["weight_decay"])
         run_op(sgd_, values, grads, buffers, steps, lr, None, *rates, group["nesterov"], self.wd_after_momentum)

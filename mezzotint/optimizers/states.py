@@ -22,6 +22,7 @@ from mezzotint.kernels.optimizer import join_master
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 RANGES = {torch.float16: 65504.0, torch.uint8: 448.0}  # of those that have a scale
 NAN_BITS = 0x7FC00000
+Kept = tuple[torch.Tensor, torch.Tensor | None]  # a tensor and its scale
 
 
 def unpack(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -43,6 +44,23 @@ def pack_(data: torch.Tensor, scale: torch.Tensor | None, value: torch.Tensor) -
     scale.copy_(_scale_of(value.abs().amax(), top))
     value = (value / scale).clamp(-top, top)
     data.copy_(value.to(torch.float8_e4m3fn).view(torch.uint8) if data.dtype == torch.uint8 else value)
+
+
+def unpack_all(kept: list[Kept]) -> list[torch.Tensor]:
+    return [unpack(data, scale) for data, scale in kept]
+
+
+def pack_all_(kept: list[Kept], values: list[torch.Tensor]) -> None:
+    """Values that `unpack_all` gave, changed since: those of FP32 are where they belong."""
+    plain, rounded = [], []
+    for (data, scale), value in zip(kept, values, strict=True):
+        if scale is not None:
+            pack_(data, scale, value)
+        elif data.dtype != torch.float32:
+            plain.append(data)
+            rounded.append(value)
+    if plain:
+        torch._foreach_copy_(plain, rounded)
 
 
 def _scale_of(amax: torch.Tensor, top: float) -> torch.Tensor:
