@@ -85,10 +85,9 @@ def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict
 
 def markdown(report: dict[str, Any]) -> str:
     """A page: the ratios of each mode, then every number."""
-    command = "`make bench ARGS=peers`"
-    lines = ["# Against the peers", "", f"As {command} found it: {title(report)}.", ""]
+    lines = ["# Against the peers", "", f"As `make bench ARGS=peers` found it: {title(report)}.", ""]
     lines += ["`bench/peers.py` says what is measured, and how. A ratio is BF16's time in the same mode over the"]
-    lines += [f"candidate's: more is faster. Written by {command[:-1]} --markdown docs/peers.md`.", ""]
+    lines += ["candidate's: more is faster. Written with `--markdown`.", ""]
     for mode in MODES:
         for key, what in (("ratio", "times as fast as BF16"), ("of_floor", "time over the floor's")):
             cases, found = matrix(report, mode, key)
@@ -119,6 +118,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     if not panels:
         raise SystemExit("--figure: nothing was measured beside BF16")
     names = [name for name in CANDIDATES if any(name in found for _, _, found in panels)]
+    most = max(len(cases) for _, cases, _ in panels)
     with rc_context({"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 2.4 * len(panels) + 0.6), dpi=120, layout="constrained")
         figure.suptitle(title(report), fontsize=8)
@@ -132,8 +132,15 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 bars = [row[case] for case in cases if case in row]
                 axes.bar(places, bars, width * 0.92, color=COLOURS[name], label=name)
             axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xticks(range(len(cases)), cases)
-            axes.set(title=f"{mode}: times as fast as {BASE}", xlim=(-0.5, len(cases) - 0.5))
+            axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
+            axes.set(title=f"{mode}: times as fast as {BASE}", xlim=(-0.5, most - 0.5))
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         figure.savefig(path)
+
+
+def _label(case: str) -> str:
+    """In two lines: tokens and sizes of a linear, or what stands on each side of a comma."""
+    return (
+        case.replace("x", " tokens,\n", 1) if case[:1].isdigit() and case.count("x") == 2 else case.replace(", ", ",\n")
+    )
