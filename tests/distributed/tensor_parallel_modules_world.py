@@ -190,20 +190,20 @@ def reductions(rank: int) -> Result:
     group, size, _ = world()
     delayed = recipe.DelayedScaling(amax_history_len=3)
 
-    def run(compiles: bool, reduces: bool = True) -> tuple[Any, dict[str, int], torch.Tensor]:
+    def run(compiles: bool, reduces: bool = True, tokens: int = 16) -> tuple[Any, dict[str, int], torch.Tensor]:
         torch._dynamo.reset()
         model = torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
         chosen = delayed if reduces else recipe.DelayedScaling(amax_history_len=3, reduce_amax=False)
         call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         calls: dict[str, int] = {}
         for i in range(3):
-            x = draw(16, 32, seed=10 * i + rank) * (1 + rank)
+            x = draw(tokens, 32, seed=10 * i + rank) * (1 + rank)
             counted = Sent()
             # A mode of dispatch is not traced.
             with nullcontext() if compiles else counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
                 y = call(x)
             calls = counted.calls
-            y.backward(draw(16, 32, seed=40 + 10 * i + rank) * (1 + rank))
+            y.backward(draw(tokens, 32, seed=40 + 10 * i + rank) * (1 + rank))
         state = [getattr(layer, name) for layer in model for name in STATE]
         # Of what no scale has touched before: the first input and the last gradient.
         seen = torch.stack((model[0].amax_history_fwd[:3, 0], model[2].amax_history_bwd[:3, 0]))
@@ -212,12 +212,18 @@ def reductions(rank: int) -> Result:
     eager, calls, reduced = run(False)
     graph, _, _ = run(True)
     _, none, own = run(False, reduces=False)
-    everywhere = [torch.empty_like(eager) for _ in range(size)]
-    dist.all_gather(everywhere, eager)
+    some, _, _ = run(False, tokens=16 if rank == 0 else 0)
+
+    def is_same(state: torch.Tensor) -> bool:
+        everywhere = [torch.empty_like(state) for _ in range(size)]
+        dist.all_gather(everywhere, state)
+        return all(torch.equal(everywhere[0], other) for other in everywhere)
+
     return {
         "calls": calls,
         "calls without": none,
-        "same everywhere": all(torch.equal(everywhere[0], other) for other in everywhere),
+        "same everywhere": is_same(eager),
+        "same with some": is_same(some) and bool((some[0] != 1).all()),
         "compiled": torch.equal(eager, graph),
         "own": own,
         "reduced": reduced,
