@@ -8,7 +8,7 @@
 Each process keeps its shard of a weight in high precision, quantizes it as the whole is quantized (the amax, where the
 format has one for the tensor, is the largest over all shards) and sends bytes. The parameter that the module then finds
 is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes, and the scale of
-delayed scaling, of the forward before it.
+delayed scaling, of the forward before it; so has the next of several micro-batches (`is_first_microbatch`).
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
 would cut blocks, and in formats that do not allow it (row-wise scaling, a user's own quantizers).
@@ -89,6 +89,9 @@ class ShardedWeight(torch.Tensor):
 
         plain_args, plain_kwargs = pytree.tree_map_only(ShardedWeight, plain, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable:
+            for weight in found:
+                weight._used = None  # of other values
         if func._schema.name.endswith("_") and isinstance(args[0], ShardedWeight):
             return args[0]
         if func not in _KEEPS:
@@ -109,14 +112,19 @@ class ShardedWeight(torch.Tensor):
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
-        group = mesh.get_group()
-        if not is_backward or self._used is None:
-            self._used = quantizer.frozen(), whole_amaxes(shard, quantizer, group)
-            storage = quantize_storage(shard, quantizer, **self._used[1])
-            quantizer.share_amax(lambda amax: largest(amax, group))
-        else:
+        live, groups = quantizer, [mesh.get_group()]
+        if module._sharing_group() is not None:  # tensor parallelism: the whole weight is in more parts than one
+            groups.append(module._sharing_group())
+        if is_backward and self._used is not None:
             quantizer, amaxes = self._used
-            storage = quantize_storage(shard, quantizer, **amaxes)
+        else:
+            amaxes = whole_amaxes(shard, quantizer, groups)
+            if self._used is not None and module._weight_scales is not None:
+                quantizer = self._used[0]  # the next micro-batch: by the scale of the first
+            self._used = quantizer.frozen(), amaxes
+        storage = quantize_storage(shard, quantizer, **amaxes)
+        if not is_backward:
+            live.share_amax(lambda amax: largest(amax, groups))
         buffers, sent = extract(storage, *which, count)
         return tuple(buffers), (outer_size, quantizer, sent)
 
@@ -147,7 +155,7 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
             "recipe has backward_override='high_precision', which reads the weight as it is: leave low_precision_gather"
         )
     for module in model.modules():
-        names = getattr(module, "_gathered_weights", dict)()
+        names: dict[str, int] = getattr(module, "_gathered_weights", dict)()
         if names:
             module.gathers_one_direction = one_direction  # type: ignore[assignment]
         wrapped = [name for name, gemm in names.items() if _wrap(module, name, recipe, gemm)]
@@ -160,7 +168,7 @@ def _wrap(module: nn.Module, name: str, recipe: Any, gemm: int) -> bool:
     """Whether the weight is in high precision, which is wrapped then."""
     weight = getattr(module, name)
     if isinstance(weight, DTensor):
-        raise ValueError(f"{name} is sharded already: call low_precision_gather before fully_shard")
+        raise ValueError(f"{name} is a DTensor already: call low_precision_gather first, before fully_shard")
     if isinstance(weight, QuantizedTensorStorage):
         return False
     if recipe is None:
@@ -178,7 +186,11 @@ def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
         if isinstance(value, ShardedWeight):
             state_dict[f"{prefix}{name}"] = value._tensor
         elif isinstance(value, DTensor) and isinstance(value._local_tensor, ShardedWeight):
-            shape = {"shape": value.shape, "stride": value.stride()}
-            where = value.device_mesh, value.placements
-            local = value._local_tensor._tensor
-            state_dict[f"{prefix}{name}"] = DTensor.from_local(local, *where, run_check=False, **shape)
+            state_dict[f"{prefix}{name}"] = DTensor.from_local(
+                value._local_tensor._tensor,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )

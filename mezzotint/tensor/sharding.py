@@ -55,16 +55,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def largest(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """Over the processes of the group, element by element."""
+def largest(x: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
+    """Over the processes of the groups, element by element."""
     x = x.clone()
-    torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group)
+    for group in groups:
+        torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX, group)
     return x
 
 
-def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, group: Any) -> dict[str, torch.Tensor]:
-    """What the quantization of x, a shard of rows, must be given of the whole."""
-    return {name: largest(amax, group) for name, amax in split_amaxes(x, quantizer, 0).items()}
+def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, groups: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """What the quantization of x, a part of a tensor, must be given of the whole."""
+    return {name: largest(amax, groups) for name, amax in split_amaxes(x, quantizer, 0).items()}
 
 
 def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
@@ -162,19 +163,20 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
 
 def update_shard(shard: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
     """Quantize x into a shard as the whole is quantized: by the amaxes of all shards, which are also those kept."""
-    quantizer, group = shard._quantizer, shard._shard_group
-    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **whole_amaxes(x, quantizer, group))
-    quantizer.share_amax(lambda amax: largest(amax, group))
+    quantizer, groups = shard._quantizer, [shard._shard_group]
+    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **whole_amaxes(x, quantizer, groups))
+    quantizer.share_amax(lambda amax: largest(amax, groups))
 
 
 def _agree(shard: Any) -> None:
     """One scale for all shards: each may have been quantized on its own before it was known to be one."""
     along = shard._along_rows()
     shared = [buffer.reshape(-1) for name, buffer in shard._buffers() if name not in along]
-    shard._quantizer.share_amax(lambda amax: largest(amax, shard._shard_group))
+    groups = [shard._shard_group]
+    shard._quantizer.share_amax(lambda amax: largest(amax, groups))
     if shared:
         both = torch.cat([*shared, *[-buffer for buffer in shared]])
-        differs = largest((largest(both, shard._shard_group) != both).any().float(), shard._shard_group)
+        differs = largest((largest(both, groups) != both).any().float(), groups)
         if bool(differs):
             shard.quantize_(shard._dequantize(torch.float32).view(shard.shape))
 

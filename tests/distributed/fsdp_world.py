@@ -79,6 +79,7 @@ def compositions(rank: int) -> Result:
     found: Result = {}
     for name, way in (
         ("delayed", "high precision"),
+        ("delayed", "gathered"),
         ("current", "gathered"),
         ("mxfp8", "gathered"),
         ("nvfp4", "quantized"),

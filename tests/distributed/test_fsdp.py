@@ -64,7 +64,7 @@ def test_each_way_of_sharding(world: World) -> None:
 def test_compositions(world: World, case: str) -> None:
     for found in results(world, "compositions"):
         cases = {key: value for key, value in found.items() if key.endswith(case)}
-        assert len(cases) == 5
+        assert len(cases) == 6
         for key, (losses, expected) in cases.items():
             assert losses == expected, key
 
@@ -162,7 +162,7 @@ def test_data_parallel(world: World) -> None:
         ("no recipe", "ValueError: recipe is None and weight is not quantized"),
         ("override", "ValueError: recipe has backward_override='high_precision'"),
         ("twice", "ValueError: weight is gathered in low precision already"),
-        ("sharded", "ValueError: weight is sharded already"),
+        ("sharded", "ValueError: weight is a DTensor already"),
         ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 processes"),
         ("main_grad", "ValueError: fuse_wgrad_accumulation needs weight.main_grad"),
     ],
