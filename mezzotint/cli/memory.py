@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from mezzotint.cli.model import LanguageModel, ModelConfig
 from mezzotint.cli.parallel import Layout, balanced_exchange, fake_world, make_meshes, make_model, reduce_gradients
 from mezzotint.cli.traffic import SentBytes
+from mezzotint.layer.parallel import ParallelModule
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 
@@ -164,6 +165,9 @@ def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout
     with FakeTensorMode():
         shallow = replace(config, layers=sampled)
         model = make_model(shallow, layout, meshes, recipe, dtype=dtype, exchange=balanced_exchange)
+        for module in model.modules():
+            if isinstance(module, ParallelModule):
+                module._agreed = (recipe,)  # in a fake world there is nobody to ask
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
         sent = SentBytes()
@@ -177,11 +181,11 @@ def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout
             loss.backward()
             del loss
             live.end_part("backward of the embedding")
-            if meshes is not None and not layout.fsdp:
+            if meshes is not None:
                 for number, layer in enumerate(model.layers):
-                    reduce_gradients(layer, meshes)
+                    reduce_gradients(layer, layout, meshes)
                     live.end_part(_reduction(number))
-                reduce_gradients(model, meshes, but=model.layers)
+                reduce_gradients(model, layout, meshes, but=model.layers)
                 live.end_part("gradients of the embedding")
             optimizer.step()  # makes its state, which the next step finds; it needs nothing else
 

@@ -4,6 +4,9 @@
 
 Linear layers are quantized as the recipe in force says. Embedding, attention, norms and head are BF16, parameters FP32.
 With `experts` a layer has a mixture of them instead of its MLP.
+
+Over the processes of a tensor group heads, MLPs and vocabulary are split, and tokens [s, b] between these: each has its
+part of the sequence. The embedding's weight, the norms' and the routers' are whole on all of them.
 """
 
 import json
@@ -24,8 +27,12 @@ from mezzotint.cli.console import CommandError
 from mezzotint.cli.mixture import Mixture
 from mezzotint.cli.options import check, option
 from mezzotint.cross_entropy import parallel_cross_entropy
+from mezzotint.distributed.collectives import all_gather
 from mezzotint.distributed.expert import Exchange, plan_exchange
+from mezzotint.distributed.groups import rank_in, world_size
+from mezzotint.module.linear import Linear
 from mezzotint.module.norm import RMSNorm
+from mezzotint.quantization import autocast
 from mezzotint.transformer import TransformerLayer
 
 INIT_STD = 0.02
@@ -158,23 +165,39 @@ class LanguageModel(nn.Module):
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        tensor_group: Any = None,
         expert_group: Any = None,
         exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
     ) -> None:
-        """`expert_group`: processes that share the experts, None for all that there are; `exchange`: see Mixture."""
+        """`tensor_group`: processes that share all of it, None for none; `expert_group`: those that share the experts,
+        None for all that there are; `exchange`: see Mixture."""
         super().__init__()
         made: dict[str, Any] = {"device": device, "params_dtype": dtype}
+        size = 1 if tensor_group is None else world_size(tensor_group)
+        self.tensor_group = tensor_group if size > 1 else None
+        split: dict[str, Any] = {"tp_group": self.tensor_group, "sequence_parallel": size > 1}
         self.embedding = nn.Embedding(config.vocab, config.hidden, device=device, dtype=dtype)
-        self.layers = nn.ModuleList([_make_layer(config, number, made) for number in range(1, config.layers + 1)])
+        self.layers = nn.ModuleList(
+            [_make_layer(config, number, {**made, **split}) for number in range(1, config.layers + 1)]
+        )
         if config.experts:
             for layer in self.layers:
                 layer.layernorm_mlp = _make_mixture(config, group=expert_group, exchange=exchange, **made)
         self.norm = RMSNorm(config.hidden, **made)
-        self.head = None if config.tied else nn.Linear(config.hidden, config.vocab, False, device=device, dtype=dtype)
+        self.head: Any = None
+        if size > 1:
+            split["parallel_mode"] = "column"
+            self.head = Linear(config.hidden, config.vocab, bias=False, init_method=_normal(INIT_STD), **made, **split)
+        elif not config.tied:
+            self.head = nn.Linear(config.hidden, config.vocab, False, device=device, dtype=dtype)
         with torch.no_grad():
             nn.init.normal_(self.embedding.weight, std=INIT_STD)
-            if self.head is not None:
+            if size == 1 and self.head is not None:
                 nn.init.normal_(self.head.weight, std=INIT_STD)
+        if size > 1:
+            for name, parameter in self.named_parameters():  # which each process uses on its part of the tokens
+                if "norm" in name.split(".")[-1] or name.endswith(("norm.weight", "router.weight")):
+                    parameter.sequence_parallel = True  # type: ignore[attr-defined]
         rotary = RotaryPositionEmbedding(config.channels, rotary_base=config.rope_base).to(device)
         self.register_buffer("angles", rotary(config.sequence), persistent=False)
 
@@ -182,11 +205,30 @@ class LanguageModel(nn.Module):
         self, tokens: torch.Tensor, targets: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
         x = self.embedding(tokens).to(torch.bfloat16)
+        if self.tensor_group is not None:
+            x, targets = _OwnRows.apply(x.transpose(0, 1), self.tensor_group), targets.t()
         for layer in self.layers:
             x = layer(x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=self.angles)
+        if self.tensor_group is not None:
+            with autocast(enabled=False):
+                logits = self.head(self.norm(x))
+            return parallel_cross_entropy(logits, targets, reduce_loss=True, dist_process_group=self.tensor_group)
         weight = self.embedding.weight if self.head is None else self.head.weight
         logits = functional.linear(self.norm(x), weight.to(x.dtype))
         return parallel_cross_entropy(logits, targets, reduce_loss=True)
+
+
+class _OwnRows(torch.autograd.Function):
+    """This process's part of the first dimension of what all have; its gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.chunk(world_size(group))[rank_in(group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return all_gather(dy, ctx.group), None
 
 
 def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> TransformerLayer:
@@ -205,7 +247,8 @@ def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> Trans
         bias=False,
         activation="swiglu",
         normalization="RMSNorm",
-        attn_input_format="bshd",
+        attn_input_format="bshd" if made["tp_group"] is None else "sbhd",
+        set_parallel_mode=made["tp_group"] is not None,
         fuse_qkv_params=True,
         name=f"layers.{number - 1}",
         **made,

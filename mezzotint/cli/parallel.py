@@ -2,9 +2,10 @@
 
     world = shard · expert · tensor        a mesh of processes, the last dimension the nearest
 
-A group of `tensor` processes works on one batch. The replicas are shard · expert: each has a batch of its own, all of
-them share the weights (`fsdp`) or have copies of them. Experts are spread over `expert` replicas, and each of them is
-shared, or copied, by the `shard` processes that have it.
+A group of `tensor` processes works on one batch, each on a part of its tokens where it is not split by heads or
+columns. The replicas are shard · expert groups: each has a batch of its own, all of them share the weights (`fsdp`) or
+have copies of them. Experts are spread over expert · tensor processes, and each expert is shared, or copied, by the
+`shard` processes that have it.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,17 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 import torch.distributed._tools.fake_collectives  # which lets collectives run on fake tensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mezzotint.cli.console import CommandError
 from mezzotint.cli.mixture import Mixture
 from mezzotint.cli.model import LanguageModel, ModelConfig
 from mezzotint.cli.options import check, option
+from mezzotint.distributed.collectives import all_reduce
 from mezzotint.distributed.expert import Exchange, plan_exchange
 from mezzotint.distributed.fsdp import low_precision_gather
 from mezzotint.distributed.groups import rank_in, world_size
@@ -40,23 +42,28 @@ class Layout:
     world: int = option(1, "processes", at_least=1)
     tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
     fsdp: bool = option(False, "replicas share weights, gradients and optimizer state")
-    ep: int = option(1, "replicas that share the experts", at_least=1)
+    ep: int = option(1, "processes that share the experts", at_least=1)
 
     def __post_init__(self) -> None:
         check(self)
-        if self.world % (self.tp * self.ep):
-            raise CommandError(f"--world is {self.world}: give a multiple of --tp {self.tp} times --ep {self.ep}")
-
-    @property
-    def replicas(self) -> int:
-        return self.world // self.tp
+        if self.ep > 1 and self.ep % self.tp:
+            raise CommandError(f"--ep is {self.ep}: give a multiple of --tp {self.tp}, whose tokens are split too")
+        if self.world % max(self.tp, self.ep):
+            raise CommandError(f"--world is {self.world}: give a multiple of --tp {self.tp} and --ep {self.ep}")
 
     def check_model(self, config: ModelConfig) -> None:
         """Whether the model can be shared so."""
         if self.ep > 1 and (not config.experts or config.experts % self.ep):
             raise CommandError(f"--ep is {self.ep}, the model has {config.experts} experts: give a divisor of them")
-        if self.tp > 1:
-            raise CommandError("--tp: the model's layers cannot be split yet; leave it 1")
+        if self.tp == 1:
+            return
+        if config.experts and self.ep == 1:
+            raise CommandError(f"--tp is {self.tp}, of a model of experts: give --ep, a multiple of it")
+        if config.tied:
+            raise CommandError("--tp splits the head, whose weight is the embedding's: give --no-tied")
+        for name in ("heads", "kv_heads", "ffn", "vocab", "sequence"):
+            if getattr(config, name) % self.tp:
+                raise CommandError(f"--tp is {self.tp}: give a divisor of {name}={getattr(config, name)}")
 
 
 @contextmanager
@@ -80,14 +87,18 @@ class Meshes:
     replica_group: Any
     copy_group: Any
     expert_group: Any  # those that together have all experts
+    tensor_group: Any  # those that have the same batch
 
 
 def make_meshes(layout: Layout, device_type: str = "cpu") -> Meshes:
     """A collective. Not inside of a FakeTensorMode, which a mesh's own tensors are not made for."""
-    shape = (layout.replicas // layout.ep, layout.ep, layout.tp)
+    expert = max(layout.ep // layout.tp, 1)
+    shape = (layout.world // (expert * layout.tp), expert, layout.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     replicas, copies = mesh["shard", "expert"]._flatten("replicas"), mesh["shard"]
-    return Meshes(replicas, copies, replicas.get_group(), copies.get_group(), mesh["expert"].get_group())
+    experts = mesh["expert", "tensor"]._flatten("experts")
+    groups = [part.get_group() for part in (replicas, copies, experts, mesh["tensor"])]
+    return Meshes(replicas, copies, *groups)
 
 
 def make_model(
@@ -101,10 +112,15 @@ def make_model(
 ) -> LanguageModel:
     """This process's part of the model; all of it without meshes."""
     layout.check_model(config)
-    group = None if meshes is None else meshes.expert_group
-    model = LanguageModel(config, dtype=dtype, expert_group=group, exchange=exchange)
-    if layout.fsdp and meshes is not None:
+    if meshes is None:
+        return LanguageModel(config, dtype=dtype, exchange=exchange)
+    groups = {"tensor_group": meshes.tensor_group, "expert_group": meshes.expert_group}
+    model = LanguageModel(config, dtype=dtype, exchange=exchange, **groups)
+    if layout.fsdp:
+        partial = {name for name, parameter in model.named_parameters() if _is_partial(parameter)}
         shard(model, meshes, recipe)
+        for name, parameter in model.named_parameters():  # which are other ones now
+            parameter.sequence_parallel = name in partial  # type: ignore[attr-defined]
     return model
 
 
@@ -124,18 +140,26 @@ def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
     fully_shard(model, mesh=meshes.replicas, **options)
 
 
-def reduce_gradients(module: nn.Module, meshes: Meshes, but: nn.Module | None = None) -> None:
-    """The sum over the copies of each parameter, those of `but` left out; FSDP2 does it by itself."""
+def reduce_gradients(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:
+    """The sum of what processes have parts of: of one batch, and over replicas, which FSDP2 does by itself.
+
+    Parameters of `but` are left out.
+    """
     done = set() if but is None else set(but.parameters())
-    for group, parameters in (
-        (meshes.copy_group, [p for experts in _experts(module) for p in experts.parameters()]),
-        (meshes.replica_group, module.parameters()),
-    ):
-        for parameter in parameters:
-            if parameter not in done and parameter.grad is not None:
-                done.add(parameter)
-                summed = functional.wait_tensor(functional.all_reduce(parameter.grad, "sum", group))
-                parameter.grad.copy_(summed)
+    alone = {parameter for experts in _experts(module) for parameter in experts.parameters()}
+    for parameter in module.parameters():
+        if parameter in done or parameter.grad is None:
+            continue
+        gradient = parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
+        if _is_partial(parameter):
+            gradient.copy_(all_reduce(gradient, meshes.tensor_group))
+        if not layout.fsdp:
+            gradient.copy_(all_reduce(gradient, meshes.copy_group if parameter in alone else meshes.replica_group))
+
+
+def _is_partial(parameter: nn.Parameter) -> bool:
+    """Whether the processes of a tensor group have parts of its gradient."""
+    return getattr(parameter, "sequence_parallel", False)
 
 
 def _experts(module: nn.Module) -> list[nn.Module]:

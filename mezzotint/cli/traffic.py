@@ -43,6 +43,7 @@ def _exchanged(x: torch.Tensor, splits: Any, group: Any) -> int:
 # By the name of the operation: its kind, and bytes from (arguments, group). Those that write have their output first.
 COLLECTIVES: dict[str, tuple[str, Callable[[Any, Any], int]]] = {
     "_allgather_base_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
+    "allgather_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
     "allgather_into_tensor_coalesced_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
     "all_gather_into_tensor": ("all-gather", lambda args, group: _bytes(args[0]) * (group.size() - 1)),
     "all_gather_into_tensor_out": ("all-gather", lambda args, group: _bytes(args[0]) * (group.size() - 1)),

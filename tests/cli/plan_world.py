@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mezzotint.cli.memory import LiveBytes, SavedBytes, storage_of
-from mezzotint.cli.model import ModelConfig
+from mezzotint.cli.model import LanguageModel, ModelConfig
 from mezzotint.cli.parallel import Layout, make_meshes, make_model, reduce_gradients
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.traffic import SentBytes
@@ -15,20 +16,22 @@ from mezzotint.quantization import autocast
 from tests.worlds import Result
 
 SIZE = 4
-DENSE = ModelConfig(hidden=128, ffn=256, layers=6, heads=4, kv_heads=4, vocab=256, sequence=64, batch=2)
-SPARSE = replace(DENSE, experts=8, sequence=256, layers=5, hidden=64, ffn=128)
+DENSE = ModelConfig(hidden=128, ffn=256, layers=5, heads=4, kv_heads=4, vocab=256, sequence=64, batch=2)
+SPARSE = replace(DENSE, experts=8, sequence=256, hidden=64, ffn=128)
 CASES: dict[str, tuple[ModelConfig, Layout, str]] = {
     "copies": (DENSE, Layout(world=SIZE), "bf16"),
-    **{f"shards {name}": (DENSE, Layout(world=SIZE, fsdp=True), name) for name in RECIPES},
-    "experts on two": (SPARSE, Layout(world=SIZE, ep=2), "mxfp8"),
-    "experts on four": (SPARSE, Layout(world=SIZE, ep=4), "current"),
-    "experts on two, shards": (SPARSE, Layout(world=SIZE, ep=2, fsdp=True), "mxfp8"),
+    "shards bf16": (DENSE, Layout(world=SIZE, fsdp=True), "bf16"),
+    "shards nvfp4": (DENSE, Layout(world=SIZE, fsdp=True), "nvfp4"),
+    "tensors": (DENSE, Layout(world=SIZE, tp=SIZE), "mxfp8"),
+    "tensors and shards": (DENSE, Layout(world=SIZE, tp=2, fsdp=True), "current"),
+    "experts": (SPARSE, Layout(world=SIZE, ep=2), "mxfp8"),
+    "everything": (SPARSE, Layout(world=SIZE, tp=2, ep=2, fsdp=True), "mxfp8"),
 }
 
 
 def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     """Of the second step: the optimizer's state is there from the beginning."""
-    torch.manual_seed(torch.distributed.get_rank())
+    torch.manual_seed(dist.get_rank())
     meshes = make_meshes(layout)
     model = make_model(config, layout, meshes, recipe)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -46,8 +49,7 @@ def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
             kept = saved.total
             loss.backward()
             del loss, tokens
-            if not layout.fsdp:
-                reduce_gradients(model, meshes)
+            reduce_gradients(model, layout, meshes)
             optimizer.step()
             optimizer.zero_grad()
         live.end_part("step")
@@ -67,4 +69,45 @@ def cases(rank: int) -> Result:
     return {name: measure(config, layout, RECIPES[recipe]) for name, (config, layout, recipe) in CASES.items()}
 
 
-CHECKS: tuple[Callable[[int], Result], ...] = (cases,)
+def one_process(rank: int) -> Result:
+    """The loss and gradients of a model that is split, and of the same in one process."""
+    return {
+        name: compare(config, Layout(world=SIZE, tp=SIZE, ep=SIZE if config.experts else 1))
+        for name, config in (("dense", replace(DENSE, layers=2)), ("sparse", replace(SPARSE, layers=2)))
+    }
+
+
+def compare(config: ModelConfig, layout: Layout) -> Result:
+    torch.manual_seed(0)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    whole, meshes = LanguageModel(config, expert_group=alone), make_meshes(layout)
+    part = make_model(config, layout, meshes, None)
+    tokens = torch.randint(config.vocab, (config.batch, config.sequence))
+    with torch.no_grad():
+        for name, parameter in part.named_parameters():
+            parameter.copy_(own_part(whole, name, parameter, "data"))
+    losses = [model(tokens, tokens) for model in (whole, part)]
+    for loss in losses:
+        loss.backward()
+    reduce_gradients(part, layout, meshes)
+    errors = {}
+    for name, parameter in part.named_parameters():
+        wanted = own_part(whole, name, parameter, "grad")
+        errors[name] = float((parameter.grad - wanted).norm() / wanted.norm())
+    return {"losses": [loss.item() for loss in losses], "errors": errors}
+
+
+def own_part(whole: LanguageModel, name: str, parameter: Any, what: str) -> torch.Tensor:
+    """Of a parameter of the whole, or of its gradient, what belongs to this process."""
+    if ".experts." in name:
+        stem, number = name.rsplit("weight", 1)
+        local = len([other for other in whole.state_dict() if other.startswith(stem)]) // SIZE
+        name = f"{stem}weight{int(number) + dist.get_rank() * local}"
+    found = getattr(whole.get_parameter(name), what)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return found
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    return torch.cat([piece.chunk(SIZE, dim)[dist.get_rank()] for piece in found.chunk(stride, dim)], dim)
+
+
+CHECKS: tuple[Callable[[int], Result], ...] = (cases, one_process)
