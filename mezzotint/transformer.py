@@ -23,7 +23,7 @@ from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel import set_groups
-from mezzotint.layer.parameters import check_input, check_parallel
+from mezzotint.layer.parameters import Place, check_input, check_parallel
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.norm import LayerNorm, RMSNorm
@@ -212,6 +212,16 @@ class TransformerLayer(nn.Module):
 
     def _part(self, name: str) -> str | None:
         return f"{self.name}.{name}" if self.name else None
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""
+        if modes:
+            raise ValueError(
+                "TransformerLayer has several weights: use TensorParallel, which splits each its way"
+            )
+        for name in ("self_attention", "inter_attention", "layernorm_mlp", "layernorm"):
+            if hasattr(self, name):
+                getattr(self, name).split_over(tp_group, sequence_parallel, place)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of processes that share the weights, for every module in this one."""

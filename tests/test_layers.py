@@ -44,6 +44,7 @@ ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
 
 # Files that may import inside a function, and why.
 MAY_IMPORT_LATE = {
+    "mezzotint.distributed": "DTensor takes seconds to import, and most programs have no use for it",
     "mezzotint.kernels._lib": "Triton loads when the first CUDA tensor arrives",
     "mezzotint.hw": "asks a library that may be absent what it can do",
     "mezzotint.dynamo.trace": "runs inside the compiler, which is imported by then",

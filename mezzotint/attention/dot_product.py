@@ -30,9 +30,9 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
-from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size
+from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.parameters import check_features, default_init, resolve_device
+from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
 from mezzotint.quantization import STATE
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
@@ -113,6 +113,17 @@ class DotProductAttention(nn.Module):
             self.softmax_offset = nn.Parameter(torch.empty_like(self.softmax_offset, device=resolve_device(None)))
         with torch.no_grad():
             default_init(self.softmax_offset)
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """Of all heads, those of this process."""
+        if modes:
+            raise ValueError("DotProductAttention has no weight: it is split with the MultiheadAttention around it")
+        size = world_size(tp_group)
+        self.num_attention_heads = part_of("num_attention_heads", self.num_attention_heads, size)
+        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, size)
+        self.tp_size, self.tp_rank = size, rank_in(tp_group)
+        if isinstance(self.softmax_offset, torch.nn.Parameter):
+            raise ValueError("softmax_type='learnable' is not split by styles: give tp_group to the constructor")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of tensor parallelism: attention itself asks nothing of other processes."""

@@ -10,9 +10,9 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import apply_rotary_pos_emb
-from mezzotint.distributed.groups import part_of, resolve_size
+from mezzotint.distributed.groups import part_of, resolve_size, world_size
 from mezzotint.layer.parallel import set_groups
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
@@ -120,7 +120,7 @@ class MultiheadAttention(nn.Module):
         self.attention_type, self.qkv_format = attention_type, qkv_format
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
-        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.is_qkv_fused, self.qkv_weight_interleaved = fuse_qkv_params, qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
 
         linear: dict[str, Any] = {
@@ -193,6 +193,31 @@ class MultiheadAttention(nn.Module):
 
     def _part(self, name: str) -> str | None:
         return f"{self.name}.{name}" if self.name else None
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""
+        if modes:
+            raise ValueError(
+                "MultiheadAttention has several weights: use TensorParallel, which splits each its way"
+            )
+        if self.is_qkv_fused and not self.qkv_weight_interleaved:
+            raise ValueError(
+                "queries, keys and values are one weight, one below the other, which has no part with some heads of "
+                "each: give fuse_qkv_params=False, or qkv_weight_interleaved=True"
+            )
+        count = world_size(tp_group)
+        self.num_attention_heads = part_of("num_attention_heads", self.num_attention_heads, count)
+        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, count)
+        self.hidden_size_q, self.hidden_size_kv = self.hidden_size_q // count, self.hidden_size_kv // count
+        self.tp_size = count
+        for name in ("qkv", "layernorm_qkv", "query_layer", "layernorm_query", "key_value"):
+            if hasattr(self, name):
+                getattr(self, name).split_over(tp_group, sequence_parallel, place, "column")
+        self.proj.split_over(tp_group, sequence_parallel, place, "row")
+        for norm in (self.q_norm, self.k_norm):  # of this process's heads, whose gradients are part of the sum
+            if norm is not None and hasattr(norm, "split_over"):
+                norm.split_over(tp_group, True, place)
+        self.core_attention.split_over(tp_group, sequence_parallel, place)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of processes that share the weights, for every module in this one."""

@@ -1,6 +1,41 @@
-"""More than one process, on torch.distributed: groups, collectives, shards of quantized tensors."""
+"""More than one process, on torch.distributed: groups, collectives, shards of quantized tensors.
+
+What stands on DTensor, whose import takes seconds, is imported when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from mezzotint.distributed.expert import Exchange, combine, dispatch, plan_exchange
 from mezzotint.distributed.gradients import reduce_gradients
 
-__all__ = ["Exchange", "combine", "dispatch", "plan_exchange", "reduce_gradients"]
+if TYPE_CHECKING:
+    from mezzotint.distributed.fsdp import low_precision_gather
+    from mezzotint.distributed.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, TensorParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "Exchange",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "TensorParallel",
+    "combine",
+    "dispatch",
+    "low_precision_gather",
+    "plan_exchange",
+    "reduce_gradients",
+]
+
+_LATE = {
+    "ColwiseParallel": "styles",
+    "RowwiseParallel": "styles",
+    "SequenceParallel": "styles",
+    "TensorParallel": "styles",
+    "low_precision_gather": "fsdp",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

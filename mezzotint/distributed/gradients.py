@@ -1,4 +1,8 @@
-"""Gradients that each process has a part of: of parameters that all processes hold whole, and use on some tokens."""
+"""Gradients that each process has a part of: of parameters that all processes hold whole, and use on some tokens.
+
+Plain parameters are summed by hand, after backward (`reduce_gradients`). Those that are DTensors are summed in backward
+(`local_part`): as a DTensor that is the same everywhere, a gradient must be so, too.
+"""
 
 from typing import Any
 
@@ -7,6 +11,25 @@ from torch import nn
 
 from mezzotint.distributed.collectives import all_reduce
 from mezzotint.distributed.groups import world_size
+
+
+def local_part(parameter: Any, sums_over: Any = None) -> torch.Tensor:
+    """This process's part of a DTensor; its gradient is the sum over a group where one is given."""
+    part = parameter.to_local()
+    return part if sums_over is None else _SummedGradient.apply(part, sums_over)
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity; its gradient is summed over the processes of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return all_reduce(dy, ctx.group), None
 
 
 @torch.no_grad()

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.layer.parameters import resolve_device
+from mezzotint.distributed.gradients import local_part
+from mezzotint.layer.parameters import Place, resolve_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -38,6 +39,24 @@ def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
             setattr(module, name, nn.Parameter(fresh, parameter.requires_grad))
         nn.init.constant_(getattr(module, name), value)
     _mark(module, prefix)
+
+
+def norm_parameters(module: Any, prefix: str) -> tuple[Any, Any]:
+    """(weight, bias or None) as they are computed with: this process's, where they are DTensors."""
+    gamma, beta = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias")
+    group = module._norm_group
+    if group is None:
+        return gamma, beta
+    sums_over = group if module.sequence_parallel else None
+    return local_part(gamma, sums_over), None if beta is None else local_part(beta, sums_over)
+
+
+def split_norm(module: Any, prefix: str, group: Any, place: Place) -> None:
+    """Whole on every process, as DTensors."""
+    for name in (f"{prefix}weight", f"{prefix}bias"):
+        if getattr(module, name) is not None:
+            setattr(module, name, place(getattr(module, name), None, 1))
+    module._norm_group = group
 
 
 def _mark(module: nn.Module, prefix: str) -> None:

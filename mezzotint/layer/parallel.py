@@ -8,6 +8,8 @@ from torch import nn
 
 from mezzotint.distributed.groups import check_agreed, check_group, resolve_size
 from mezzotint.functional.parallel import Parallel
+from mezzotint.layer.norm import split_norm
+from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
 from mezzotint.quantization import STATE
 
@@ -21,6 +23,7 @@ class ParallelModule(StatefulModule):
         self.tp_size, self.sequence_parallel = 1, False
         self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
         self._agreed: Any = None  # (recipe,): the last that all processes were found to run with
+        self._norm_group: Any = None  # whose processes the parameters of a norm are DTensors of
 
     def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
         """`modes`: of each GEMM."""
@@ -32,6 +35,29 @@ class ParallelModule(StatefulModule):
         """The group of processes that share the weights: as many as the module was made for."""
         check_group(tp_group, self.tp_size)
         self.tp_group, self._agreed = tp_group, None
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """Split the weights of a module that has them whole. `modes`: of each GEMM. `place(parameter, dim, stride)`:
+        what becomes of a parameter that is split along `dim`, or of the whole one (None)."""
+        if self.tp_size > 1:
+            raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} processes: give a whole one")
+        weights: tuple[Any, ...] = self._weights  # type: ignore[attr-defined]
+        if len(modes) != len(weights):
+            raise ValueError(
+                f"{type(self).__name__} has {len(weights)} weights: it cannot be split {' and '.join(modes)}"
+            )
+        has_norm = hasattr(self, "layer_norm_weight")
+        if has_norm and sequence_parallel and "layer_norm_weight" not in self._parameters:
+            raise ValueError("the norm in front is another module: split it with SequenceParallel, and convert after")
+        self._init_parallel(tp_group, 1, sequence_parallel, *modes)
+        for each, mode in zip(weights, modes, strict=True):
+            each.split_over(self, mode, self.tp_size, place)
+        if has_norm and "layer_norm_weight" in self._parameters:
+            split_norm(self, "layer_norm_", tp_group, place)
+        if len(weights) == 1:
+            self.in_features, self.out_features = weights[0].in_features, weights[0].out_features
+            self.parallel_mode = modes[0]
+        self._drop_workspaces()
 
     def _parallel(self, gemm: int) -> Parallel | None:
         """How the weight of a GEMM is split; None: it is whole."""

@@ -11,6 +11,10 @@ from mezzotint.distributed.groups import part_of
 
 INIT_STD = 0.023
 
+# What becomes of a whole parameter that processes share: split along a dimension, or whole (None). It may be several,
+# one below the other, each of which is split.
+Place = Callable[[nn.Parameter, int | None, int], nn.Parameter]
+
 
 def default_init(weight: torch.Tensor) -> torch.Tensor:
     """normal(0, 0.023)."""

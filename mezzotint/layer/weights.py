@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.distributed.gradients import local_part
 from mezzotint.distributed.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
+    Place,
     default_init,
     forked_rng,
     local_features,
@@ -18,6 +20,19 @@ from mezzotint.layer.parameters import (
     split_names,
 )
 from mezzotint.quantization import STATE
+
+
+def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
+    """This process's part of a gradient as a DTensor like its parameter."""
+    whole = type(parameter).from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return whole.detach()
 
 
 class Weights:
@@ -39,14 +54,11 @@ class Weights:
     ) -> None:
         """`in_features`, `out_features` of the whole weight. `stride`: it is that many, one below the other, of each
         of which every process has its part."""
-        self.mode, self.tp_size, self.stride = parallel_mode, tp_size, stride
-        self.in_features, self.out_features = local_features(parallel_mode, tp_size, in_features, out_features)
+        self.stride, self.is_placed = stride, False
+        self.in_features, self.out_features = in_features, out_features
         self.parts = split_names(parameters_split, out_features)
         self.sizes = list(self.parts.values()) or [out_features]
-        if parallel_mode == "column":
-            named = zip(self.parts or ("out_features",), self.sizes, strict=True)
-            self.sizes = [stride * part_of(f"the size of {name}", size // stride, tp_size) for name, size in named]
-            self.parts = dict(zip(self.parts, self.sizes, strict=False))
+        self._take_part(parallel_mode, tp_size)
         if self.parts:
             self.weight_names = [f"{part}_weight" for part in self.parts]
             self.bias_names = [f"{part}_bias" for part in self.parts] if bias else []
@@ -61,6 +73,28 @@ class Weights:
         self.preserves = STATE.preserves_init
         if self.is_quantized and self.parts:
             raise ValueError("parameters_split with quantized_model_init: a quantized weight has no parts; give one")
+
+    def _take_part(self, mode: str | None, tp_size: int) -> None:
+        """Sizes of the whole → those of this process's part."""
+        self.mode, self.tp_size = mode, tp_size
+        self.in_features, self.out_features = local_features(mode, tp_size, self.in_features, self.out_features)
+        if mode == "column":
+            named = zip(self.parts or ("out_features",), self.sizes, strict=True)
+            stride = self.stride
+            self.sizes = [stride * part_of(f"the size of {name}", size // stride, tp_size) for name, size in named]
+            self.parts = dict(zip(self.parts, self.sizes, strict=False))
+
+    def split_over(self, module: Any, mode: str, tp_size: int, place: Place) -> None:
+        """Whole parameters become what `place` makes of them: DTensors, of which this process has its part."""
+        if self.is_quantized:
+            raise ValueError("a weight of quantized_model_init cannot be split: make the model with high precision")
+        self._take_part(mode, tp_size)
+        dim = 0 if mode == "column" else 1
+        for name in self.weight_names:
+            setattr(module, name, place(getattr(module, name), dim, self.stride if dim == 0 else 1))
+        for name in self.bias_names:
+            setattr(module, name, place(getattr(module, name), None if dim else 0, self.stride))
+        self.is_placed = True
 
     def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Uninitialised parameters; parts are slices of one buffer."""
@@ -77,6 +111,8 @@ class Weights:
     def reset(self, module: Any, gemm: int) -> None:
         """Initial values; from the meta device, new tensors on the default device."""
         init = default_init if self.init_method is None else self.init_method
+        if self.is_placed:
+            raise RuntimeError("reset_parameters after parallelize_module: draw initial values first, then split them")
         for name in (*self.weight_names, *self.bias_names):
             parameter = getattr(module, name)
             if parameter.is_meta:
@@ -133,11 +169,16 @@ class Weights:
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""
         parts = [getattr(module, name) for name in self.weight_names]
+        if self.is_placed:
+            parts = [local_part(part) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def bias(self, module: nn.Module) -> Any:
+    def bias(self, module: Any) -> Any:
         """[out], or None."""
         parts = [getattr(module, name) for name in self.bias_names]
+        if self.is_placed:
+            partial = module.sequence_parallel and self.mode == "row"  # added to this process's tokens
+            parts = [local_part(part, module.tp_group if partial else None) for part in parts]
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -148,6 +189,7 @@ class Weights:
         for name, rows in zip(self.weight_names, self.sizes, strict=True):
             weight = getattr(module, name)
             into = getattr(weight, "main_grad", None) if weight.requires_grad else None
+            into = local_part(into) if self.is_placed and hasattr(into, "to_local") else into
             if into is None and weight.requires_grad:
                 raise ValueError(f"fuse_wgrad_accumulation needs {name}.main_grad, a tensor to add into: set it first")
             found.append(MainGrad(rows, into, bool(getattr(weight, "overwrite_main_grad", False))))
@@ -161,4 +203,5 @@ class Weights:
         for name, part in zip(self.weight_names, gradient.split(self.sizes), strict=True):
             weight = getattr(module, name)
             if weight.requires_grad:
+                part = like_parameter(part, weight) if self.is_placed else part
                 weight.grad = part if weight.grad is None else weight.grad.add_(part)

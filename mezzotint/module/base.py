@@ -22,7 +22,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
         self.return_bias = False
-        self.return_layernorm_output = False
+        self.return_layernorm_output, self.return_layernorm_output_gathered = False, False
         self._output_role: QuantizerRole | None = None
         self._grad_input_role: QuantizerRole | None = None
 

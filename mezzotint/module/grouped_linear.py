@@ -14,7 +14,7 @@ from mezzotint.functional.grouped_linear import (
 from mezzotint.functional.linear import Needs
 from mezzotint.layer.base import activation_dtype, scale_of
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -92,6 +92,9 @@ class GroupedLinear(TransformerEngineBaseModule):
         if delay_wgrad_compute:
             self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
         self.reset_parameters(defer_init=device.type == "meta")
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        raise ValueError("GroupedLinear is not split by styles: give each process some experts (distributed/expert.py)")
 
     def _add_gradients(self, store: int, gradients: Any) -> None:
         for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all

@@ -11,7 +11,7 @@ from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized, quantize_gradient
-from mezzotint.layer.norm import check_normalization, register_norm, reset_norm
+from mezzotint.layer.norm import check_normalization, norm_parameters, register_norm, reset_norm
 from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -116,7 +116,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         check_input(inp, self.in_features)
         self._meet(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         if fp8_grad:

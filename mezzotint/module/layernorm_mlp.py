@@ -13,8 +13,8 @@ from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.norm import check_normalization, register_norm, reset_norm
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.norm import check_normalization, norm_parameters, register_norm, reset_norm
+from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -128,6 +128,12 @@ class LayerNormMLP(TransformerEngineBaseModule):
             reset_norm(self, "layer_norm_", self.zero_centered_gamma)
         super().reset_parameters(defer_init)
 
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        if modes:
+            raise ValueError("LayerNormMLP has two weights: use TensorParallel, which splits each its way")
+        super().split_over(tp_group, sequence_parallel, place, "column", "row")
+        self.set_parallel_mode = True
+
     def _gemm_name(self, gemm: int) -> str:
         part = "fc2" if gemm else "fc1"
         return f"{self.name}.{part}" if self.name else part
@@ -139,9 +145,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output]."""
         check_input(inp, self.hidden_size)
         self._meet(inp)
-        w1, b1 = self.fc1_weight, self.fc1_bias
-        w2, b2 = self.fc2_weight, self.fc2_bias
-        gamma, beta = self.layer_norm_weight, self.layer_norm_bias
+        (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
+        gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         added = None if self.return_bias or b2 is None else b2
@@ -185,8 +190,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """In high precision."""
         with torch.no_grad():
             options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-            first, _ = norm_forward(NormFwdArgs(x, self.layer_norm_weight, self.layer_norm_bias, options))
-            hidden = torch.nn.functional.linear(first, self.fc1_weight.to(x.dtype), _cast(self.fc1_bias, x.dtype))
+            first, _ = norm_forward(NormFwdArgs(x, *norm_parameters(self, "layer_norm_"), options))
+            fc1 = self._weights[0]
+            hidden = torch.nn.functional.linear(first, fc1.weight(self).to(x.dtype), _cast(fc1.bias(self), x.dtype))
             second = activate(ActivationFwdArgs(hidden, self._activation, self._activation_params))
         return first, second
 

@@ -9,8 +9,8 @@ from mezzotint.functional.autograd import apply
 from mezzotint.functional.norm import NORM, NormFwdArgs, NormOptions
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.norm import register_norm, reset_norm
-from mezzotint.layer.parameters import check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.layer.norm import norm_parameters, register_norm, reset_norm, split_norm
+from mezzotint.layer.parameters import Place, check_features, check_input, resolve_device, resolve_dtype
 
 
 class _Norm(nn.Module):
@@ -41,6 +41,7 @@ class _Norm(nn.Module):
         kwargs.pop("sm_margin", None)
         if kwargs:
             raise TypeError(f"{type(self).__name__} got {sorted(kwargs)}: it takes device, dtype and sm_margin beside")
+        self._norm_group: Any = None
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         size = 1
         for extent in self.normalized_shape:
@@ -54,10 +55,17 @@ class _Norm(nn.Module):
         if not defer_init:
             reset_norm(self, "", self.zero_centered_gamma)
 
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """The parameters stay whole; with `sequence_parallel` their gradients are sums over the processes."""
+        if modes:
+            raise ValueError(f"{type(self).__name__} has no weight to split {modes[0]}-wise: use SequenceParallel")
+        self.sequence_parallel = sequence_parallel
+        split_norm(self, "", tp_group, place)
+
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalised over the last dimensions, `normalized_shape`."""
         check_input(inp, self.normalized_shape[-1])
-        shape, gamma, beta = inp.shape, self.weight, self.bias
+        shape, (gamma, beta) = inp.shape, norm_parameters(self, "")
         x = dequantized(inp)
         if len(self.normalized_shape) > 1:
             leading = len(shape) - len(self.normalized_shape)
