@@ -20,6 +20,7 @@ class ParallelModule(StatefulModule):
     def __init__(self) -> None:
         super().__init__()
         self.tp_group: Any = None
+        self.parallel_mode: str | None = None
         self.tp_size, self.sequence_parallel = 1, False
         self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
         self._agreed: Any = None  # (recipe,): the last that all processes were found to run with
@@ -41,7 +42,7 @@ class ParallelModule(StatefulModule):
         what becomes of a parameter that is split along `dim`, or of the whole one (None)."""
         if self.tp_size > 1:
             raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} processes: give a whole one")
-        weights: tuple[Any, ...] = self._weights  # type: ignore[attr-defined]
+        weights: Any = self._weights
         if len(modes) != len(weights):
             raise ValueError(
                 f"{type(self).__name__} has {len(weights)} weights: it cannot be split {' and '.join(modes)}"
