@@ -179,4 +179,4 @@ def _replace_forward(captured: _Captured, run: Callable[..., Any], names: tuple[
             )
         return run(*args, {name: kwargs[name] for name in names})
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
