@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, is_complete, load, load_full_state, plain_state, save
 from mezzotint.distributed.fsdp import low_precision_gather
 from tests.distributed.sharded import model, optimizer, sharded, train
@@ -105,4 +106,25 @@ def plain(rank: int) -> Result:
     return found
 
 
-CHECKS = (written_by_two, read_by_four, plain)
+def with_tensor_parallelism(rank: int) -> Result:
+    """Two by two: parts of a weight, each in shards; losses with and without the gather in low precision."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
+    parts = mesh["parts"].get_group()
+    found: Result = {}
+    for name in ("delayed", "current", "nvfp4"):
+        losses = []
+        for gathered in (False, True):
+            torch.manual_seed(0)
+            options: dict[str, Any] = {"tp_group": parts, "device": "cpu", "params_dtype": torch.bfloat16}
+            made = nn.Sequential(
+                mz.LayerNormLinear(64, 128, parallel_mode="column", **options),
+                mz.Linear(128, 64, parallel_mode="row", **options),
+            )
+            if gathered:
+                low_precision_gather(made, RECIPES[name])
+            losses.append(train(sharded(made, mesh=mesh["shards"]), RECIPES[name], 3))
+        found[name] = losses
+    return found
+
+
+CHECKS = (written_by_two, read_by_four, plain, with_tensor_parallelism)

@@ -68,6 +68,14 @@ def test_plain_states_in_shards(world: World, case: str) -> None:
         assert "holds no checkpoint" in found["nothing"]
 
 
+def test_parts_of_weights_in_shards(world: World) -> None:
+    """Tensor parallelism inside of FSDP2: what is gathered in low precision is quantized as the whole weight is."""
+    for found in results(world, "with_tensor_parallelism"):
+        assert len(found) == 3
+        for recipe, (plain, gathered) in found.items():
+            assert plain == gathered, recipe
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_files_without_pickle(tmp_path: Path, case: str) -> None:
     """safetensors, and torch.load with weights_only."""
