@@ -91,12 +91,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 def is_sharded(x: Any) -> bool:
     """Whether it is a DTensor."""
-    return hasattr(x, "to_local")
+    return hasattr(x, "_local_tensor")
 
 
 def local(x: Any) -> torch.Tensor:
     """This process's part of a DTensor; any other tensor itself."""
-    return x.to_local() if is_sharded(x) else x
+    # Not `to_local()`: that is a view, and a quantized shard knows the other processes by an attribute.
+    return x._local_tensor if is_sharded(x) else x
 
 
 def like(value: torch.Tensor, x: Any) -> Any:
