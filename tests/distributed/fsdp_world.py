@@ -102,6 +102,32 @@ def compositions(rank: int) -> Result:
     return found
 
 
+def one_unit(rank: int) -> Result:
+    """All weights gathered at once, and kept for backward; the optimizer takes all parameters in one call."""
+    found: Result = {}
+    for name, quantized in (("delayed", False), ("mxfp8", False), ("current", True), ("nvfp4", True)):
+        recipe = ALL[name]
+        init = recipe if quantized else None
+        made, reference = low_precision_gather(model(init=init), recipe), model(init=init)
+        fully_shard(made, reshard_after_forward=False)
+        losses = []
+        for which in (made, reference):
+            optim = torch.optim.AdamW(which.parameters(), lr=5e-3, foreach=True)
+            losses.append(train(which, recipe, 3, optim=optim))
+        found[name] = losses
+    return found
+
+
+def one_direction(rank: int) -> Result:
+    """A forward that is computed again in backward finds NaN in the copy that was not sent."""
+    made = sharded(low_precision_gather(model(), ALL["mxfp8"], one_direction=True))
+    with mz.autocast(recipe=ALL["mxfp8"]):
+        loss = loss_of(Steps(made, False)(batch(0, 64)))
+    loss.backward()
+    gradients = [parameter.grad.full_tensor() for parameter in made.parameters() if parameter.grad is not None]
+    return {"loss": loss.item(), "finite": all(bool(gradient.isfinite().all()) for gradient in gradients)}
+
+
 def compiled(rank: int) -> Result:
     """Blocks compiled whole: losses and graphs."""
     warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo looks at grad
@@ -259,6 +285,8 @@ CHECKS = (
     long_run,
     short_runs,
     compositions,
+    one_unit,
+    one_direction,
     compiled,
     bytes_sent,
     policy,

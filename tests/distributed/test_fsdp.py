@@ -4,6 +4,8 @@ Both get the same batch, so that the mean of two gradients is exact; sums inside
 and in two, since weights are gathered before they are multiplied.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -67,6 +69,19 @@ def test_compositions(world: World, case: str) -> None:
         assert len(cases) == 6
         for key, (losses, expected) in cases.items():
             assert losses == expected, key
+
+
+def test_one_unit(world: World) -> None:
+    for found in results(world, "one_unit"):
+        assert len(found) == 4
+        for recipe, (losses, expected) in found.items():
+            assert losses == expected, recipe
+
+
+def test_a_copy_that_was_not_sent_is_seen(world: World) -> None:
+    for found in results(world, "one_direction"):
+        assert math.isfinite(found["loss"])
+        assert not found["finite"]
 
 
 def test_compiled_blocks(world: World) -> None:
