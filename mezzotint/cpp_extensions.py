@@ -19,6 +19,7 @@ import torch
 from mezzotint.constants import HIGH_PRECISION, DType
 from mezzotint.functional.gemm import is_custom as _is_custom
 from mezzotint.functional.gemm import multiply, operand
+from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.activation import activation_backward, activation_forward, column_sum
 from mezzotint.kernels.grouped_gemm import grouped_gemm
@@ -61,6 +62,7 @@ def general_gemm(
     """
     _no_userbuffers(ub=ub, ub_type=ub_type, extra_output=extra_output, bulk_overlap=bulk_overlap)
     _check_layout(layout)
+    A, B = _traceable(A), _traceable(B)
     dtype = _output_dtype(out_dtype, out, A)
     scale = _beta(beta, accumulate, out)
     if gelu and accumulate:
@@ -77,7 +79,7 @@ def general_gemm(
     fast = not use_split_accumulator
     bias_grad = None
     if accumulate and alpha == 1 and scale == 1 and out.is_contiguous():
-        _product(A, B, layout, dtype, added, out.view(-1, shape[-1]), fast)
+        _product(A, B, layout, dtype, added, as_matrix(out), fast)
         product = out
     else:
         pre_dtype = bias.dtype if gelu and not grad and bias is not None else dtype
@@ -118,6 +120,7 @@ def general_grouped_gemm(
     may be empty.
     """
     _check_layout(layout)
+    A, B = [_traceable(a) for a in A], [_traceable(b) for b in B]
     count = len(A)
     if count == 0 or len(B) != count:
         raise ValueError(f"A has {count} groups, B has {len(B)}: expected the same number, at least one")
@@ -194,6 +197,11 @@ def _no_userbuffers(**given: Any) -> None:
                 f"{name} is given: there are no CUDA userbuffers here; overlap with functional collectives "
                 "(mezzotint.distributed.collectives: start_…, then wait), which torch.compile schedules"
             )
+
+
+def _traceable(x: Any) -> Any:
+    """The compiler calls no methods of a quantized tensor: its buffers in a plain holder."""
+    return as_storage(x) if torch.compiler.is_compiling() else x
 
 
 def _check_layout(layout: str) -> None:

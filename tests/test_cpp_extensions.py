@@ -9,6 +9,7 @@ from torch.nn import functional
 import mezzotint as mz
 from mezzotint import DType
 from mezzotint.cpp_extensions import general_gemm, general_grouped_gemm, is_custom, replace_raw_data
+from tests.module.test_options import Int8Quantizer
 from tests.quantizer_formats import FORMATS, sample
 
 LAYOUTS = ("TN", "NN", "NT")
@@ -175,6 +176,40 @@ def test_empty(shape: tuple[int, int, int]) -> None:
     d = general_gemm(torch.zeros(n, k), torch.zeros(m, k), bias=torch.ones(n))[0]
     assert d.shape == (m, n)
     assert (d == 1).all()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("kind", [None, "float8_current", "mxfp8", "nvfp4"])
+def test_compiled(kind: str | None) -> None:
+    """A product, its GELU and a sum into a given tensor, in one graph, bit for bit."""
+    a, b, *_ = case("TN", kind)
+    bias = sample((N,), torch.bfloat16, 7)
+
+    def call(a: Any, b: Any, out: torch.Tensor) -> Any:
+        general_gemm(a, b, out=out, accumulate=True)
+        return general_gemm(a, b, bias=bias, gelu=True)[:3:2], general_grouped_gemm([a, a], [b, b], None, None, None)[0]
+
+    first, second = torch.ones(M, N), torch.ones(M, N)
+    (d, pre), (one, two) = torch.compile(call, fullgraph=True, backend="aot_eager")(a, b, first)
+    (d2, pre2), (one2, two2) = call(a, b, second)
+    for x, y in ((d, d2), (pre, pre2), (one, one2), (two, two2), (first, second)):
+        assert torch.equal(x, y)
+
+
+def test_own_quantizer_multiplies() -> None:
+    """Of a user's: its `qgemm` is told which product it is."""
+    calls: list[dict[str, Any]] = []
+    quantizer = Int8Quantizer(calls)
+    for layout in LAYOUTS:
+        a, b = sides(layout)
+        left, right = b.float().t() if layout[1] == "T" else b.float(), a.float().t() if layout[0] == "T" else a.float()
+        d = general_gemm(quantizer.quantize(a), quantizer.quantize(b), torch.float32, layout=layout)[0]
+        assert_near(d, left @ right, 0.02)
+    assert [call["gemm_type"].name for call in calls] == ["FPROP", "DGRAD", "WGRAD"]
+    a, b = sides("TN")
+    made, *_ = general_grouped_gemm([quantizer.quantize(a)] * 2, [quantizer.quantize(b)] * 2, None, None, torch.float32)
+    assert len(calls) == 5
+    assert torch.equal(made[0], made[1])
 
 
 # Groups
