@@ -75,7 +75,8 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, tuple[Any, int]] = {}  # of those that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._measure()
+        if func.namespace in ("c10d", "fsdp"):
+            self._measure()
         made = func(*args, **(kwargs or {}))
         for value in tree_leaves(made):
             if isinstance(value, torch.Tensor):
@@ -101,9 +102,8 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key)[1]
 
     def _measure(self) -> None:
-        """FSDP2 takes the memory of gathered weights away from their storages and gives it back: no operation does."""
-        if not torch.distributed.is_initialized():
-            return
+        """FSDP2 takes the memory of gathered weights away from their storages and gives it back, which no operation
+        does: it is seen when the next thing is gathered or scattered."""
         for key, (found, size) in list(self._sizes.items()):
             storage = found()
             if storage is not None and storage.nbytes() != size:
