@@ -61,7 +61,7 @@ class _Run:
         self.function = function
         self.state = get_autocast_state()
         self.recomputation = _Recomputation(STATE.recomputation)
-        self.tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+        self.tracker: Any = None if get_rng_state_tracker is None else get_rng_state_tracker()
         self.rng_states = None if self.tracker is None else self.tracker.get_states()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -119,8 +119,8 @@ def in_fp32(tensors: list[Any]) -> list[torch.Tensor]:
     copies, sources = [], []
     for x in tensors:
         if isinstance(x, QuantizedTensor):
-            x = x.detach()
-            values.append(x.dequantize(dtype=torch.float32))
+            alias: Any = x.detach()
+            values.append(alias.dequantize(dtype=torch.float32))
         elif is_own_master(x):
             values.append(x)
         else:
