@@ -6,10 +6,14 @@
 Interleaved: the pairs are (2i, 2i + 1). D channels are turned, those behind them pass. All in FP32, rounded once.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.rope import rope
 from mezzotint.layer.parameters import check_features, resolve_device
 
 
@@ -76,18 +80,35 @@ def apply_rotary_pos_emb(
     turned = freqs.shape[-1]
     if turned > t.shape[-1]:
         raise ValueError(f"freqs has {turned} channels, t {t.shape[-1]}: turn at most as many as there are")
-    places = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)  # [s], [b, s] or [t]
-    last = freqs.shape[0] - 1
     if tensor_format != "thd":
         length = t.shape[0 if tensor_format == "sbhd" else 1] * cp_size
         if length > freqs.shape[0]:
             raise ValueError(f"freqs has {freqs.shape[0]} positions, t {length}: make freqs for the longest sequence")
-    angles = freqs.reshape(freqs.shape[0], turned).float()[places.clamp(max=last)].unsqueeze(-2)
+    places = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)  # [s], [b, s] or [t]
+    angles = freqs.reshape(freqs.shape[0], turned).float()
+    angles = angles[places.clamp(max=freqs.shape[0] - 1)]
+    if tensor_format == "thd":
+        return _Rope.apply(t[:, None], angles[:, None].cos(), angles[:, None].sin(), interleaved).squeeze(1)
     if tensor_format == "sbhd":
         angles = angles[:, None] if places.dim() == 1 else angles.transpose(0, 1)
-    x = t[..., :turned].float()
-    y = (x * angles.cos() + _quarter_turn(x, interleaved) * angles.sin()).to(t.dtype)
-    return y if turned == t.shape[-1] else torch.cat((y, t[..., turned:]), -1)
+    elif places.dim() == 1:
+        angles = angles[None]
+    return _Rope.apply(t, angles.cos(), angles.sin(), interleaved)
+
+
+class _Rope(torch.autograd.Function):
+    """t turned by angles [a or 1, b or 1, D], which get no gradient; its gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return run_op(rope, t, cos, sin, interleaved, False)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return run_op(rope, dy, cos, sin, ctx.interleaved, True), None, None, None
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -144,12 +165,3 @@ def _on_rank(place: torch.Tensor, length: int | torch.Tensor, cp_size: int, cp_r
     chunk = length // 2
     behind = length * cp_size - (cp_rank + 2) * chunk
     return place + torch.where(place < chunk, cp_rank * chunk, behind)
-
-
-def _quarter_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """(first, second) of each pair → (-second, first)."""
-    if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
-        return torch.stack((-second, first), -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1)

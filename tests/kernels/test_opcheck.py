@@ -29,6 +29,7 @@ from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused
+from mezzotint.kernels.rope import rope
 from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
@@ -232,6 +233,16 @@ def test_scaled_bias(dtype: torch.dtype) -> None:
             torch.library.opcheck(scaled_bias_backward, (given, scales, biases, splits), test_utils=ALL)
 
 
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+def test_rope(dtype: torch.dtype) -> None:
+    angles = sample((5, 1, 6), torch.float32)
+    t = sample((5, 2, 3, 8), dtype)
+    for given in (t, t.transpose(1, 2).contiguous().transpose(1, 2)):
+        for interleaved, inverse in ((False, True), (True, False)):
+            arguments = (given, angles.cos(), angles.sin(), interleaved, inverse)
+            torch.library.opcheck(rope, arguments, test_utils=ALL)
+
+
 def test_delayed() -> None:
     state = torch.ones(3), torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
     other = torch.ones(2), torch.rand(1, 2, generator=torch.Generator().manual_seed(1))
@@ -276,7 +287,7 @@ def test_every_op_has_a_case() -> None:
         op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)
     }
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
-    here |= {op.name() for op in (scaled_bias, scaled_bias_backward)}
+    here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)

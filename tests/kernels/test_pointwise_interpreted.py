@@ -111,6 +111,19 @@ def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name
     close(ds, reference.activation_scale_gradient_reference(dy, x, name, []), case)
 
 
+def check_rope(shape: tuple[int, ...], turned: int, dtype: torch.dtype, is_packed: bool) -> None:
+    from mezzotint.kernels.rope import rope_reference
+    from mezzotint.kernels.triton.rope import rope
+
+    a, b, h, d = shape
+    t = draw((a, b, 3 * h, d), dtype, 0)[:, :, h : 2 * h] if is_packed else draw(shape, dtype, 0)
+    for angles in (draw((a, 1, turned), torch.float32, 1), draw((1, b, turned), torch.float32, 2)):
+        for interleaved in (False, True):
+            for inverse in (False, True):
+                arguments = (t, angles.cos(), angles.sin(), interleaved, inverse)
+                same(rope(*arguments), rope_reference(*arguments), (shape, turned, dtype, interleaved, inverse))
+
+
 def main() -> None:
     from triton.runtime import interpreter
 
@@ -124,6 +137,10 @@ def main() -> None:
                 check_norm(shape, dtype, view, index % 2 == 0)
                 # Without exponentials: the interpreter's are numpy's.
                 check_activation(shape, dtype, view, ("relu", "sreglu")[index % 2])
+    for dtype in HIGH:
+        check_rope((5, 2, 3, 8), 8, dtype, True)
+        check_rope((2, 3, 5, 40), 12, dtype, False)
+        check_rope((1, 1, 1, 2), 2, dtype, False)
     norm.WHOLE_BACKWARD = pointwise.WHOLE = 128  # longer rows are walked in pieces
     for dtype in HIGH:
         check_pointwise((3, 300), dtype, "inner")
