@@ -2,51 +2,68 @@
 
     X = x / ‖x‖,  then  X = a X + (b A + c A²) X  with A = X Xᵀ,  again and again
 
-takes each singular value s to a s + b s³ + c s⁵ and leaves the vectors. With Muon's coefficients five rounds bring all
-but the smallest into 0.7 … 1.2: not to 1, for which one would need more rounds.
+takes each singular value s to a s + b s³ + c s⁵ and leaves the vectors. With coefficients for a few rounds the values
+come near 1, not to it.
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-MUON = (3.4445, -4.7750, 2.0315)
+MUON = (3.4445, -4.7750, 2.0315)  # for every round
+# For one round after the other, steeper at 0 first (leloykun.github.io/ponder/muon-opt-coeffs). The default.
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 
 
 @torch.no_grad()
 def newton_schulz(
     x: torch.Tensor,
+    ctx: None = None,
     num_iterations: int = 5,
     coefficients: Sequence[Any] | None = None,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """x (…, m, n), FP32 or BF16, → U Vᵀ of its singular value decomposition, roughly, in its dtype; no gradient.
+    """x (…, m, n), FP32 or BF16, becomes, roughly, U Vᵀ of its singular value decomposition: in place, and returned.
 
     `coefficients`: a, b, c for all rounds, or such triples, one for each round (flat or nested).
     """
+    if ctx is not None:
+        raise NotImplementedError(
+            f"ctx is {type(ctx).__name__}: there is no matrix that is spread over processes here; gather it first "
+            "(DTensor.full_tensor()), and leave ctx out"
+        )
     if not isinstance(x, torch.Tensor) or x.dim() < 2:
         given = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
         raise ValueError(f"x is {given}: give a matrix, or a stack of them")
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: give float32 or bfloat16")
     rounds = _rounds(num_iterations, coefficients)
-    is_tall = x.shape[-2] > x.shape[-1]
     # In FP32: of many numbers in BF16 the norm would be off.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     value = (x / (norm + eps)).to(x.dtype)
+    is_tall = x.shape[-2] > x.shape[-1]
     value = value.mT if is_tall else value  # the product with itself is small then
     for a, b, c in rounds:
         gram = value @ value.mT
         value = a * value + (b * gram + c * (gram @ gram)) @ value
-    return value.mT.contiguous() if is_tall else value
+    return x.copy_(value.mT if is_tall else value)
 
 
 def _rounds(num_iterations: int, coefficients: Sequence[Any] | None) -> list[tuple[float, float, float]]:
     if not isinstance(num_iterations, int) or num_iterations < 1:
         raise ValueError(f"num_iterations is {num_iterations!r}: give a positive int")
+    if coefficients is None:
+        return list(islice(cycle(QUINTIC), num_iterations))
     numbers: list[float] = []
-    for entry in MUON if coefficients is None else coefficients:
+    for entry in coefficients:
         numbers += [float(entry)] if isinstance(entry, int | float) else [float(number) for number in entry]
     if len(numbers) == 3:
         numbers = numbers * num_iterations
