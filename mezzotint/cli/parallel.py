@@ -107,20 +107,22 @@ def make_model(
     meshes: Meshes | None,
     recipe: Recipe | None,
     *,
+    device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
 ) -> LanguageModel:
     """This process's part of the model; all of it without meshes."""
     layout.check_model(config)
+    made: dict[str, Any] = {"device": device, "dtype": dtype, "exchange": exchange}
     if meshes is None:
-        return LanguageModel(config, dtype=dtype, exchange=exchange)
-    groups = {"tensor_group": meshes.tensor_group, "expert_group": meshes.expert_group}
-    model = LanguageModel(config, dtype=dtype, exchange=exchange, **groups)
+        return LanguageModel(config, **made)
+    model = LanguageModel(config, tensor_group=meshes.tensor_group, expert_group=meshes.expert_group, **made)
     if layout.fsdp:
-        partial = {name for name, parameter in model.named_parameters() if _is_partial(parameter)}
+        attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         shard(model, meshes, recipe)
         for name, parameter in model.named_parameters():  # which are other ones now
-            parameter.sequence_parallel = name in partial  # type: ignore[attr-defined]
+            for attribute, value in attributes[name].items():
+                setattr(parameter, attribute, value)
     return model
 
 
@@ -141,12 +143,13 @@ def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
 
 
 def reduce_gradients(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:
-    """The sum of what processes have parts of: of one batch, and over replicas, which FSDP2 does by itself.
+    """The sum of what processes have parts of, of one batch; over replicas the mean, which FSDP2 takes by itself.
 
-    Parameters of `but` are left out.
+    An expert has the sum over the replicas whose tokens it got already. Parameters of `but` are left out.
     """
     done = set() if but is None else set(but.parameters())
-    alone = {parameter for experts in _experts(module) for parameter in experts.parameters()}
+    alone = set(expert_parameters(module))
+    replicas, copies = meshes.replicas.size(), meshes.copies.size()
     for parameter in module.parameters():
         if parameter in done or parameter.grad is None:
             continue
@@ -155,6 +158,14 @@ def reduce_gradients(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.
             gradient.copy_(all_reduce(gradient, meshes.tensor_group))
         if not layout.fsdp:
             gradient.copy_(all_reduce(gradient, meshes.copy_group if parameter in alone else meshes.replica_group))
+            gradient.div_(replicas)
+        elif parameter in alone:
+            gradient.div_(replicas // copies)
+
+
+def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Those that replicas do not share."""
+    return [parameter for experts in _experts(module) for parameter in experts.parameters()]
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
@@ -163,7 +174,6 @@ def _is_partial(parameter: nn.Parameter) -> bool:
 
 
 def _experts(module: nn.Module) -> list[nn.Module]:
-    """Those that replicas do not share."""
     return [part.experts for part in module.modules() if isinstance(part, Mixture)]
 
 
