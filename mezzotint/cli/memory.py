@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzotint.cli.model import LanguageModel, ModelConfig
-from mezzotint.cli.parallel import Layout, balanced_exchange, fake_world, make_meshes, make_model, reduce_gradients
+from mezzotint.cli.parallel import (
+    Layout,
+    balanced_exchange,
+    fake_world,
+    make_meshes,
+    make_model,
+    make_optimizer,
+    reduce_gradients,
+)
 from mezzotint.cli.traffic import SentBytes
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.quantization import autocast
@@ -168,7 +176,7 @@ def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout
         for module in model.modules():
             if isinstance(module, ParallelModule):
                 module._agreed = (recipe,)  # in a fake world there is nobody to ask
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        optimizer = make_optimizer(model)
         tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
         sent = SentBytes()
         live, saved = LiveBytes(sent), SavedBytes(model.parameters())

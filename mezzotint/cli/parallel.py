@@ -127,19 +127,35 @@ def make_model(
 
 
 def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
-    """FSDP2, layer by layer: weights of GEMMs are gathered as the recipe quantizes them, the others in BF16."""
-    if recipe is not None:
-        low_precision_gather(model, recipe, one_direction=True)
+    """FSDP2, layer by layer: weights of layers are gathered as the recipe quantizes them, the others in BF16.
+
+    What nobody else has, as an expert that is nowhere else, stays as it is.
+    """
+    if meshes.replicas.size() == 1:
+        return
+    has_copies = meshes.copies.size() > 1
     options: dict[str, Any] = {
         # Inputs are BF16 already, but for the angles of positions, which stay as they are.
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": True,
     }
+    alone = set() if has_copies else {p for experts in _experts(model) for p in experts.parameters()}
     for layer in model.layers:
-        for experts in _experts(layer):
+        for part in layer.children():
+            if recipe is not None and (has_copies or not isinstance(part, Mixture)):
+                low_precision_gather(part, recipe, one_direction=True)
+        for experts in _experts(layer) if has_copies else ():
             fully_shard(experts, mesh=meshes.copies, **options)
-        fully_shard(layer, mesh=meshes.replicas, **options)
-    fully_shard(model, mesh=meshes.replicas, **options)
+        fully_shard(layer, mesh=meshes.replicas, ignored_params=alone, **options)
+    fully_shard(model, mesh=meshes.replicas, ignored_params=alone, **options)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; what is sharded and what is not are groups of their own, since no operation takes both."""
+    parameters = list(model.parameters())
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    return torch.optim.AdamW([{"params": group} for group in (sharded, whole) if group], fused=True)
 
 
 def reduce_gradients(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mezzotint.cli.memory import LiveBytes, SavedBytes, storage_of
 from mezzotint.cli.model import LanguageModel, ModelConfig
-from mezzotint.cli.parallel import Layout, make_meshes, make_model, reduce_gradients
+from mezzotint.cli.parallel import Layout, make_meshes, make_model, make_optimizer, reduce_gradients
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.traffic import SentBytes
 from mezzotint.quantization import autocast
@@ -25,6 +25,7 @@ CASES: dict[str, tuple[ModelConfig, Layout, str]] = {
     "tensors": (DENSE, Layout(world=SIZE, tp=SIZE), "mxfp8"),
     "tensors and shards": (DENSE, Layout(world=SIZE, tp=2, fsdp=True), "current"),
     "experts": (SPARSE, Layout(world=SIZE, ep=2), "mxfp8"),
+    "experts and shards": (SPARSE, Layout(world=SIZE, ep=SIZE, fsdp=True), "mxfp8"),
     "everything": (SPARSE, Layout(world=SIZE, tp=2, ep=2, fsdp=True), "mxfp8"),
 }
 
@@ -34,7 +35,7 @@ def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     torch.manual_seed(dist.get_rank())
     meshes = make_meshes(layout)
     model = make_model(config, layout, meshes, recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = make_optimizer(model)
     fixed = [*model.parameters(), *model.buffers()]
     sent = SentBytes()
     live = LiveBytes(sent)
