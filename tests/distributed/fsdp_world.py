@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzotint as mz
+from mezzotint.distributed.checkpoint import full_state, load_full_state
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
 from tests.distributed.sharded import Steps, batch, loss_of, model, optimizer, sent, sharded, train, width_of
 from tests.recipes import RECIPES, VARIANTS
@@ -61,15 +62,17 @@ def alone(name: str, way: str, **options: Any) -> nn.Sequential:
 
 
 def short_runs(rank: int) -> Result:
-    """Losses of three steps, sharded and alone, each way."""
+    """Losses of two steps, sharded and alone, each way."""
     found: Result = {}
     for name in ("none", "delayed", "current", "block", "mxfp8", "mxfp8 2d", "nvfp4", "nvfp4-plain"):
         for one in (False, True) if name in ("mxfp8", "nvfp4-plain") else (False,):
             for way, make in ways(name, one).items():
+                if one and way == "high precision":
+                    continue
                 made, width = make(), width_of(name)
                 kind = type(made[1].fc1_weight._local_tensor).__name__
-                losses = train(made, ALL[name], 3, width=width)
-                expected = train(alone(name, way), ALL[name], 3, width=width) if rank == 0 else None
+                losses = train(made, ALL[name], 2, width=width)
+                expected = train(alone(name, way), ALL[name], 2, width=width) if rank == 0 else None
                 found[f"{name} {way} {one}"] = losses, expected, kind
     return found
 
@@ -236,6 +239,59 @@ def other_modules(rank: int) -> Result:
     return found
 
 
+def halves(rank: int) -> Result:
+    """Each process has half of the rows: parameters after some steps, and those of one process with all rows."""
+    found: Result = {}
+    half = slice(rank * 8, rank * 8 + 8)
+    for name in ("none", "current", "mxfp8"):
+        recipe, options = ALL[name], {"params_dtype": torch.float32}
+        made, copied, whole = model(**options), model(**options), model(**options)
+        if recipe is not None:
+            low_precision_gather(made, recipe)
+        sharded(made)
+        replicated = DistributedDataParallel(copied)
+        for which in (made, replicated, whole):
+            optim = torch.optim.SGD(which.parameters(), 0.1)
+            for step in range(5):
+                x = batch(step, 64).float()
+                with mz.autocast(enabled=recipe is not None, recipe=recipe):
+                    loss_of(which(x if which is whole else x[half])).backward()
+                optim.step()
+                optim.zero_grad()
+        kept = [{name: p.detach() for name, p in which.named_parameters()} for which in (copied, whole)]
+        found[name] = full(made), *kept
+    return found
+
+
+def odds(rank: int) -> Result:
+    """Losses as they should be, and as they are: not sharded, copied, frozen, converted, from the meta device."""
+    recipe = RECIPES["current"]
+    expected = train(model(), recipe, 2)
+    found: Result = {
+        "not sharded": (expected, train(low_precision_gather(model(), recipe), recipe, 2)),
+        "copied": (expected, train(copy.deepcopy(low_precision_gather(model(), recipe)), recipe, 2)),
+    }
+    whole, made = model(), sharded(low_precision_gather(model(device="meta"), recipe))
+    made.to_empty(device="cpu")
+    load_full_state(made, full_state(whole))
+    found["meta"] = expected, train(made, recipe, 2)
+    whole, made = model(), model()
+    for which in (whole, made):
+        which[0].weight.requires_grad_(False)
+    sharded(low_precision_gather(made, recipe))
+    found["frozen"] = train(whole, recipe, 2), train(made, recipe, 2)
+    losses = []
+    for gathered in (False, True):
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).bfloat16()
+        mz.convert(made, recipe)
+        if gathered:
+            fully_shard(low_precision_gather(made, recipe), reshard_after_forward=True)
+        losses.append(train(made, None, 2))
+    found["converted"] = losses[0], losses[1]
+    return found
+
+
 def data_parallel(rank: int) -> Result:
     """DDP; with delayed scaling, whose buffers it sends from rank 0."""
     found: Result = {}
@@ -292,6 +348,8 @@ CHECKS = (
     policy,
     between_steps,
     other_modules,
+    halves,
+    odds,
     data_parallel,
     wrong_use,
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.fsdp_world import CHECKS, LONG
+from tests.distributed.sharded import model
 from tests.recipes import RECIPES
 from tests.worlds import World, results, run_world
 
@@ -51,7 +52,7 @@ def test_each_way_of_sharding(world: World) -> None:
         "nvfp4-plain": "NVFP4Tensor",
     }
     first, second = results(world, "short_runs")
-    assert len(first) == 28
+    assert len(first) == 26
     for key, (losses, expected, kind) in first.items():
         assert losses == expected, key
         assert losses == second[key][0], key
@@ -158,6 +159,28 @@ def test_experts_and_operations(world: World) -> None:
         assert len(found) == 4
         for key, (alone, sharded, gathered) in found.items():
             assert alone == sharded == gathered, key
+
+
+@pytest.mark.parametrize(("recipe", "bound"), [("none", 1e-4), ("current", 0.25), ("mxfp8", 0.25)])
+def test_another_batch_on_each_process(world: World, recipe: str, bound: float) -> None:
+    """Gradients are the mean: what was learnt, with FSDP2 and with DDP, is what one process learns of both batches."""
+    first, second = results(world, "halves")
+    start = dict(model(params_dtype=torch.float32).named_parameters())
+    for made in (first[recipe][0], first[recipe][1]):
+        for name, whole in first[recipe][2].items():
+            learnt = whole - start[name].detach()
+            assert float(learnt.norm()) > 0, name
+            assert float((made[name] - whole).norm() / learnt.norm()) < bound, name
+    for kind in range(2):
+        for name, value in first[recipe][kind].items():
+            assert torch.equal(value, second[recipe][kind][name]), name
+
+
+def test_odds(world: World) -> None:
+    for found in results(world, "odds"):
+        assert len(found) == 5
+        for case, (expected, losses) in found.items():
+            assert losses == expected, case
 
 
 def test_data_parallel(world: World) -> None:
