@@ -70,7 +70,7 @@ def save(
         started = dcp.async_save(state, **where)
         assert isinstance(started, Future)
         return started
-    with _in_one_process():
+    with in_one_process():
         dcp.save(state, no_dist=not is_initialized(), **where)
     return None
 
@@ -95,7 +95,7 @@ def load(
     if optimizer is not None:
         # Before the weights: without state yet, the optimizer takes a step to get one.
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    with _in_one_process():
+    with in_one_process():
         dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
@@ -104,7 +104,7 @@ def load(
 
 
 @contextmanager
-def _in_one_process() -> Iterator[None]:
+def in_one_process() -> Iterator[None]:
     """Without DCP's warning that torch.distributed is not in use, which is as well."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
