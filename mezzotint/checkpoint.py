@@ -16,7 +16,7 @@ from mezzotint.quantization import STATE, get_autocast_state, set_autocast_state
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
-Scales = tuple[torch.Tensor, torch.Tensor]
+Scales = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class _Recomputation:
@@ -38,7 +38,7 @@ class _Recomputation:
         self.position = 0
 
     def keep_scales(self, scales: Scales) -> None:
-        """Those of this call, and those that kept weights were quantized with."""
+        """Those of this call, those that kept weights were quantized with, and whether its backward is the last."""
         self.scales.append(scales)
         if self.outer is not None:
             self.outer.keep_scales(scales)

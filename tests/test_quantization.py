@@ -685,6 +685,27 @@ def test_requests_for_some_tensors(name: str, wanted: tuple[str, ...], slots: li
 # Recomputation
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_module_twice_in_checkpoints(use_reentrant: bool) -> None:
+    """Delayed scaling of gradients: new scales after the last backward, that of the first call, and not before."""
+    recipe = DelayedScaling(amax_history_len=4)
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        module = mz.Linear(32, 32, device="cpu")
+        for seed in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).mul_(seed + 1).requires_grad_()
+            y = x
+            module.zero_grad()
+            with mz.autocast(recipe=recipe):
+                for _ in range(2):
+                    y = mz.checkpoint(module, y, use_reentrant=use_reentrant) if checkpointed else module(y)
+            y.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # reentrant: torch runs without
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["linear", "layernorm_mlp"])

@@ -20,8 +20,11 @@ def as_storage(x: Any) -> Any:
     # not call methods of a tensor subclass.
     cls, held = type(x)._STORAGE, x.detach()
     fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
-    # Without the quantizer: nobody quantizes into this holder, and that of an alias is nothing the compiler knows.
+    # Without the quantizer: nobody quantizes into this holder, and that of an alias is nothing the compiler knows. But
+    # where it says what the buffers are, that of the tensor itself.
     fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES if kwarg != "quantizer"})
+    if cls._READS_QUANTIZER:
+        fields["quantizer"] = x._quantizer
     return cls._build(x.shape, x.dtype, fields)
 
 

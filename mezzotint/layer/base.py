@@ -168,12 +168,12 @@ class Layer(ParallelModule):
         call.scales = self.scale_fwd.clone() if self._requantizes() else self.scale_fwd
         if recomputation is not None and recomputation.is_second:
             # The scales of the first run, whose maxima have been entered.
-            call.scales, call.weight_scales = recomputation.next_scales()
-            call.records, is_first = False, True
+            call.scales, call.weight_scales, is_first = recomputation.next_scales()
+            call.records = False
         else:
             call.weight_scales = self._scales_of_weights(call)
             if recomputation is not None:
-                recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone()))
+                recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
             if is_first and STATE.depth > 0:
                 self._is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)

@@ -27,6 +27,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     _quantizer: Any
 
+    _READS_QUANTIZER = True
+
     # Slots do not tell an odd size, nor leading dimensions: a storage keeps the shape that it was made for.
     _made_for: Any = None
 

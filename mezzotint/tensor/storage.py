@@ -1,5 +1,6 @@
 """QuantizedTensorStorage: a plain holder of one tensor's quantized buffers. What a GEMM takes and a backward saves."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ class QuantizedTensorStorage(Flattenable):
     # Attributes that make up a direction; a storage has a usage when it holds all of them.
     _ROWWISE: ClassVar[tuple[str, ...]] = ()
     _COLUMNWISE: ClassVar[tuple[str, ...]] = ()
+    _READS_QUANTIZER: ClassVar[bool] = False  # the buffers mean nothing without the quantizer
 
     _quantizer: "Quantizer | None"
 
@@ -222,6 +224,30 @@ class QuantizedTensorStorage(Flattenable):
                 "the last dimension, which must stay; dequantize() first"
             )
         return type(self)._build(wanted, self._dtype, {**self.get_metadata(), **fields})
+
+    # Shards of rows
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The held buffers that differ between shards of rows; the others are equal in all."""
+        along = self._along_rows()
+        return tuple(name for name, _ in self._buffers() if name in along)
+
+    def fsdp_extract_buffers(self) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """These buffers without their padding, to be gathered along the first dimension, and what they are."""
+        along, fields = self._along_rows(), self.fsdp_buffer_fields()
+        buffers = tuple(getattr(self, name).narrow(along[name][0], 0, along[name][1]) for name in fields)
+        shapes = {name: tuple(buffer.shape) for name, buffer in zip(fields, buffers, strict=True)}
+        return buffers, {"dims": {name: along[name][0] for name in fields}, "shapes": shapes}
+
+    def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
+        """Write what was gathered of shards into the buffers of this whole tensor, in place; zeros in their padding."""
+        for (name, shape), shards in zip(meta["shapes"].items(), gathered, strict=True):
+            dim, whole = meta["dims"][name], getattr(self, name)
+            extent = shards.shape[0] // shape[0] * shape[dim]
+            joined = shards.view(-1, *shape).movedim(0, dim)
+            if whole.shape[dim] != extent:
+                whole.zero_()
+            whole.narrow(dim, 0, extent).copy_(joined.reshape(*shape[:dim], extent, *shape[dim + 1 :]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Tensors and plain values, for `torch.load(weights_only=True)`."""

@@ -256,7 +256,7 @@ def test_main_grad(name: str, recipe: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8", "nvfp4", "custom"])
 def test_quantized_weights(recipe: str) -> None:
     with mz.quantized_model_init(recipe=RECIPES[recipe]):
         torch.manual_seed(0)
