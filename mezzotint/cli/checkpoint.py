@@ -45,16 +45,17 @@ def write_durably(path: Path, data: bytes) -> None:
     """All of it or nothing, also when the machine stops."""
     aside = path.with_name(f".{path.name}.writing")
     aside.write_bytes(data)
-    _sync(aside)
+    sync(aside)
     aside.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
     write_durably(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """To the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,23 +72,31 @@ def find_checkpoints(run: Path) -> list[Path]:
     return sorted(_folder(run).glob("step-*"))
 
 
+def checkpoint_path(run: Path, step: int) -> Path:
+    return _folder(run) / f"step-{step:08d}"
+
+
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write it, and remove all but the newest `keep`."""
-    folder = _folder(run)
-    path = folder / f"step-{checkpoint.step:08d}"
-    aside = folder / f".writing-{path.name}"
+    path = checkpoint_path(run, checkpoint.step)
+    aside = path.with_name(f".writing-{path.name}")
     try:
         if not path.exists():
             _write(aside, checkpoint)
             aside.rename(path)
-            _sync(folder)
+            sync(path.parent)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' for a full disk
         shutil.rmtree(aside, ignore_errors=True)
         raise CommandError(f"{path} cannot be written ({error}): make room, then go on with --resume", 1) from None
-    for old in find_checkpoints(run)[:-keep]:
-        gone = old.rename(folder / f".removing-{old.name}")
-        shutil.rmtree(gone)
+    remove_old(run, keep)
     return path
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """All checkpoints but the newest `keep`."""
+    for old in find_checkpoints(run)[:-keep]:
+        gone = old.rename(old.with_name(f".removing-{old.name}"))
+        shutil.rmtree(gone)
 
 
 def remove_remains(run: Path) -> None:
@@ -113,9 +122,9 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
     sizes = {name: (folder / name).stat().st_size for name in (WEIGHTS, STATE)}
     about = {"step": checkpoint.step, "config": checkpoint.config, "bytes": sizes}
     for name in sizes:
-        _sync(folder / name)
+        sync(folder / name)
     write_json(folder / ABOUT, about)
-    _sync(folder)
+    sync(folder)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -138,6 +147,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
             state["position"],
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        others = [other for other in find_checkpoints(path.parent.parent) if other != path]
-        rest = f"step {others[-1].name.removeprefix('step-').lstrip('0') or '0'}" if others else "the start"
-        raise CommandError(f"{path} is damaged ({error}): move it away to resume from {rest}") from None
+        raise as_damaged(path, error) from None
+
+
+def as_damaged(path: Path, error: BaseException) -> CommandError:
+    """How to go on without a checkpoint that cannot be read."""
+    others = [other for other in find_checkpoints(path.parent.parent) if other != path]
+    rest = f"step {others[-1].name.removeprefix('step-').lstrip('0') or '0'}" if others else "the start"
+    return CommandError(f"{path} is damaged ({error}): move it away to resume from {rest}")

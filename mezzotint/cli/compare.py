@@ -14,13 +14,14 @@ from mezzotint.cli.checkpoint import write_json
 from mezzotint.cli.console import CommandError, as_size, make_console
 from mezzotint.cli.data import read_text
 from mezzotint.cli.figure import draw
-from mezzotint.cli.loop import Result, Stopped, Training, run_training
+from mezzotint.cli.loop import Result, Stopped, run_training
 from mezzotint.cli.model import ModelConfig, find_model
 from mezzotint.cli.options import takes
 from mezzotint.cli.recipes import BF16, recipe_names
 from mezzotint.cli.runs import check_free, new_folder, write_config
 from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
 from mezzotint.cli.train import MODEL, Model, Out, set_threads
+from mezzotint.cli.training import Training
 
 DEFAULT = "bf16,delayed,current,mxfp8,nvfp4"
 # How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.

@@ -112,10 +112,30 @@ def _pieces(text: str, length: int = 2**16) -> Iterator[str]:
         start = end
 
 
-class Batches:
-    """tokens and targets int64 [batch, sequence], one after another without end. `position`: windows taken so far."""
+def draw_seed(*numbers: int) -> int:
+    """32 bits, as many as torch's generator on the CPU reads, that follow from the numbers."""
+    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:4], "little")
 
-    def __init__(self, text: Text, sequence: int, batch: int, seed: int, position: int = 0) -> None:
+
+class Batches:
+    """tokens and targets int64 [batch, sequence], one after another without end. `position`: windows taken so far.
+
+    Of several replicas each takes its part of a batch that is as much larger: all together have the windows, and in the
+    same steps, that one process has with a `batch` of `replicas` times the size.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        sequence: int,
+        batch: int,
+        seed: int,
+        position: int = 0,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
         self.num_windows = (text.tokens.numel() - 1) // sequence
         if self.num_windows < 1:
             raise CommandError(
@@ -123,21 +143,20 @@ class Batches:
                 "--data, or a smaller --sequence"
             )
         self.tokens, self.sequence, self.batch, self.seed = text.tokens, sequence, batch, seed
-        self.position = position
+        self.position, self.replica, self.replicas = position, replica, replicas
         self._epoch, self._order = -1, torch.empty(0)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch; it may end one epoch and begin another."""
-        starts = torch.stack([self._window(self.position + i) for i in range(self.batch)]) * self.sequence
-        self.position += self.batch
+        first = self.position + self.replica * self.batch
+        starts = torch.stack([self._window(first + i) for i in range(self.batch)]) * self.sequence
+        self.position += self.replicas * self.batch
         windows = self.tokens[starts[:, None] + torch.arange(self.sequence + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _window(self, place: int) -> torch.Tensor:
         epoch, index = divmod(place, self.num_windows)
         if epoch != self._epoch:
-            # torch's generator on the CPU reads 32 bits of its seed.
-            digest = hashlib.sha256(f"{self.seed} {epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+            generator = torch.Generator().manual_seed(draw_seed(self.seed, epoch))
             self._epoch, self._order = epoch, torch.randperm(self.num_windows, generator=generator)
         return self._order[index]

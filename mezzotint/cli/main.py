@@ -1,12 +1,12 @@
 """The program: runs a command; what goes wrong is one line on standard error and an exit code.
 
-0 as asked, 1 ran and failed, 2 cannot run as asked, 130 stopped by Ctrl-C.
+0 as asked, 1 ran and failed, 2 cannot run as asked, 130 stopped by Ctrl-C. Of many processes the first one speaks.
 """
 
 import sys
 from collections.abc import Sequence
 
-from mezzotint.cli.console import CommandError
+from mezzotint.cli.console import CommandError, speaks
 
 EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")
 
@@ -28,9 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = app(arguments, prog_name="mezzotint", standalone_mode=False)
     except CommandError as error:
-        return _fail(str(error), error.code)
+        return _fail(str(error), error.code, is_own=error.is_own)
     except OSError as error:
-        return _fail(f"{error}: see to it, and try again", 1)
+        return _fail(f"{error}: see to it, and try again", 1, is_own=True)
     except UsageError as error:
         where = getattr(getattr(error, "ctx", None), "command_path", "mezzotint")
         said = str(error.format_message()).rstrip(".")  # type: ignore[attr-defined]
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"mezzotint: {message}", file=sys.stderr)
+def _fail(message: str, code: int, *, is_own: bool = False) -> int:
+    if is_own or speaks():
+        print(f"mezzotint: {message}", file=sys.stderr)
     return code

@@ -7,7 +7,10 @@ from typing import Any
 
 from mezzotint.cli.model import ModelConfig
 from mezzotint.cli.options import check, flag, option
+from mezzotint.cli.parallel import Layout
 from mezzotint.cli.recipes import find_recipe
+
+ALONE = Layout()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +54,20 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig
     fingerprint: str  # of the text
+    layout: Layout = ALONE
 
     def as_json(self) -> dict[str, Any]:
-        return {"model": asdict(self.model), "train": asdict(self.train), "fingerprint": self.fingerprint}
+        parts = {"model": asdict(self.model), "train": asdict(self.train), "layout": asdict(self.layout)}
+        return {**parts, "fingerprint": self.fingerprint}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
         """What `as_json` gave; KeyError or TypeError for anything else."""
-        return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"])
+        layout = Layout(**values.get("layout", {}))  # older runs have none
+        return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"], layout)
 
     def differences(self, other: "RunConfig") -> list[str]:
-        """What decides the numbers and is not the same: "--lr 0.002, not 0.001"."""
+        """What decides the numbers and is not the same: "--lr 0.002, not 0.001". A run may go on in another layout."""
         found = []
         for mine, its in ((self.model, other.model), (self.train, other.train)):
             for entry in fields(mine):

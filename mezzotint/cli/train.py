@@ -1,18 +1,20 @@
 """`mezzotint train`: one model in one recipe, with checkpoints."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from mezzotint.cli.checkpoint import find_checkpoints, load_checkpoint, remove_remains
+from mezzotint.cli.checkpoint import find_checkpoints, remove_remains
 from mezzotint.cli.console import CommandError, make_console
-from mezzotint.cli.data import read_text
-from mezzotint.cli.loop import Stopped, Training, run_training
+from mezzotint.cli.data import Text, read_text
+from mezzotint.cli.loop import Stopped, run_training
 from mezzotint.cli.model import ModelConfig, find_model
-from mezzotint.cli.options import takes
+from mezzotint.cli.options import flag, takes
+from mezzotint.cli.parallel import Layout
 from mezzotint.cli.runs import (
     CONFIG,
     check_free,
@@ -22,7 +24,9 @@ from mezzotint.cli.runs import (
     read_config,
     write_config,
 )
-from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
+from mezzotint.cli.settings import ALONE, RunConfig, TrainConfig, make_config
+from mezzotint.cli.training import Training
+from mezzotint.cli.world import World, check_same, find_world, joined, on_first, together
 
 Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
 MODEL = "tiny"
@@ -32,24 +36,45 @@ Model = Annotated[
 ]
 
 
-@takes(ModelConfig, TrainConfig, without=("vocab",))
+Timeout = Annotated[int, typer.Option(min=1, help="seconds that one of many processes waits for another")]
+
+
+@takes(ModelConfig, TrainConfig, Layout, without=("vocab", "world"))
 def train(
     *,
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="begin the run in --out anew")] = False,
     model: Model = None,
+    timeout: Timeout = 600,
     given: dict[str, Any],
 ) -> None:
     """Train a Llama-like language model on text that is on this machine.
 
-    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one.
+    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one. Over several processes, each
+    replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
     """
     if resume and overwrite:
         raise CommandError("--resume and --overwrite: give one of them")
     if resume and out is None:
         raise CommandError(f"--resume needs the folder of the run: --resume --out {newest_run('train')}")
-    training, folder = _resume(Path(str(out)), model, given) if resume else _begin(out, overwrite, model, given)
+    world = find_world()
+    with joined(world, given.get("device", "auto"), timeout):
+        asked = {
+            entry.name: given.get(entry.name) for kind in (ModelConfig, TrainConfig, Layout) for entry in fields(kind)
+        }
+        asked |= {"out": out, "resume": resume, "overwrite": overwrite, "model": model}
+        check_same(world, {flag(name): value for name, value in asked.items()})
+        _train(world, out, resume, overwrite, model, given)
+
+
+def _train(
+    world: World, out: str | None, resume: bool, overwrite: bool, model: str | None, given: dict[str, Any]
+) -> None:
+    if resume:
+        training, folder = _resume(world, Path(str(out)), model, given)
+    else:
+        training, folder = _begin(world, out, overwrite, model, given)
     try:
         result = run_training(training, folder, make_console())
     except Stopped as stopped:
@@ -62,26 +87,58 @@ def train(
     make_console().print(f"run in {folder}", highlight=False, soft_wrap=True)
 
 
-def _begin(out: str | None, overwrite: bool, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
-    is_run = out is not None and (Path(out) / CONFIG).exists()
+def _begin(
+    world: World, out: str | None, overwrite: bool, model: str | None, given: dict[str, Any]
+) -> tuple[Training, Path]:
+    is_run = on_first(world, lambda: out is not None and (Path(out) / CONFIG).exists())
     if out is not None and not (overwrite and is_run):
-        check_free(Path(out))
-    training = make_training(model, given)  # what cannot be trained costs nobody the run that was there
-    if is_run and overwrite:
+        on_first(world, lambda: check_free(Path(out)))
+    # What cannot be trained costs nobody the run that was there.
+    config, text = together(world, lambda: _configure(world, model, given))
+    training = _make(world, config, text)
+
+    def take_folder() -> Path:
         folder = Path(str(out))
-        clear_run(folder)
-    else:
-        folder = new_folder(out, "train")
-    write_config(folder, training.config)
-    return training, folder
+        if is_run and overwrite:
+            clear_run(folder)
+        else:
+            folder = new_folder(out, "train")
+        write_config(folder, config)
+        return folder
+
+    return training, on_first(world, take_folder)
 
 
-def make_training(model: str | None, given: dict[str, Any]) -> Training:
-    """A run at its beginning."""
+def _configure(world: World, model: str | None, given: dict[str, Any]) -> tuple[RunConfig, Text]:
     sizes, settings = make_config(find_model(model or MODEL), TrainConfig(), given)
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
-    return Training(RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint), text)
+    layout = make_layout(world, ALONE, given)
+    return RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint, layout), text
+
+
+def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
+    """Of as many processes as there are; `base` says how they share where that was not given."""
+    parts = {name: given.get(name, getattr(base, name)) for name in ("tp", "fsdp", "ep")}
+    if world.size == 1:
+        for name in parts:
+            if given.get(name, 1) not in (1, False):
+                raise CommandError(
+                    f"{flag(name)} is for several processes: start them with torchrun --nproc-per-node 8 -m mezzotint "
+                    "train, or leave it out"
+                )
+        return ALONE
+    for name in ("tp", "ep"):
+        if world.size % max(parts[name], 1):
+            raise CommandError(f"{flag(name)} is {parts[name]}: give a divisor of the {world.size} processes")
+    return Layout(world=world.size, **parts)
+
+
+def _make(world: World, config: RunConfig, text: Text) -> Training:
+    """All processes with the same configuration, or none."""
+    parts = {**asdict(config.model), **asdict(config.train), "data": config.fingerprint}
+    check_same(world, {flag(name): value for name, value in parts.items()})
+    return together(world, lambda: Training(config, text, world))
 
 
 def set_threads(settings: TrainConfig) -> None:
@@ -89,11 +146,35 @@ def set_threads(settings: TrainConfig) -> None:
         torch.set_num_threads(settings.threads)
 
 
-def _resume(folder: Path, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
-    saved = read_config(folder)
+def _resume(world: World, folder: Path, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
+    saved = together(world, lambda: read_config(folder))
+    config, text = together(world, lambda: _configure_again(world, folder, saved, model, given))
+    training = _make(world, config, text)
+    found = on_first(world, lambda: find_checkpoints(folder))
+    if found:
+
+        def check(values: Mapping[str, Any]) -> None:
+            try:
+                other = RunConfig.from_json(values)
+            except (KeyError, TypeError) as error:
+                raise CommandError(f"{found[-1]} has no configuration of a run ({error}): move it away") from None
+            _check_same(config, other, str(found[-1]))
+            if other.fingerprint != saved.fingerprint:
+                raise CommandError(
+                    f"{found[-1]} is of a run on other text: move it away to resume from what is before it"
+                )
+
+        training.load(found[-1], check)
+    on_first(world, lambda: remove_remains(folder))
+    return training, folder
+
+
+def _configure_again(
+    world: World, folder: Path, saved: RunConfig, model: str | None, given: dict[str, Any]
+) -> tuple[RunConfig, Text]:
     base = saved.model if model is None else replace(find_model(model), vocab=saved.model.vocab)
     sizes, settings = make_config(base, saved.train, given)
-    asked = RunConfig(sizes, settings, saved.fingerprint)
+    asked = RunConfig(sizes, settings, saved.fingerprint, make_layout(world, saved.layout, given))
     _check_same(asked, saved, f"the run in {folder}")
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
@@ -102,20 +183,7 @@ def _resume(folder: Path, model: str | None, given: dict[str, Any]) -> tuple[Tra
             f"the text is not the one that the run in {folder} began with: give that as --data (and --tokenizer), or "
             "begin another run with another --out"
         )
-    training = Training(asked, text)
-    found = find_checkpoints(folder)
-    if found:
-        checkpoint = load_checkpoint(found[-1])
-        try:
-            other = RunConfig.from_json(checkpoint.config)
-        except (KeyError, TypeError) as error:
-            raise CommandError(f"{found[-1]} has no configuration of a run ({error}): move it away") from None
-        _check_same(asked, other, str(found[-1]))
-        if other.fingerprint != saved.fingerprint:
-            raise CommandError(f"{found[-1]} is of a run on other text: move it away to resume from what is before it")
-        training.restore(checkpoint)
-    remove_remains(folder)
-    return training, folder
+    return asked, text
 
 
 def _check_same(asked: RunConfig, other: RunConfig, what: str) -> None:

@@ -1,0 +1,141 @@
+"""The processes that torchrun started: which one this is, and how all of them go the same way.
+
+What only the first does (folders, logs) and what each does for itself (reading text) can go wrong on one process: the
+others learn of it before they would wait for it (`together`, `on_first`).
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mezzotint.cli.console import CommandError
+from mezzotint.distributed.groups import check_agreed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among `size`; `local_rank` among those of its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+ALONE = World()
+
+
+def find_world() -> World:
+    """By torchrun's environment, or by the process group that this process is in already."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size(), local_rank)
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return ALONE
+    return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank)
+
+
+@contextmanager
+def joined(world: World, device: str, timeout: int) -> Iterator[None]:
+    """Inside, the processes of the world are one process group: gloo, and NCCL where there are GPUs that `device`
+    (auto, cpu or cuda) lets them use. `timeout`: seconds that one waits for another."""
+    if world.size == 1 or dist.is_initialized():
+        yield
+        return
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if world.local_rank >= count:
+            raise CommandError(f"there are {count} GPUs here: give torchrun --nproc-per-node {count}, or --device cpu")
+        torch.cuda.set_device(world.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(f"the {world.size} processes do not meet ({error}): start them with torchrun", 1) from None
+    try:
+        yield
+    except CommandError:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # and not after other errors: another process may be gone, and be waited for
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """What `work` gives on this process. Where it fails on one, it fails on all, by its error."""
+    result, error = _attempt(world, work)
+    _share(world, error)
+    return result
+
+
+def on_first(world: World, work: Callable[[], T]) -> T:
+    """What `work` gives on the first process, on all of them."""
+    result, error = _attempt(world, work) if world.is_first else (None, None)
+    return _share(world, error, result)
+
+
+def _attempt(world: World, work: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
+    """Its result, and what went wrong."""
+    if world.size == 1:
+        return work(), None
+    try:
+        return work(), None
+    except CommandError as error:
+        return None, (str(error), error.code)
+    except OSError as error:
+        return None, (f"{error}: see to it, and try again", 1)
+
+
+def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> Any:
+    """The first process's result, or the first error."""
+    if world.size == 1:
+        return result
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (result, error))
+    for rank, (_, failed) in enumerate(found):
+        if failed is not None:
+            raise CommandError(f"process {rank}: {failed[0]}" if rank else failed[0], failed[1])
+    return found[0][0]
+
+
+def check_same(world: World, values: Mapping[str, Any]) -> None:
+    """Options and the like, or an error on every process that names the one that differs."""
+    if world.size == 1:
+        return
+    try:
+        check_agreed(None, **{name: str(value) for name, value in values.items()})
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def largest(world: World, number: int) -> int:
+    """Of all processes; over the CPU, so that no GPU is waited for."""
+    if world.size == 1:
+        return number
+    found = torch.tensor(number)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+@contextmanager
+def losing_none(world: World, advice: str) -> Iterator[None]:
+    """An error of a collective, as when another process is gone, in one line of this process."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_theirs = isinstance(error, dist.DistError) or "gloo" in str(error) or "process group" in str(error)
+        if world.size == 1 or not is_theirs:
+            raise
+        message = f"process {world.rank} lost another one ({str(error).splitlines()[0]}): {advice}"
+        raise CommandError(message, 1, is_own=True) from None
