@@ -139,7 +139,7 @@ def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": True,
     }
-    alone = set() if has_copies else {p for experts in _experts(model) for p in experts.parameters()}
+    alone = set() if has_copies else set(expert_parameters(model))
     for layer in model.layers:
         for part in layer.children():
             if recipe is not None and (has_copies or not isinstance(part, Mixture)):
