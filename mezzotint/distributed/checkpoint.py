@@ -164,19 +164,16 @@ def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
     """(name, tensor) of each buffer of a quantized tensor, or of a shard of rows as a DTensor, without padding."""
-    along = local._along_rows()
+    extracted, meta = local.fsdp_extract_buffers()
+    shards = dict(zip(meta["dims"], extracted, strict=True))
+    kwargs = dict(local._FLATTEN_TENSOR_BUFFERS)
     found: list[tuple[str, Any]] = []
-    for attribute, kwarg in local._FLATTEN_TENSOR_BUFFERS:
-        buffer = getattr(local, attribute)
-        if buffer is None:
-            continue
-        if attribute in along:
-            dim, extent, _ = along[attribute]
-            buffer = buffer.narrow(dim, 0, extent)
-            if isinstance(value, DTensor):
-                placements = [Shard(dim) if isinstance(p, Shard) else p for p in value.placements]
-                buffer = DTensor.from_local(buffer, value.device_mesh, placements, run_check=False)
-        found.append((kwarg, buffer))
+    for attribute, whole in local._buffers():
+        buffer = shards.get(attribute, whole)
+        if attribute in shards and isinstance(value, DTensor):
+            placements = [Shard(meta["dims"][attribute]) if isinstance(p, Shard) else p for p in value.placements]
+            buffer = DTensor.from_local(buffer, value.device_mesh, placements, run_check=False)
+        found.append((kwargs[attribute], buffer))
     return found
 
 

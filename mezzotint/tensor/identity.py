@@ -102,3 +102,6 @@ class IdentityQuantizer(Quantizer):
 
     def gather_multiple(self, columnwise: bool) -> int | None:
         return 1
+
+    def derives_columnwise(self) -> bool:
+        return True

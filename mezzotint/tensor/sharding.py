@@ -11,8 +11,10 @@ Where one is asked for both are of equal size, since FSDP2 allocates once; the s
 whoever reads it after all finds out.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -25,12 +27,12 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent of a shard: its directions, of how many processes, and what its buffers look like."""
+    """What is sent of a shard: its directions, and what its buffers are."""
 
     rowwise: bool
     columnwise: bool
-    count: int
-    pieces: tuple[tuple[str, torch.Size, int, int], ...]  # attribute, shape, dimension of the rows, their extent in it
+    count: int  # of processes
+    meta: dict[str, Any]  # as `fsdp_extract_buffers` gives it
     shared: dict[str, torch.Tensor]  # equal in all shards
 
 
@@ -70,30 +72,26 @@ def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, groups: Sequence[Any]) -
 
 def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
     """Flat tensors to gather of a shard that `count` processes hold one of, and what they are."""
-    along = shard._along_rows()
-    names = [n for n in _names(shard, rowwise, columnwise) if n in along]
-    buffers = {n: getattr(shard, n).narrow(along[n][0], 0, along[n][1]) for n in names}
-    flat = [buffer.reshape(-1) for buffer in buffers.values()]
-    other = [n for n in _names(shard, not rowwise, not columnwise) if n in along and getattr(shard, n) is not None]
-    if other and rowwise != columnwise and not _derives(shard):
-        flat = [_lengthened(f, getattr(shard, n), along[n]) for f, n in zip(flat, other, strict=True)]
-    pieces = tuple((n, b.shape, along[n][0], along[n][1]) for n, b in buffers.items())
-    shared = {n: b for n, b in shard._buffers() if n not in along}
-    return flat, Sent(rowwise, columnwise, count, pieces, shared)
+    buffers, meta = shard.keep(rowwise=rowwise, columnwise=columnwise).fsdp_extract_buffers()
+    flat = [buffer.reshape(-1) for buffer in buffers]
+    if rowwise != columnwise and not _derives(shard):
+        others, _ = shard.keep(rowwise=not rowwise, columnwise=not columnwise).fsdp_extract_buffers()
+        flat = [_lengthened(each, other) for each, other in zip_longest(flat, others)]
+    fields = shard.fsdp_buffer_fields()
+    shared = {name: buffer for name, buffer in shard._buffers() if name not in fields}
+    return flat, Sent(rowwise, columnwise, count, meta, shared)
 
 
-def _names(shard: Any, rowwise: bool, columnwise: bool) -> list[str]:
-    return [*(shard._ROWWISE if rowwise else ()), *(shard._COLUMNWISE if columnwise else ())]
+def _derives(tensor: QuantizedTensorStorage) -> bool:
+    return tensor._quantizer is not None and tensor._quantizer.derives_columnwise()
 
 
-def _derives(shard: QuantizedTensorStorage) -> bool:
-    return shard._quantizer is not None and shard._quantizer.derives_columnwise()
-
-
-def _lengthened(flat: torch.Tensor, other: torch.Tensor, along: tuple[int, int, int]) -> torch.Tensor:
-    """As long as the same buffer of the other direction, where that is longer."""
-    missing = other.narrow(along[0], 0, along[1]).numel() - flat.numel()
-    return flat if missing <= 0 else torch.nn.functional.pad(flat, (0, missing))
+def _lengthened(flat: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """As long as the same buffer of the other direction, where that is longer; in its place where there is none."""
+    if other is None or (flat is not None and flat.numel() >= other.numel()):
+        return flat
+    flat = other.new_empty(0) if flat is None else flat
+    return torch.nn.functional.pad(flat, (0, other.numel() - flat.numel()))
 
 
 def empty_whole(shape: Sequence[int], quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> Any:
@@ -108,8 +106,10 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
     """
     buffers = dict(whole._buffers())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
-        for (name, shape, dim, extent), flat in zip(sent.pieces, gathered, strict=True):
-            _join(buffers[name], flat.view(sent.count, -1)[:, : shape.numel()].view(sent.count, *shape), dim, extent)
+        shapes = sent.meta["shapes"].values()
+        whole.fsdp_assign_gathered(
+            [_one_below_the_other(f, sent.count, s) for f, s in zip(gathered, shapes, strict=False)], sent.meta
+        )
         for name, value in sent.shared.items():
             if name in buffers:
                 buffers[name].copy_(value)
@@ -119,19 +119,15 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
             _fill_other(whole, buffers, sent)
 
 
-def _join(whole: torch.Tensor, shards: torch.Tensor, dim: int, extent: int) -> None:
-    """(count, …) shards into the whole along `dim`; zeros in its padding."""
-    count = shards.shape[0]
-    if whole.shape[dim] != count * extent:
-        whole.zero_()
-    rows = shards.movedim(0, dim)
-    whole.narrow(dim, 0, count * extent).copy_(rows.reshape(*rows.shape[:dim], count * extent, *rows.shape[dim + 2 :]))
+def _one_below_the_other(flat: torch.Tensor, count: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Flat tensors of all shards, lengthened or not → (count · first dimension, …)."""
+    return flat.view(count, -1)[:, : math.prod(shape)].reshape(count * shape[0], *shape[1:])
 
 
 def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> None:
     """The direction that was not sent: made of the other one, or unusable."""
     names = whole._COLUMNWISE if sent.rowwise else whole._ROWWISE
-    if whole._quantizer is not None and whole._quantizer.derives_columnwise():
+    if _derives(whole):
         rows = type(whole)._STORAGE._build(whole.shape, whole.dtype, whole.get_metadata())
         made = rows.keep(rowwise=True, columnwise=False)
         made.update_usage(columnwise_usage=True)

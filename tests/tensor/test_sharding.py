@@ -1,0 +1,78 @@
+"""Shards of rows of a quantized tensor, put together again: the bytes of the whole, in every format that can."""
+
+import pytest
+import torch
+
+from mezzotint.tensor.sharding import assign, directions, empty_whole, extract
+from tests.quantizer_formats import FORMATS, Format, assert_same_bytes, buffers, over_formats, sample
+
+ROWS, WIDTH, COUNT = 256, 96, 2
+
+
+def shards_of(fmt: Format) -> list[torch.Tensor]:
+    return list(fmt.quantize(sample((ROWS, WIDTH))).split(ROWS // COUNT))
+
+
+@over_formats()
+def test_the_buffers_of_shards_are_those_of_the_whole(fmt: Format) -> None:
+    if fmt.make().gather_multiple(False) is None:
+        return
+    whole = fmt.quantize(sample((ROWS, WIDTH)))
+    parts = [shard.fsdp_extract_buffers() for shard in shards_of(fmt)]
+    fields, meta = whole.fsdp_buffer_fields(), parts[0][1]
+    assert fields == tuple(meta["dims"]) == tuple(meta["shapes"])
+    gathered = [torch.cat(pieces) for pieces in zip(*[part[0] for part in parts], strict=True)]
+    made = fmt.quantizer().make_empty((ROWS, WIDTH))
+    for buffer in buffers(made).values():
+        buffer.view(torch.uint8).fill_(255)
+    made.fsdp_assign_gathered(gathered, meta)
+    for field in fields:
+        assert torch.equal(getattr(made, field), getattr(whole, field)), field
+
+
+@over_formats()
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_is_sent_makes_the_whole(fmt: Format, one: bool, backward: bool) -> None:
+    quantizer = fmt.make()
+    which = directions(quantizer, ROWS // COUNT, one, backward)
+    if which is None:
+        assert fmt.name.startswith(("float8_rowwise", "hybrid")) or fmt.name.endswith("swizzled")
+        return
+    parts = [extract(shard, *which, COUNT) for shard in shards_of(fmt)]
+    made = empty_whole((ROWS, WIDTH), quantizer, torch.float32, torch.device("cpu"))
+    assign(made, [torch.cat(pieces) for pieces in zip(*[part[0] for part in parts], strict=True)], parts[0][1])
+    whole = fmt.quantize(sample((ROWS, WIDTH)))
+    if which == (True, True) or quantizer.derives_columnwise():
+        assert_same_bytes(made, whole)
+        return
+    assert which == (not backward, backward)
+    sent, other = (whole._COLUMNWISE, whole._ROWWISE) if backward else (whole._ROWWISE, whole._COLUMNWISE)
+    for name in sent:
+        assert torch.equal(getattr(made, name), getattr(whole, name)), name
+    assert bool((getattr(made, other[1]).view(torch.uint8) == 255).all())
+
+
+@over_formats()
+def test_both_directions_send_as_much(fmt: Format) -> None:
+    """Where one is sent at a time: FSDP2 allocates once."""
+    sizes = []
+    for backward in (False, True):
+        which = directions(fmt.make(), ROWS // COUNT, True, backward)
+        if which is not None:
+            sizes.append([(t.numel(), t.dtype) for t in extract(shards_of(fmt)[0], *which, COUNT)[0]])
+    assert len(sizes) in (0, 2)
+    assert sizes[:1] == sizes[1:]
+
+
+def test_blocks_that_would_be_cut() -> None:
+    for fmt in FORMATS.values():
+        multiple = fmt.make().gather_multiple(True)
+        if directions(fmt.make(), 256, False, False) is not None and multiple not in (None, 1):
+            assert directions(fmt.make(), 8, False, False) is None, fmt.name
+
+
+@over_formats()
+def test_what_follows_from_the_other_direction_is_known(fmt: Format) -> None:
+    if fmt.make().derives_columnwise():
+        assert "columnwise" in fmt.derives
