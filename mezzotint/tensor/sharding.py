@@ -73,7 +73,7 @@ def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, groups: Sequence[Any]) -
 def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
     """Flat tensors to gather of a shard that `count` processes hold one of, and what they are."""
     buffers, meta = shard.keep(rowwise=rowwise, columnwise=columnwise).fsdp_extract_buffers()
-    flat = [buffer.reshape(-1) for buffer in buffers]
+    flat: list[Any] = [buffer.reshape(-1) for buffer in buffers]
     if rowwise != columnwise and not _derives(shard):
         others, _ = shard.keep(rowwise=not rowwise, columnwise=not columnwise).fsdp_extract_buffers()
         flat = [_lengthened(each, other) for each, other in zip_longest(flat, others)]
