@@ -82,18 +82,29 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
         made = distribute_tensor(value, mesh, [Replicate() if dim is None else Shard(dim)])
     else:
         # `stride` weights one below the other (a gated activation's), of each of which a process has its part.
+        _check_strided(mesh, stride)
         torch.distributed.broadcast(value, group=mesh.get_group(), group_src=0)
         rank, size = mesh.get_local_rank(), mesh.size()
         part = torch.cat([each.chunk(size, dim)[rank] for each in value.chunk(stride, dim)], dim)
-        made = DTensor.from_local(
-            part,
-            mesh,
-            [_StridedShard(dim, split_factor=stride)],
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        made = _strided(part, mesh, dim, stride, value)
     fresh = nn.Parameter(made.detach(), parameter.requires_grad)
     for name, attribute in vars(parameter).items():
         setattr(fresh, name, attribute)
     return fresh
+
+
+def _strided(part: torch.Tensor, mesh: Any, dim: int, stride: int, whole: torch.Tensor) -> DTensor:
+    placements = [_StridedShard(dim, split_factor=stride)]
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _check_strided(mesh: Any, stride: int) -> None:
+    """On a few numbers: whether this torch puts such parts together again, which 2.11 does not."""
+    part, whole = (torch.zeros(stride * count, device=mesh.device_type) for count in (1, mesh.size()))
+    try:
+        _strided(part, mesh, 0, stride, whole).full_tensor()
+    except ValueError as error:
+        raise NotImplementedError(
+            f"torch {torch.__version__} cannot put the parts of a gated activation's weight together again ({error}): "
+            "use a later one, or make the module with tp_group and set_parallel_mode"
+        ) from None
