@@ -11,9 +11,11 @@ is a quantized tensor, which the GEMMs take as it is. A backward that gathers ag
 delayed scaling, of the forward before it; so has the next of several micro-batches (`is_first_microbatch`).
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
-would cut blocks, and in formats that do not allow it (row-wise scaling, a user's own quantizers).
+would cut blocks, where another module has it too, and in formats that do not allow it (row-wise scaling, a user's own
+quantizers).
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -154,8 +156,10 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
         raise ValueError(
             "recipe has backward_override='high_precision', which reads the weight as it is: leave low_precision_gather"
         )
+    uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for module in model.modules():
         names: dict[str, int] = getattr(module, "_gathered_weights", dict)()
+        names = {name: gemm for name, gemm in names.items() if uses[id(getattr(module, name))] == 1}
         if names:
             module.gathers_one_direction = one_direction  # type: ignore[assignment]
         wrapped = [name for name, gemm in names.items() if _wrap(module, name, recipe, gemm)]

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
 from tests.distributed.fsdp_world import CHECKS, LONG
 from tests.distributed.sharded import model
 from tests.recipes import RECIPES
@@ -191,6 +192,15 @@ def test_data_parallel(world: World) -> None:
         assert second[recipe][0] == losses, recipe
     assert torch.equal(first["scales"], second["scales"])
     assert bool((first["scales"] != 1).all())
+
+
+def test_a_weight_of_two_modules_stays_one() -> None:
+    made = model(head=64)
+    made[2].weight = made[0].weight
+    low_precision_gather(made, RECIPES["current"])
+    assert made[2].weight is made[0].weight
+    assert type(made[0].weight) is torch.nn.Parameter
+    assert isinstance(made[1].fc1_weight, ShardedWeight)
 
 
 @pytest.mark.parametrize(
