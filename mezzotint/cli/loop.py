@@ -11,6 +11,7 @@ Over several processes all of them do all of this, and the first one writes and 
 import math
 import signal
 import statistics
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -83,6 +84,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         Reporter(console, train.recipe, train.steps, start) as reporter,
         catch_signals() as signals,
         _without_memory(),
+        _without_warnings(),
         losing_none(world, f"go on with --resume --out {folder}"),
     ):
         while training.step < train.steps:
@@ -151,6 +153,14 @@ def _show(training: Training, meter: Meter, writer: SummaryWriter | _Silent, rep
     if tokens is not None:
         writer.add_scalar("tokens_per_second", tokens, step)
     reporter.show(step, training.losses[step - 1].item(), tokens)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The compiler looks at `grad` of the input of a layer that is compiled by itself, which warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
+        yield
 
 
 @contextmanager
