@@ -135,7 +135,7 @@ def test_options_change_the_way_only(two: World, recipe: str, mode: str, kind: s
         assert found[f"{recipe} {mode} {kind}"] == []
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "mxfp8 inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_equals_eager(compiling: World, recipe: str) -> None:
     for found in results(compiling, "compiled"):
         assert found[recipe] == {"wrong": [], "graphs": 1, "breaks": 0}
