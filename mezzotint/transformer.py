@@ -216,9 +216,7 @@ class TransformerLayer(nn.Module):
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""
         if modes:
-            raise ValueError(
-                "TransformerLayer has several weights: use TensorParallel, which splits each its way"
-            )
+            raise ValueError("TransformerLayer has several weights: use TensorParallel, which splits each its way")
         for name in ("self_attention", "inter_attention", "layernorm_mlp", "layernorm"):
             if hasattr(self, name):
                 getattr(self, name).split_over(tp_group, sequence_parallel, place)

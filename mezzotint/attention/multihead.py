@@ -197,9 +197,7 @@ class MultiheadAttention(nn.Module):
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""
         if modes:
-            raise ValueError(
-                "MultiheadAttention has several weights: use TensorParallel, which splits each its way"
-            )
+            raise ValueError("MultiheadAttention has several weights: use TensorParallel, which splits each its way")
         if self.is_qkv_fused and not self.qkv_weight_interleaved:
             raise ValueError(
                 "queries, keys and values are one weight, one below the other, which has no part with some heads of "
