@@ -122,7 +122,7 @@ def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
     parts = {name: given.get(name, getattr(base, name)) for name in ("tp", "fsdp", "ep")}
     if world.size == 1:
         for name in parts:
-            if given.get(name, 1) not in (1, False):
+            if given.get(name) not in (None, getattr(ALONE, name)):
                 raise CommandError(
                     f"{flag(name)} is for several processes: start them with torchrun --nproc-per-node 8 -m mezzotint "
                     "train, or leave it out"

@@ -66,10 +66,11 @@ def joined(world: World, device: str, timeout: int) -> Iterator[None]:
         raise CommandError(f"the {world.size} processes do not meet ({error}): start them with torchrun", 1) from None
     try:
         yield
-    except CommandError:
-        dist.destroy_process_group()
+    except CommandError as error:
+        if not error.is_own:
+            dist.destroy_process_group()
         raise
-    dist.destroy_process_group()  # and not after other errors: another process may be gone, and be waited for
+    dist.destroy_process_group()  # and not after errors of this process alone: it would wait for the others
 
 
 def together(world: World, work: Callable[[], T]) -> T:

@@ -1,0 +1,291 @@
+"""`mezzotint train` over processes: replicas have one batch together, all stop together, what is lost comes back."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mezzotint.cli.checkpoint import find_checkpoints
+from mezzotint.cli.data import Batches, Text
+from mezzotint.cli.main import main
+from mezzotint.cli.recipes import RECIPES
+from tests.cli.tools import ROOT, environment, fails, losses, one_thread, read, write_text
+from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, SHARDS, STEPS, WIDE
+from tests.worlds import World, results, run_world
+
+LIMIT = 120  # seconds, after which processes that still run are ended, and the test fails
+TIMEOUT = 30  # seconds that a process waits for another
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("runs")
+    write_text(made)
+    return made
+
+
+def run_one(folder: Path, name: str, *options: str) -> Path:
+    """In one process: a run of a whole batch where two replicas have a half each."""
+    with one_thread():
+        assert main(["train", *COMMON, f"--data={folder / 'text.txt'}", f"--out={folder / name}", *options]) == 0
+    return folder / name
+
+
+def start(folder: Path, *command: Any, **more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        env={**environment(), **more},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Codes, and what was said on standard error."""
+    try:
+        said = [process.communicate(timeout=LIMIT)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(processes, said, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> dict[str, Any]:
+    """One of two processes is killed in a step, under torchrun; then, resumed, in the middle of a checkpoint."""
+    run = folder / "killed"
+    options = (*SHARDS, f"--data={folder / 'text.txt'}", f"--out={run}", f"--timeout={TIMEOUT}")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    program = ("-m", "tests.cli.train_killed")
+    found: dict[str, Any] = {"step": end([start(folder, *launch, *program, "step", 4, "train", *options)])}
+    found["after step"] = [path.name for path in find_checkpoints(run)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    again = ("train", "--resume", f"--out={run}", f"--timeout={TIMEOUT}")
+    processes = [
+        start(folder, *program, "checkpoint", 2, *again, RANK=str(rank), LOCAL_RANK=str(rank), **world)
+        for rank in range(2)
+    ]
+    found["checkpoint"] = end(processes)
+    found["after checkpoint"] = sorted(path.name for path in (run / "checkpoints").iterdir())
+    return found
+
+
+@pytest.fixture(scope="module")
+def worlds(folder: Path, killed: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
+    run_one(folder, "one", "--recipe=delayed", "--steps=4")
+    cut(folder / "one", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
+        two = run_world(tmp_path_factory.mktemp("two"), CHECKS, 2)
+        for name in ("larger", "copies", "alone"):
+            shutil.copytree(folder / "whole", folder / name)
+            cut(folder / name, STEPS - 2)
+        return {2: two, 4: run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)}
+
+
+def cut(run: Path, step: int) -> None:
+    """As if it had been killed after a step that has a checkpoint."""
+    for path in find_checkpoints(run):
+        if path.name > f"step-{step:08d}":
+            shutil.rmtree(path)
+    (run / "result.json").unlink()
+
+
+def norms(run: Path) -> list[float]:
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [event.value for event in events.Scalars("gradient_norm")]
+
+
+# Numbers
+
+
+def test_replicas_have_one_batch_together() -> None:
+    text = Text(torch.arange(201) % 256, 256, "")
+    whole = Batches(text, 4, 6, seed=3)
+    parts = [Batches(text, 4, 2, seed=3, replica=replica, replicas=3) for replica in range(3)]
+    for _ in range(20):  # over the end of an epoch, in the middle of a batch
+        found = [part.next() for part in parts]
+        for side, wanted in enumerate(whole.next()):
+            assert torch.equal(torch.cat([pair[side] for pair in found]), wanted)
+        assert {part.position for part in parts} == {whole.position}
+
+
+def assert_close(folder: Path, name: str, one: Path, bound: float) -> None:
+    """Losses, and the norms of gradients, counted once over all processes."""
+    assert losses(folder / name) == pytest.approx(losses(one), abs=bound)
+    assert norms(folder / name) == pytest.approx(norms(one), rel=0.03)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_are_one_process(worlds: dict[int, World], folder: Path, recipe: str) -> None:
+    """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head."""
+    for made in results(worlds[2], "recipes"):
+        assert made[recipe]["code"] == 0, made[recipe]["err"]
+    one = run_one(folder, f"one {recipe}", "--batch=4", f"--recipe={recipe}", "--steps=3", *WIDE)
+    assert_close(folder, f"two {recipe}", one, 0.01 if recipe == "nvfp4" else 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("copies", ("--accumulate=2", "--batch=4")),
+        ("tensors", ("--recipe=mxfp8", *WIDE)),
+        ("experts", ("--batch=4", *EXPERTS)),
+    ],
+)
+def test_layouts_of_two(worlds: dict[int, World], folder: Path, name: str, options: tuple[str, ...]) -> None:
+    for made in results(worlds[2], "layouts_of_two"):
+        assert made[name]["code"] == 0, made[name]["err"]
+    one = run_one(folder, f"one {name}", "--steps=3", *options)
+    assert_close(folder, f"two {name}", one, 2e-3)
+    if name == "copies":  # the mean of two halves, both BF16 sums of as many terms
+        assert losses(folder / "two copies")[0] == losses(one)[0]
+
+
+def test_layouts_of_four(worlds: dict[int, World], folder: Path) -> None:
+    for made in results(worlds[4], "layouts_of_four"):
+        for name, outcome in made.items():
+            assert outcome["code"] == 0, (name, outcome["err"])
+    one = run_one(folder, "one of four", "--batch=4", "--recipe=nvfp4", "--steps=4", *WIDE)
+    assert_close(folder, "four", one, 0.02)
+    one = run_one(folder, "one of four experts", "--batch=4", "--steps=3", *EXPERTS)
+    assert_close(folder, "four experts", one, 2e-3)
+
+
+def test_compiled_is_eager(worlds: dict[int, World], folder: Path) -> None:
+    """Bit for bit: one graph, of the model or of its layer."""
+    for made in results(worlds[2], "compiled"):
+        for outcome in made.values():
+            assert outcome["code"] == 0, outcome["err"]
+    for name in ("tensors", "shards"):
+        assert losses(folder / f"compiled {name}") == losses(folder / f"eager {name}")
+        assert read(folder / f"compiled {name}/result.json")["graphs"] == 1
+
+
+# Going on
+
+
+def test_a_killed_process_ends_the_others(killed: dict[str, Any], folder: Path) -> None:
+    """With an error, as soon as its connections close; what was being written is not seen."""
+    ((code, said),) = killed["step"]
+    assert code == 1, said
+    assert "SIGKILL" in said
+    assert killed["after step"] == ["step-00000002"]
+    (code, said), (other, _) = killed["checkpoint"]
+    assert other == -signal.SIGKILL
+    assert code == 1, said
+    assert "process 0 lost another one (" in said
+    assert f"go on with --resume --out {folder / 'killed'}" in said
+    assert killed["after checkpoint"] == [".writing-step-00000006", "step-00000002", "step-00000004"]
+
+
+def test_killed_and_resumed(worlds: dict[int, World], folder: Path) -> None:
+    """By as many processes: the losses of a run that was never killed, bit for bit."""
+    for made in results(worlds[2], "whole"):
+        assert (made["whole"]["code"], made["killed"]["code"]) == (0, 0), made
+    assert losses(folder / "killed") == losses(folder / "whole")
+    names = sorted(path.name for path in (folder / "killed/checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006"]
+
+
+def test_a_signal_to_one_stops_all(worlds: dict[int, World], folder: Path) -> None:
+    first, second = (made for made in results(worlds[2], "whole"))
+    for made in (first, second):
+        assert made["stopped"]["code"] == 128 + signal.SIGTERM
+        assert made["checkpoints"] == ["step-00000002", "step-00000003"]
+        assert made["resumed"]["code"] == 0
+    assert "stopped by SIGTERM after step 3: go on with mezzotint train --resume" in first["stopped"]["err"]
+    assert second["stopped"]["err"] == ""
+    assert losses(folder / "stopped") == losses(folder / "whole")
+
+
+def test_four_resumed_by_four(worlds: dict[int, World], folder: Path) -> None:
+    """Parts of tensors in shards, and random numbers of each process: weights and losses, bit for bit."""
+    assert results(worlds[4], "layouts_of_four")[0]["resumed"]["code"] == 0
+    again = folder / "four/checkpoints/step-00000004"
+    for path in sorted((folder / "last").glob("*.distcp")):
+        assert path.read_bytes() == (again / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["larger", "copies"])
+def test_two_resumed_by_four(worlds: dict[int, World], folder: Path, name: str) -> None:
+    """As many replicas, of two processes each."""
+    found, wanted = losses(folder / name), losses(folder / "whole")
+    assert found[: STEPS - 2] == wanted[: STEPS - 2]
+    assert found[STEPS - 2 :] == pytest.approx(wanted[STEPS - 2 :], abs=2e-3)
+
+
+def test_two_resumed_by_one(worlds: dict[int, World], folder: Path) -> None:
+    """Which has half the batch then."""
+    with one_thread():
+        assert main(["train", "--resume", f"--out={folder / 'alone'}"]) == 0
+    found, wanted = losses(folder / "alone"), losses(folder / "whole")
+    assert found[: STEPS - 2] == wanted[: STEPS - 2]
+    assert found[STEPS - 2 :] == pytest.approx(wanted[STEPS - 2 :], abs=0.3)
+    assert (find_checkpoints(folder / "alone")[-1] / "model.safetensors").exists()
+
+
+def test_one_resumed_by_two(worlds: dict[int, World], folder: Path) -> None:
+    for made in results(worlds[2], "from_one_process"):
+        assert made["resumed"]["code"] == 0, made["resumed"]["err"]
+    assert len(losses(folder / "one")) == 4
+    assert losses(folder / "one")[-1] < losses(folder / "one")[0]
+
+
+# What is said
+
+
+def test_the_first_process_speaks(worlds: dict[int, World], folder: Path) -> None:
+    first, second = (made["whole"] for made in results(worlds[2], "whole"))
+    assert f"delayed  step 2/{STEPS}  loss {losses(folder / 'whole')[1]:.4f}" in first["out"]
+    assert "final loss" in first["out"]
+    assert (second["out"], second["err"], first["err"]) == ("", "", "")
+    assert len(list((folder / "whole/tensorboard").iterdir())) == 1
+    assert read(folder / "whole/config.json")["layout"] == {"world": 2, "tp": 1, "fsdp": True, "ep": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("usage", "--stepps"),
+        ("both", "--resume and --overwrite: give one of them"),
+        ("size", "--tp is 4: give a divisor of the 2 processes"),
+        ("heads", "--tp is 2: give a divisor of heads=1"),
+        ("there", "holds a run already"),
+        ("differs", "--lr is not the same on the 2 processes of the group: rank 0 has 1.0; rank 1 has 2.0"),
+        ("one", "process 1: there is no text here"),
+    ],
+)
+def test_what_cannot_be_is_said_once(worlds: dict[int, World], name: str, said: str) -> None:
+    first, second = results(worlds[2], "wrong")
+    assert (first[name]["code"], second[name]["code"]) == (2, 2)
+    assert said in first[name]["err"]
+    assert first[name]["err"].count("\n") == 1
+    assert second[name]["err"] == ""
+    assert not first["is there"]
+
+
+def test_a_loss_that_is_no_number(worlds: dict[int, World]) -> None:
+    first, second = results(worlds[2], "wrong")
+    assert (first["nan"]["code"], second["nan"]["code"]) == (1, 1)
+    assert "the loss is nan at step 1" in first["nan"]["err"]
+    assert second["nan"]["err"] == ""
+
+
+@pytest.mark.parametrize("option", ["--tp=2", "--fsdp", "--ep=2"])
+def test_without_a_world(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+    said = fails(capsys, "train", *COMMON, f"--out={tmp_path / 'run'}", option)
+    assert f"{option.split('=')[0]} is for several processes: start them with torchrun" in said
+    assert not os.listdir(tmp_path)
