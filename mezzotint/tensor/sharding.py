@@ -34,6 +34,7 @@ class Sent:
     count: int  # of processes
     meta: dict[str, Any]  # as `fsdp_extract_buffers` gives it
     shared: dict[str, torch.Tensor]  # equal in all shards
+    kept: tuple[torch.Tensor, ...] = ()  # of one process, for which FSDP2 hands over the first buffer alone
 
 
 def directions(quantizer: Quantizer, rows: int, one: bool, backward: bool) -> tuple[bool, bool] | None:
@@ -79,7 +80,8 @@ def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, coun
         flat = [_lengthened(each, other) for each, other in zip_longest(flat, others)]
     fields = shard.fsdp_buffer_fields()
     shared = {name: buffer for name, buffer in shard._buffers() if name not in fields}
-    return flat, Sent(rowwise, columnwise, count, meta, shared)
+    kept = tuple(flat[1:]) if count == 1 else ()
+    return flat[: len(flat) - len(kept)], Sent(rowwise, columnwise, count, meta, shared, kept)
 
 
 def _derives(tensor: QuantizedTensorStorage) -> bool:
@@ -106,9 +108,9 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
     """
     buffers = dict(whole._buffers())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
-        shapes = sent.meta["shapes"].values()
+        flat, shapes = (*gathered, *sent.kept), sent.meta["shapes"].values()
         whole.fsdp_assign_gathered(
-            [_one_below_the_other(f, sent.count, s) for f, s in zip(gathered, shapes, strict=False)], sent.meta
+            [_one_below_the_other(f, sent.count, s) for f, s in zip(flat, shapes, strict=False)], sent.meta
         )
         for name, value in sent.shared.items():
             if name in buffers:
