@@ -120,8 +120,8 @@ def wrong(rank: int) -> Result:
 def compiled(rank: int) -> Result:
     """The whole model as one graph, and with shards a graph for each layer."""
     found: Result = {}
-    for name, options in (("tensors", ("--tp=2",)), ("shards", ("--fsdp", "--recipe=delayed"))):
-        options = (*options, "--steps=2", "--layers=1")
+    for name, options in (("tensors", ("--tp=2",)), ("shards", ("--fsdp",))):
+        options = (*options, "--steps=2", "--layers=1", "--checkpoint-every=0")
         with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
             found[name] = begin(f"compiled {name}", *options, "--compile")
         found[f"eager {name}"] = begin(f"eager {name}", *options)
