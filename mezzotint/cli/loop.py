@@ -29,7 +29,7 @@ from mezzotint.cli.machine import peak_memory, reset_peak_memory
 from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter
 from mezzotint.cli.training import Training
-from mezzotint.cli.world import World, largest, losing_none, on_first
+from mezzotint.cli.world import World, largest, on_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,6 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         catch_signals() as signals,
         _without_memory(),
         _without_warnings(),
-        losing_none(world, f"go on with --resume --out {folder}"),
     ):
         while training.step < train.steps:
             training.run_step()

@@ -26,7 +26,7 @@ from mezzotint.cli.runs import (
 )
 from mezzotint.cli.settings import ALONE, RunConfig, TrainConfig, make_config
 from mezzotint.cli.training import Training
-from mezzotint.cli.world import World, check_same, find_world, joined, on_first, together
+from mezzotint.cli.world import World, check_same, find_world, joined, losing_none, on_first, together
 
 Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
 MODEL = "tiny"
@@ -59,7 +59,7 @@ def train(
     if resume and out is None:
         raise CommandError(f"--resume needs the folder of the run: --resume --out {newest_run('train')}")
     world = find_world()
-    with joined(world, given.get("device", "auto"), timeout):
+    with joined(world, given.get("device", "auto"), timeout), losing_none(world):
         asked = {
             entry.name: given.get(entry.name) for kind in (ModelConfig, TrainConfig, Layout) for entry in fields(kind)
         }

@@ -130,13 +130,14 @@ def largest(world: World, number: int) -> int:
 
 
 @contextmanager
-def losing_none(world: World, advice: str) -> Iterator[None]:
-    """An error of a collective, as when another process is gone, in one line of this process."""
+def losing_none(world: World) -> Iterator[None]:
+    """An error of a collective, as when another process is gone or waited for too long, is one line of this process."""
     try:
         yield
     except RuntimeError as error:
         is_theirs = isinstance(error, dist.DistError) or "gloo" in str(error) or "process group" in str(error)
         if world.size == 1 or not is_theirs:
             raise
-        message = f"process {world.rank} lost another one ({str(error).splitlines()[0]}): {advice}"
+        how = "see what that one said; --resume goes on from the last checkpoint"
+        message = f"process {world.rank} lost another one ({str(error).splitlines()[0]}): {how}"
         raise CommandError(message, 1, is_own=True) from None

@@ -14,9 +14,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mezzotint.cli.checkpoint import find_checkpoints
+from mezzotint.cli.console import CommandError
 from mezzotint.cli.data import Batches, Text
 from mezzotint.cli.main import main
 from mezzotint.cli.recipes import RECIPES
+from mezzotint.cli.world import ALONE, losing_none
+from mezzotint.cli.world import World as Processes
 from tests.cli.tools import ROOT, environment, fails, losses, one_thread, read, write_text
 from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, SHARDS, STEPS, WIDE
 from tests.worlds import World, results, run_world
@@ -77,6 +80,8 @@ def worlds(folder: Path, killed: Any, tmp_path_factory: pytest.TempPathFactory) 
         for name in ("larger", "copies", "alone"):
             shutil.copytree(folder / "whole", folder / name)
             cut(folder / name, STEPS - 2)
+        shutil.copytree(folder / "two experts", folder / "more experts")
+        cut(folder / "more experts", 2)
         return {2: two, 4: run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)}
 
 
@@ -162,13 +167,13 @@ def test_compiled_is_eager(worlds: dict[int, World], folder: Path) -> None:
 # Going on
 
 
-def test_a_killed_process_ends_the_others(killed: Any, folder: Path) -> None:
+def test_a_killed_process_ends_the_others(killed: Any) -> None:
     """With an error, as soon as its connections close; what was being written is not seen."""
     ((code, said), (other, _)), names = killed
     assert other == -signal.SIGKILL
     assert code == 1, said
     assert "mezzotint: process 0 lost another one (" in said
-    assert f"go on with --resume --out {folder / 'killed'}" in said
+    assert "--resume goes on from the last checkpoint" in said
     assert names == [".writing-step-00000004", "step-00000002"]
 
 
@@ -218,6 +223,26 @@ def test_two_resumed_by_one(worlds: dict[int, World], folder: Path) -> None:
     assert (find_checkpoints(folder / "alone")[-1] / "model.safetensors").exists()
 
 
+def test_experts_on_more_processes(worlds: dict[int, World], folder: Path) -> None:
+    """Four replicas instead of two, in the third step."""
+    found, wanted = losses(folder / "more experts"), losses(folder / "two experts")
+    assert found[:2] == wanted[:2]
+    assert found[2] == pytest.approx(wanted[2], abs=0.3)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_truncated_file(
+    worlds: dict[int, World], capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "whole", run)
+    path = find_checkpoints(run)[-1] / name
+    path.write_bytes(path.read_bytes()[:-10])
+    said = fails(capsys, "train", "--resume", f"--out={run}")
+    assert f"step-{STEPS:08d} is damaged (" in said
+    assert f"move it away to resume from step {STEPS - 2}" in said
+
+
 def test_one_resumed_by_two(worlds: dict[int, World], folder: Path) -> None:
     for made in results(worlds[2], "from_one_process"):
         assert made["resumed"]["code"] == 0, made["resumed"]["err"]
@@ -263,6 +288,19 @@ def test_a_loss_that_is_no_number(worlds: dict[int, World]) -> None:
     assert (first["nan"]["code"], second["nan"]["code"]) == (1, 1)
     assert "the loss is nan at step 1" in first["nan"]["err"]
     assert second["nan"]["err"] == ""
+
+
+def test_errors_that_are_no_loss_stay_as_they_are() -> None:
+    second = Processes(rank=1, size=2)
+    for world, error in ((second, RuntimeError("shapes")), (ALONE, RuntimeError("gloo"))):
+        with pytest.raises(RuntimeError, match=str(error)), losing_none(world):
+            raise error
+    with (
+        pytest.raises(CommandError, match=r"process 1 lost another one \(gloo: gone\): ") as raised,
+        losing_none(second),
+    ):
+        raise RuntimeError("gloo: gone\nand more")
+    assert (raised.value.code, raised.value.is_own) == (1, True)
 
 
 @pytest.mark.parametrize("option", ["--tp=2", "--fsdp", "--ep=2"])

@@ -138,6 +138,7 @@ def layouts_of_four(rank: int) -> Result:
     found["resumed"] = resume("four")
     found["larger"] = resume("larger", "--tp=2")
     found["copies"] = resume("copies", "--tp=2", "--no-fsdp")
+    found["more experts"] = resume("more experts", "--ep=4")
     found["experts"] = begin("four experts", "--steps=3", "--tp=2", "--ep=2", "--fsdp", *EXPERTS)
     return found
 
