@@ -22,6 +22,7 @@ from mezzotint.cli.runs import check_free, new_folder, write_config
 from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
 from mezzotint.cli.train import MODEL, Model, Out, set_threads
 from mezzotint.cli.training import Training
+from mezzotint.cli.world import find_world
 
 DEFAULT = "bf16,delayed,current,mxfp8,nvfp4"
 # How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.
@@ -37,6 +38,8 @@ def compare(
     given: dict[str, Any],
 ) -> None:
     """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
+    if find_world().size > 1:
+        raise CommandError("compare runs in one process: start it without torchrun; train runs in several")
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
     if out is not None:
         check_free(Path(out))

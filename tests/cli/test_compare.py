@@ -70,6 +70,14 @@ def test_a_folder_is_not_written_over(capsys: Capture, tmp_path: Path, options: 
     assert "is not empty: give another --out" in fails(capsys, "compare", *options, "--out=made")
 
 
+def test_several_processes_are_refused(
+    capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    assert "compare runs in one process" in fails(capsys, "compare", *options)
+
+
 def test_nothing_is_left_of_what_cannot_be_trained(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "give more text" in fails(capsys, "compare", *options, "--sequence=100000")
     assert not (tmp_path / "runs").exists()
