@@ -226,10 +226,12 @@ def _taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return torch.where((rows < 0)[:, None], 0.0, x.index_select(0, rows.clamp(min=0)))
 
 
-def _summed(rows: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """FP32 rows [N, H] → their sums [count, H], one by one; those of token -1 go nowhere."""
+def _summed(rows: torch.Tensor, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """FP32 rows [N, H] → their sums [count, H], one by one, then rounded; those of token -1 go nowhere."""
     made = rows.new_zeros(count + 1, rows.shape[1])
-    return made.index_add_(0, torch.where(tokens < 0, count, tokens), rows)[:count]
+    made.index_add_(0, torch.where(tokens < 0, count, tokens), rows)
+    # A copy, in FP32 too: torch 2.11 loses the gradients of a traced function that gives out a view of what it made.
+    return made[:count].to(dtype, copy=True)
 
 
 class _Take(torch.autograd.Function):
@@ -247,7 +249,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        return _summed(dy.float(), rows, ctx.count).to(ctx.dtype), None
+        return _summed(dy.float(), rows, ctx.count, ctx.dtype), None
 
 
 class _Reorder(torch.autograd.Function):
@@ -274,7 +276,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        return _summed(y.float(), tokens, count).to(y.dtype)
+        return _summed(y.float(), tokens, count, y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> Any:
@@ -290,7 +292,7 @@ class _WeightedSum(torch.autograd.Function):
         ctx.save_for_backward(y, probs, sources)
         tokens, choices = probs.shape
         weights = _permute_probs(probs.float().reshape(-1), sources)
-        return _summed(y.float() * weights[:, None], sources // choices, tokens).to(y.dtype)
+        return _summed(y.float() * weights[:, None], sources // choices, tokens, y.dtype)
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> Any:

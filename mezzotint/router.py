@@ -23,6 +23,9 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1  # uint8 [tokens, ⌈experts / 8⌉], the lowest bit first
 
 
+FORMATS = tuple(RoutingMapFormat)
+
+
 def _sqrt_softplus(x: torch.Tensor) -> torch.Tensor:
     # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written so, since the slope of √ is infinite where eˣ is 0.
     return torch.where(x < -20.0, (x.clamp(max=-20.0) * 0.5).exp(), functional.softplus(x.clamp(min=-20.0)).sqrt())
@@ -142,7 +145,7 @@ def _as_map(chosen: torch.Tensor, experts: int, wanted: RoutingMapFormat | int |
 
 
 def _map_format(wanted: RoutingMapFormat | int | str) -> RoutingMapFormat:
-    for known in RoutingMapFormat:
+    for known in FORMATS:  # the compiler of torch 2.11 does not go through an enum
         if wanted == known or (isinstance(wanted, str) and wanted.upper() == known.name):
             return known
     raise ValueError(f"routing_map_format is {wanted!r}: give 'bytemap' or 'bitmap_u8'")
