@@ -218,11 +218,13 @@ class _EndOfLayer(torch.autograd.Function):
 class ManualOffloadSynchronizer:
     """Copies that the caller starts, layer by layer, in the order of the calls of `sync`."""
 
-    def __init__(self, offload: _Offload) -> None:
-        self._offload = offload
+    def __init__(self, offload: _Offload, enabled: bool) -> None:
+        self._offload, self._enabled = offload, enabled
 
     def _layer(self, layer_id: int) -> _Layer:
         """Of the forward that is under way, or of the last one."""
+        if not self._enabled:
+            return _Layer(None)  # which has nothing to copy
         ended = self._offload.layers[:-1] or self._offload.ended
         if not 0 <= layer_id < len(ended):
             raise ValueError(f"layer_id is {layer_id}: {len(ended)} layers have ended; count them from 0")
@@ -267,7 +269,6 @@ def get_cpu_offload_context(
         raise ValueError(f"num_layers is {num_layers}, model_layers {model_layers}: give at most as many")
     transfers = _Transfers(offload_stream, retain_pinned_cpu_buffers)
     offload = _Offload(num_layers, model_layers, transfers, manual_synchronization)
-    parts: tuple[Any, ...] = (offload, offload.end_layer)
-    if not (enabled and offload_activations):
-        parts = (nullcontext(), lambda x: x)
-    return (*parts, ManualOffloadSynchronizer(offload)) if manual_synchronization else parts
+    is_on = enabled and offload_activations
+    parts: tuple[Any, ...] = (offload, offload.end_layer) if is_on else (nullcontext(), lambda x: x)
+    return (*parts, ManualOffloadSynchronizer(offload, is_on)) if manual_synchronization else parts

@@ -139,6 +139,14 @@ def test_manual() -> None:
         manual.start_offload_layer(7)
 
 
+def test_manual_and_switched_off() -> None:
+    """The same calls do nothing."""
+    model = layers()
+    context, sync, manual = get_cpu_offload_context(False, 1, LAYERS, manual_synchronization=True)
+    calls = (manual.start_offload_layer, manual.release_activation_forward_gpu_memory, manual.start_reload_layer)
+    assert_equal(run(model, context, sync, between=lambda: [call(0) for call in calls] and None), plain(model))
+
+
 def test_retained_host_buffers_are_used_again() -> None:
     model = layers()
     context, sync = get_cpu_offload_context(True, 3, LAYERS, retain_pinned_cpu_buffers=True)

@@ -118,12 +118,12 @@ class DotProductAttention(nn.Module):
         """Of all heads, those of this process."""
         if modes:
             raise ValueError("DotProductAttention has no weight: it is split with the MultiheadAttention around it")
-        size = world_size(tp_group)
-        self.num_attention_heads = part_of("num_attention_heads", self.num_attention_heads, size)
-        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, size)
-        self.tp_size, self.tp_rank = size, rank_in(tp_group)
         if isinstance(self.softmax_offset, torch.nn.Parameter):
             raise ValueError("softmax_type='learnable' is not split by styles: give tp_group to the constructor")
+        size = world_size(tp_group)
+        heads = part_of("num_attention_heads", self.num_attention_heads, size)
+        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, size)
+        self.num_attention_heads, self.tp_size, self.tp_rank = heads, size, rank_in(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of tensor parallelism: attention itself asks nothing of other processes."""

@@ -204,8 +204,8 @@ class MultiheadAttention(nn.Module):
                 "each: give fuse_qkv_params=False, or qkv_weight_interleaved=True"
             )
         count = world_size(tp_group)
-        self.num_attention_heads = part_of("num_attention_heads", self.num_attention_heads, count)
-        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, count)
+        self.core_attention.split_over(tp_group, sequence_parallel, place)  # first: it raises where heads do not divide
+        self.num_attention_heads, self.num_gqa_groups = self.num_attention_heads // count, self.num_gqa_groups // count
         self.hidden_size_q, self.hidden_size_kv = self.hidden_size_q // count, self.hidden_size_kv // count
         self.tp_size = count
         for name in ("qkv", "layernorm_qkv", "query_layer", "layernorm_query", "key_value"):
@@ -215,7 +215,6 @@ class MultiheadAttention(nn.Module):
         for norm in (self.q_norm, self.k_norm):  # of this process's heads, whose gradients are part of the sum
             if norm is not None and hasattr(norm, "split_over"):
                 norm.split_over(tp_group, True, place)
-        self.core_attention.split_over(tp_group, sequence_parallel, place)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of processes that share the weights, for every module in this one."""

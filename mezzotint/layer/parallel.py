@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import check_agreed, check_group, resolve_size
+from mezzotint.distributed.groups import check_agreed, check_group, resolve_size, world_size
 from mezzotint.functional.parallel import Parallel
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
@@ -50,6 +50,8 @@ class ParallelModule(StatefulModule):
         has_norm = hasattr(self, "layer_norm_weight")
         if has_norm and sequence_parallel and "layer_norm_weight" not in self._parameters:
             raise ValueError("the norm in front is another module: split it with SequenceParallel, and convert after")
+        for each, mode in zip(weights, modes, strict=True):  # all of them before anything changes
+            each.check_split(mode, world_size(tp_group))
         self._init_parallel(tp_group, 1, sequence_parallel, *modes)
         for each, mode in zip(weights, modes, strict=True):
             each.split_over(self, mode, self.tp_size, place)

@@ -84,10 +84,16 @@ class Weights:
             self.sizes = [stride * part_of(f"the size of {name}", size // stride, tp_size) for name, size in named]
             self.parts = dict(zip(self.parts, self.sizes, strict=False))
 
-    def split_over(self, module: Any, mode: str, tp_size: int, place: Place) -> None:
-        """Whole parameters become what `place` makes of them: DTensors, of which this process has its part."""
+    def check_split(self, mode: str, tp_size: int) -> None:
+        """Whether whole parameters can be split so."""
         if self.is_quantized:
             raise ValueError("a weight of quantized_model_init cannot be split: make the model with high precision")
+        local_features(mode, tp_size, self.in_features, self.out_features)
+        for size in self.sizes if mode == "column" else ():
+            part_of("a part's rows", size // self.stride, tp_size)
+
+    def split_over(self, module: Any, mode: str, tp_size: int, place: Place) -> None:
+        """Whole parameters become what `place` makes of them: DTensors, of which this process has its part."""
         self._take_part(mode, tp_size)
         dim = 0 if mode == "column" else 1
         for name in self.weight_names:

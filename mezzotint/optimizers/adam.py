@@ -17,6 +17,7 @@ from mezzotint.optimizers.base import (
     learning_rate,
     like,
     local,
+    loss_of,
     write_back,
 )
 from mezzotint.optimizers.states import DTYPES, RANGES, Kept, join, pack_, pack_all_, split_, unpack, unpack_all
@@ -271,10 +272,7 @@ class FusedAdam(FusedOptimizer):
         `grad_scaler` (torch.amp.GradScaler): gradients are divided by its scale, unless it has done so, and where one
         of them is infinite or NaN nothing changes; the host does not wait to know.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params: Tensors = []
             grads: Tensors = []

@@ -6,6 +6,7 @@ DTensors are updated shard by shard.
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -92,6 +93,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 def is_sharded(x: Any) -> bool:
     """Whether it is a DTensor."""
     return hasattr(x, "_local_tensor")
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What a closure given to `step` computes, with its gradients; None of none."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def local(x: Any) -> torch.Tensor:

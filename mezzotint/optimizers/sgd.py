@@ -14,6 +14,7 @@ from mezzotint.optimizers.base import (
     in_fp32,
     learning_rate,
     local,
+    loss_of,
     write_back,
 )
 
@@ -93,10 +94,7 @@ class FusedSGD(FusedOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params: Tensors = []
             grads: Tensors = []

@@ -103,7 +103,10 @@ def backward(
 
 
 def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an activation or its gradient makes, and its amax, FP32 [1], taken on the way."""
+    """What an activation or its gradient makes, and its amax, FP32 [1], taken on the way.
+
+    Run in Triton's interpreter and compiled ahead; on a GPU not yet.
+    """
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     out = _write(made, amax)
     if made.sums is not None:

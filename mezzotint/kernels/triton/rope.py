@@ -1,4 +1,7 @@
-"""Rotary position embedding on CUDA. One read, one write; a program turns some heads of one token."""
+"""Rotary position embedding on CUDA. One read, one write; a program turns some heads of one token.
+
+Run in Triton's interpreter and compiled ahead; on a GPU not yet.
+"""
 
 import torch
 import triton
