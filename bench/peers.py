@@ -26,7 +26,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,7 @@ def measure(args: argparse.Namespace) -> Row:
     reps = args.reps or (1 if args.small else REPS)
     bench = Bench(device, backend, reps, begin + args.budget)
     report: Row = quantize.versions(device) | {
-        "torchao": version("torchao") if find_spec("torchao") else None,
+        "torchao": _version("torchao"),
         "date": datetime.date.today().isoformat(),
         "backend": backend,
         "reps": reps,
@@ -272,6 +272,16 @@ def measure(args: argparse.Namespace) -> Row:
     except KeyboardInterrupt:
         print("stopped: this is what there is", file=sys.stderr)
     return report
+
+
+def _version(name: str) -> str | None:
+    """Of a package that is installed, or lies on the path without the records of an installation."""
+    if find_spec(name) is None:
+        return None
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _save(report: Row, path: str | None, begin: float, what: str) -> None:

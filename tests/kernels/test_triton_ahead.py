@@ -23,6 +23,7 @@ from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton import norm
 from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._jit_source import pays
+from mezzotint.kernels.triton._launch import Fast
 
 CAPABILITIES = (89, 90, 100, 120)
 MODULES = [
@@ -35,15 +36,16 @@ def kernels_of(module: ModuleType) -> Iterator[str]:
     """Names of the kernels, as against helpers, that the module defines."""
     for name, value in vars(module).items():
         if (
-            isinstance(value, JITFunction)
+            isinstance(value, Fast | JITFunction)
             and re.fullmatch(r"_\w+_kernel", name)
-            and value.__module__ == module.__name__
+            and getattr(value, "kernel", value).__module__ == module.__name__
         ):
             yield name
 
 
 def compile_ahead(kernel: Any, signature: dict[str, Any], constants: dict[str, Any], capability: int) -> Any:
     """Pointers and counts are multiples of 16, as they are for the shapes that matter. A tuple's constants are None."""
+    kernel = getattr(kernel, "kernel", kernel)
     names = list(kernel.arg_names)
     options = {"enable_fp_fusion": False} | {k: v for k, v in constants.items() if k not in names}
     values: dict[tuple[int, ...], Any] = {(names.index(k),): v for k, v in constants.items() if k in names}

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv
 from mezzotint.kernels.triton._jit import ahead, decode_fp8, tile_of
+from mezzotint.kernels.triton._launch import Fast
 
 
 def tile_config() -> dict[str, int]:
@@ -19,6 +20,7 @@ def tile_config() -> dict[str, int]:
     return {"BM": 64, "BN": 128, "num_warps": 4}
 
 
+@Fast
 @triton.jit
 def _dequantize_tile_kernel(
     data,

@@ -2,8 +2,8 @@
 
 `kernel[grid](…)` binds, specialises and looks up its arguments in Python at each call, some 20 µs, more than a small
 kernel runs. `Fast` keeps what that found, by what it depends on: of a tensor its dtype and 16-byte alignment, of an
-int whether it is 1 or a multiple of 16 and whether it needs 64 bits, all else by value. The compiled kernel is then
-launched by its own `run`. Anything unusual (hooks of a profiler, the interpreter, another Triton) takes Triton's way.
+int whether it is 1 or a multiple of 16 and whether it needs 64 bits, of a float nothing, all else by value. The
+compiled kernel is then launched by its own `run`. Hooks of a profiler, and the interpreter, take Triton's way.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Fast:
-    """A jitted kernel: `Fast(kernel)[grid](…)` is `kernel[grid](…)`."""
+    """Decorates a jitted kernel; `kernel[grid](…)` takes tensors and numbers by position, constants by name."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -30,7 +30,7 @@ class Fast:
         return getattr(self.kernel, name)
 
     def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        if not isinstance(self.kernel, JITFunction) or knobs.runtime.launch_enter_hook is not None:
+        if not isinstance(self.kernel, JITFunction) or _hooked():
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
@@ -59,12 +59,20 @@ class Fast:
         )
 
 
+def _hooked() -> bool:
+    """Whether a profiler wants to hear of launches; an empty chain of hooks, as newer Tritons have it, is none."""
+    hook = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
 def _kind(arg: Any) -> Any:
     """What a compiled kernel depends on."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() & 15 == 0
     if type(arg) is int:
         return arg == 1, arg & 15 == 0, -0x80000000 <= arg < 0x80000000
+    if type(arg) is float:
+        return float
     if isinstance(arg, tuple):
         return tuple([_kind(part) for part in arg])
     return arg

@@ -31,6 +31,7 @@ def finish_config() -> dict[str, int]:
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
+@Fast
 @triton.jit
 def _write_kernel(
     x,
@@ -59,6 +60,7 @@ def _write_kernel(
         raise_amax(amax, value.to(tl.float32))
 
 
+@Fast
 @triton.jit
 def _sums_kernel(
     x,
@@ -82,6 +84,7 @@ def _sums_kernel(
     tl.store(partials + strip * K + c, tl.sum(total, 0), mask=c < K)
 
 
+@Fast
 @triton.jit
 def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
     """(count, K) partial sums → K sums."""
@@ -118,16 +121,13 @@ def write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
     return out
 
 
-_fast_sums, _fast_finish = Fast(_sums_kernel), Fast(_finish_kernel)
-
-
 def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
     """FP32 sums over the rows, cast to `out`, [K]."""
     options = sums_config()
     strips = cdiv(source.M, options["STRIP"])
     partials = source.x.new_empty((strips, source.K), dtype=torch.float32)
     if partials.numel():
-        _fast_sums[(strips * cdiv(source.K, options["BN"]),)](
+        _sums_kernel[(strips * cdiv(source.K, options["BN"]),)](
             source.x,
             partials,
             source.given(),
@@ -154,7 +154,7 @@ def finish_sums(partials: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     if K:
         options = finish_config()
         grid = (cdiv(K, options["BS"]),)
-        _fast_finish[grid](partials, out, count, K, **options, enable_fp_fusion=False)
+        _finish_kernel[grid](partials, out, count, K, **options, enable_fp_fusion=False)
     return out
 
 

@@ -17,6 +17,7 @@ from mezzotint.kernels.activation import is_gated
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, as_rows, raise_amax, tile_of
 from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read, sourced
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import sum_columns, write
 
 
@@ -26,6 +27,7 @@ def tile_config(N: int) -> dict[str, int]:
     return {"BM": 2048 // BN, "BN": BN, "num_warps": 4}
 
 
+@Fast
 @triton.jit
 def _gated_backward_kernel(
     x,
@@ -57,6 +59,7 @@ def _gated_backward_kernel(
         raise_amax(amax, tl.maximum(tl.abs(d1.to(tl.float32)), tl.abs(d2.to(tl.float32))))
 
 
+@Fast
 @triton.jit
 def _scale_gradient_kernel(
     x,

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from mezzotint.constants import FP32_MAX, cdiv
 from mezzotint.kernels.triton._jit import ahead
+from mezzotint.kernels.triton._launch import Fast
 
 _FP32_MAX = tl.constexpr(FP32_MAX)
 
@@ -21,6 +22,7 @@ def update_config() -> dict[str, int]:
     return {"BL": 64, "BN": 16, "num_warps": 4}
 
 
+@Fast
 @triton.jit
 def _update_kernel(
     scale, history, new_scale, new_history, L, n, top, RECENT: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr

@@ -60,6 +60,7 @@ def tile_config(rowwise: bool) -> dict[str, int]:
     return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 4}
 
 
+@Fast
 @triton.jit
 def _clear_kernel(out, noop):
     if tl.load(noop) != 1.0:
@@ -92,6 +93,7 @@ def _scale(
         return scale_from_amax(amax, eps, DTYPE, POW2, FOR_INF)
 
 
+@Fast
 @triton.jit
 def _cast_kernel(
     x,
@@ -125,6 +127,7 @@ def _cast_kernel(
         raise_amax(amax, value)
 
 
+@Fast
 @triton.jit
 def _cast_tile_kernel(
     x,
@@ -172,6 +175,7 @@ def _cast_tile_kernel(
         raise_amax(amax, value)
 
 
+@Fast
 @triton.jit
 def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -202,7 +206,7 @@ def _cast(
     if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
         grid = (max(1, cdiv(numel, options["BLOCK"])),)
-        _fast_cast[grid](
+        _cast_kernel[grid](
             x,
             data,
             scale_inv,
@@ -221,7 +225,7 @@ def _cast(
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
-    _fast_cast_tile[grid](
+    _cast_tile_kernel[grid](
         x,
         data,
         transpose,
@@ -242,9 +246,6 @@ def _cast(
         enable_fp_fusion=False,
     )
     finish_source(source, partials)
-
-
-_fast_cast, _fast_cast_tile = Fast(_cast_kernel), Fast(_cast_tile_kernel)
 
 
 def quantize(

@@ -26,6 +26,7 @@ def amax_tile_config() -> dict[str, int]:
     return {"BM": 32, "BN": 256, "num_warps": 8}
 
 
+@Fast
 @triton.jit
 def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
     """Program p reads every P-th block of x and writes partials[p]."""
@@ -42,6 +43,7 @@ def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
     tl.store(partials + pid, tl.max(top))
 
 
+@Fast
 @triton.jit
 def _amax_tile_kernel(
     x, partials, given, M, K, stride, tiles, SOURCE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
@@ -57,13 +59,11 @@ def _amax_tile_kernel(
     tl.store(partials + pid, tl.max(top))
 
 
+@Fast
 @triton.jit
 def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
     p = tl.arange(0, BP)
     tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
-
-
-_fast_amax = Fast(_amax_kernel)
 
 
 def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
@@ -71,7 +71,7 @@ def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
     partials = x.new_empty(count, dtype=torch.float32)
-    _fast_amax[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
+    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
     return partials
 
 

@@ -29,6 +29,7 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
 
 TAKES_SOURCES = True
@@ -48,6 +49,7 @@ def tile_config(two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = Fa
     return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 8 if sourced else 4, "ONCE": False}
 
 
+@Fast
 @triton.jit
 def _block_kernel(
     x,
@@ -107,6 +109,7 @@ def _store_scale(scales, scale_inv, i, j, count):
     tl.store(scales + i * padded + j + k, tl.where(k == 0, scale_inv, 0.0), mask=j + k < end)
 
 
+@Fast
 @triton.jit
 def _square_kernel(
     x,

@@ -32,6 +32,7 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
     BACKWARD,
@@ -70,6 +71,7 @@ def tile_config(rowwise: bool) -> dict[str, int]:
     return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 8}
 
 
+@Fast
 @triton.jit
 def _rows_kernel(
     x,
@@ -116,6 +118,7 @@ def _rows_kernel(
             tl.store(to + start + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
 
 
+@Fast
 @triton.jit
 def _partial_kernel(
     x,
@@ -176,6 +179,7 @@ def _finish(
     tl.store(inverses + s, inverse(scale, POW2), mask=s < size)
 
 
+@Fast
 @triton.jit
 def _finish_kernel(
     rows,
@@ -210,6 +214,7 @@ def _finish_kernel(
             _finish(cols, strips, col_scale, col_inv, K, pid - first, eps, DTYPE, POW2, FOR_INF, BP, BS)
 
 
+@Fast
 @triton.jit
 def _cast_kernel(
     x,

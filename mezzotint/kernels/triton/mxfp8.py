@@ -32,6 +32,7 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_source import load_input, produce, read, store_sums
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
     BACKWARD,
@@ -99,6 +100,7 @@ def _to_columns(blocks, HIGH: tl.constexpr, BN: tl.constexpr):
     return tl.reshape(tl.broadcast_to(blocks[:, :, None], [HIGH, BN // 32, 32]), [HIGH, BN])
 
 
+@Fast
 @triton.jit
 def _rows_kernel(
     x,
@@ -137,6 +139,7 @@ def _rows_kernel(
     tl.store(scales + to, byte.to(tl.uint8), mask=(r < high)[:, None] & (j < wide // 32)[None, :])
 
 
+@Fast
 @triton.jit(do_not_specialize=["zero"])
 def _groups_kernel(
     x,
@@ -229,6 +232,7 @@ def _store(at, tile, mask, EVEN: tl.constexpr):
         tl.store(at, tile, mask=mask)
 
 
+@Fast
 @triton.jit
 def _dequantize_kernel(
     data,

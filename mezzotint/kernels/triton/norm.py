@@ -15,6 +15,7 @@ from mezzotint.kernels.norm import norm_stats_reference
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, as_rows
 from mezzotint.kernels.triton._jit_source import Input, load
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import finish_sums, sum_columns, write
 
 WHOLE_STATS, WHOLE_BACKWARD = 16384, 8192  # the longest rows that are held in registers
@@ -35,6 +36,7 @@ def backward_config(K: int) -> dict[str, int]:
     return {"BM": BM, "BK": BK, "num_warps": min(16, max(2, BM * BK // 512))}
 
 
+@Fast
 @triton.jit
 def _stats_kernel(x, mu, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """BM rows. The mean first, then what is centred: no cancellation."""
@@ -96,6 +98,7 @@ def _store_dx(dx, residual, value, r, c, M, K):
     tl.store(dx + at, value, mask=inside)
 
 
+@Fast
 @triton.jit
 def _backward_kernel(
     dy,

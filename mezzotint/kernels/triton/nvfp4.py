@@ -17,6 +17,7 @@ from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
 from mezzotint.kernels.triton._jit import as_rows
 from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, philox_key, scale_index
 from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows, tensor_scales
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, partials, vectors
 
 __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
@@ -55,6 +56,7 @@ def span(config: dict[str, int]) -> int:
     return max(1, min(NVFP4_BLOCK, config["BM"] * config["BN"] // (512 * config["num_warps"])))
 
 
+@Fast
 @triton.jit(do_not_specialize=["across", "tiles", "count"])
 def _quantize_kernel(
     x,
@@ -174,6 +176,7 @@ def _quantize_kernel(
             col = tl.where(last, 0, col + 1)
 
 
+@Fast
 @triton.jit
 def _dequantize_kernel(
     data,

@@ -16,6 +16,7 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import as_rows
 from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard_absmax, narrow_absmax, wide_product
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton.float8 import PARTIALS, amax_partials
 
 
@@ -36,6 +37,7 @@ def _raise(out, top, mask):
     tl.atomic_max(out, top.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
 
 
+@Fast
 @triton.jit
 def _amax_tile_kernel(
     x,
@@ -100,6 +102,7 @@ def _amax_tile_kernel(
             tl.store(col_top + pid, narrow_absmax(top, x.dtype.element_ty) if RHT else top)
 
 
+@Fast
 @triton.jit(do_not_specialize=["count"])
 def _amax_finish_kernel(row_source, col_source, row_amax, col_amax, count, BP: tl.constexpr):
     p = tl.arange(0, BP)

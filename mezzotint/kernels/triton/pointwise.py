@@ -18,6 +18,7 @@ from mezzotint.kernels.pointwise import (
 from mezzotint.kernels.triton._jit import ahead, as_rows, tile_of
 from mezzotint.kernels.triton._jit_fp4 import philox16, philox_key
 from mezzotint.kernels.triton._jit_source import load
+from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import write_config
 
 _DROPOUT = tl.constexpr(DROPOUT)
@@ -36,6 +37,7 @@ def rows_config(K: int) -> dict[str, int]:
     return {"BM": BM, "BK": BK, "num_warps": min(16, max(1, BM * BK // 1024))}
 
 
+@Fast
 @triton.jit
 def _scale_add_kernel(x, y, out, M, K, stride, y_stride, factor, BM: tl.constexpr, BN: tl.constexpr):
     """(M, K). The rows of y are one where y_stride is 0."""
@@ -48,6 +50,7 @@ def _scale_add_kernel(x, y, out, M, K, stride, y_stride, factor, BM: tl.constexp
     tl.store(out + r * K + c, value.to(out.dtype.element_ty), mask=inside)
 
 
+@Fast
 @triton.jit
 def _dropout_kernel(x, out, rng, size, limit, factor, BLOCK: tl.constexpr):
     """`size` elements; a Philox block is four neighbours, which one thread holds."""
@@ -61,6 +64,7 @@ def _dropout_kernel(x, out, rng, size, limit, factor, BLOCK: tl.constexpr):
     tl.store(out + i, value.to(out.dtype.element_ty), mask=i < size)
 
 
+@Fast
 @triton.jit
 def _l2norm_kernel(x, y, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -88,6 +92,7 @@ def _l2norm_kernel(x, y, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.cons
             tl.store(to + start + c[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
+@Fast
 @triton.jit
 def _l2norm_backward_kernel(
     dy, x, rs, dx, M, K, dy_stride, stride, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr

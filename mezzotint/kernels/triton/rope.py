@@ -10,6 +10,7 @@ import triton.language as tl
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._jit_source import load
+from mezzotint.kernels.triton._launch import Fast
 
 
 def rope_config(heads: int, pairs: int) -> dict[str, int]:
@@ -19,6 +20,7 @@ def rope_config(heads: int, pairs: int) -> dict[str, int]:
     return {"BH": BH, "BP": BP, "num_warps": 4 if BH * BP >= 512 else 1}
 
 
+@Fast
 @triton.jit
 def _rope_kernel(
     t,

@@ -1,0 +1,92 @@
+"""Launches past Triton's search: what is kept, for what it is kept, and when Triton is asked all the same."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from mezzotint.kernels.triton._launch import Fast
+
+STREAM = 77
+
+
+@Fast
+@triton.jit
+def _copy_kernel(x, out, given, count, factor, BLOCK: tl.constexpr, SCALED: tl.constexpr):
+    pass
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """("search", arguments) for each launch through Triton, ("run", what the compiled kernel gets) past it."""
+    found: list[tuple[str, Any]] = []
+
+    def search(self: JITFunction, *args: Any, grid: Any, warmup: bool, **constants: Any) -> Any:
+        found.append(("search", args))
+        return SimpleNamespace(
+            run=lambda *args: found.append(("run", args)), function="function", packed_metadata="metadata"
+        )
+
+    monkeypatch.setattr(JITFunction, "run", search)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    monkeypatch.setattr(_copy_kernel, "found", {})
+    return found
+
+
+def launch(x: Any, count: int = 64, factor: float = 0.5, grid: tuple[int, ...] = (3, 2), **constants: Any) -> None:
+    given = (x, None, 4.0)
+    _copy_kernel[grid](x, x, given, count, factor, **({"BLOCK": 8, "SCALED": True, "num_warps": 4} | constants))
+
+
+def test_second_launch_is_the_kernels_own(launches: list[tuple[str, Any]]) -> None:
+    x = torch.zeros(64)
+    launch(x)
+    launch(x, count=128, factor=0.25)
+    (first, _), (second, args) = launches
+    assert (first, second) == ("search", "run")
+    assert args[:9] == (3, 2, 1, STREAM, "function", "metadata", None, None, None)
+    assert all(found is x for found in (args[9], args[10], args[11][0]))
+    assert args[12:] == (128, 0.25, 8, True)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"x": torch.zeros(65)[1:]},
+        {"x": None},
+        {"count": 1},
+        {"count": 63},
+        {"count": 1 << 31},
+        {"BLOCK": 16},
+        {"SCALED": False},
+        {"num_warps": 8},
+    ],
+    ids=str,
+)
+def test_another_kernel_is_searched_for(launches: list[tuple[str, Any]], other: dict[str, Any]) -> None:
+    launch(torch.zeros(64))
+    launch(**({"x": torch.zeros(64)} | other))
+    assert [kind for kind, _ in launches] == ["search", "search"]
+
+
+def test_a_profilers_hook_hears_of_launches(launches: list[tuple[str, Any]]) -> None:
+    x = torch.zeros(64)
+    launch(x)
+
+    def hook(metadata: Any) -> None:
+        pass
+
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch(x)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    launch(x)
+    assert [kind for kind, _ in launches] == ["search", "search", "run"]
