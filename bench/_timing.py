@@ -1,11 +1,14 @@
 """Clocks: CUDA events around queued calls, steps that take turns, interleaved host timings, the bandwidth of a copy."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+SETTLED_MS, MOST_BEFORE = 60.0, 40  # of its own work, before a step is timed in its turn
 
 
 def cuda_ms(call: Callable[[torch.Tensor], Any], inputs: Sequence[torch.Tensor], warmup: int, reps: int) -> float:
@@ -60,24 +63,30 @@ def interleaved_ms(
 
 
 def turns_ms(steps: Sequence[Callable[[], Any]], device: str, reps: int) -> list[float]:
-    """Median milliseconds of each step, warm before. They take turns, and take turns at going first: the clock of a
-    warm card meets all alike.
+    """Median milliseconds of each step, warm before. They take turns, and take turns at going first.
 
-    On a GPU by events. In its turn a step runs twice, and the second time counts: what lies before it in the queue is
-    its own work, as in training, and not that of another candidate, behind which a slow host could hide.
+    On a GPU by events. In its turn a step runs alone for `SETTLED_MS`, and then counts: a card at its power limit has a
+    clock for each kind of work, and would lend a step that of the one before it; and what lies before it in the queue
+    is its own work, as in training, not that of another candidate, behind which a slow host could hide.
     """
     if device == "cpu":
         times, _ = interleaved_ms(steps, reps, 5.0, time.perf_counter)
         return [statistics.median(own) for own in times]
+
+    def once(step: Callable[[], Any], before: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(before):
+            step()
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
     torch.cuda.synchronize()
-    events: list[list[Any]] = [[] for _ in steps]
+    before = [min(MOST_BEFORE, math.ceil(SETTLED_MS / once(step, 1))) for step in steps]
+    times: list[list[float]] = [[] for _ in steps]
     for i in range(reps):
         for which in range(len(steps))[:: -1 if i % 2 else 1]:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            steps[which]()
-            start.record()
-            steps[which]()
-            end.record()
-            torch.cuda.synchronize()
-            events[which].append((start, end))
-    return [statistics.median(start.elapsed_time(end) for start, end in own) for own in events]
+            times[which].append(once(steps[which], before[which]))
+    return [statistics.median(own) for own in times]

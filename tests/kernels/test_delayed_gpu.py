@@ -29,6 +29,13 @@ def test_rules(most_recent: bool) -> None:
         check([(torch.linspace(0.5, 2.0, len(COLUMNS)), history)], [top], most_recent, "cuda")
 
 
+@pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1024, 3000])
+def test_one_state_is_updated_in_place(length: int) -> None:
+    """Rows move up while they are read."""
+    for slots in (1, 3, 4, 33):
+        check([draw_state(length, slots, slots)], [448.0], False, "cuda")
+
+
 def test_many_states() -> None:
     """More than one launch of `torch._foreach_copy_` takes, of all sizes."""
     states = [draw_state(length, slots, slots) for length in (1, 2, 16, 1024) for slots in (2, 3, 6, 33)] * 20

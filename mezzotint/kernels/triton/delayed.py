@@ -1,7 +1,8 @@
 """Delayed scaling's update on CUDA.
 
 A model has hundreds of small states. They are put side by side, updated by one launch, and copied back: a handful of
-launches for all of them, no wait for the GPU, and nothing that a CUDA graph could not capture.
+launches for all of them, no wait for the GPU, and nothing that a CUDA graph could not capture. One alone, as a module's
+gradients have it, is updated where it is.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ _FP32_MAX = tl.constexpr(FP32_MAX)
 
 
 def update_config() -> dict[str, int]:
-    """Rows at a time, slots per program."""
-    return {"BL": 64, "BN": 16, "num_warps": 4}
+    """Rows at a time, slots per program: few steps of long latency, since there is one after the other."""
+    return {"BL": 512, "BN": 4, "num_warps": 8}
 
 
 @Fast
@@ -27,7 +28,7 @@ def update_config() -> dict[str, int]:
 def _update_kernel(
     scale, history, new_scale, new_history, L, n, top, RECENT: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr
 ):
-    """history (L, n), scale [n] → new ones. `top`: the format's largest value, with its margin."""
+    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin."""
     c = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     wide = c < n
     last = tl.load(history + c, mask=wide, other=0.0)
@@ -43,6 +44,7 @@ def _update_kernel(
         rolled = tl.load(at + n, mask=mask & (i + 1 < L)[:, None], other=0.0)
         rolled = tl.where((i + 1 == L)[:, None], last[None, :], rolled)
         rolled = tl.where((i == 0)[:, None], 0.0, rolled)
+        tl.debug_barrier()  # in place: all have read before one writes
         tl.store(new_history + i[:, None] * n + c[None, :], tl.where(seen[None, :], rolled, value), mask=mask)
     amax = last if RECENT else tl.max(tops, 0)
     fresh = tl.div_rn(tl.cast(top, tl.float32), amax)
@@ -66,14 +68,20 @@ def update(
     options = update_config()
     for (length, top), members in groups.items():
         old_scales, old_histories = [scales[i] for i in members], [histories[i] for i in members]
-        scale, history = torch.cat(old_scales), torch.cat(old_histories, 1)
+        alone = len(members) == 1 and old_scales[0].is_contiguous() and old_histories[0].is_contiguous()
+        if alone:
+            scale, history = fresh, rolled = old_scales[0], old_histories[0]
+        else:
+            scale, history = torch.cat(old_scales), torch.cat(old_histories, 1)
+            fresh, rolled = torch.empty_like(scale), torch.empty_like(history)
         n = scale.numel()
         if n == 0 or length == 0:
             continue
-        fresh, rolled = torch.empty_like(scale), torch.empty_like(history)
         _update_kernel[(cdiv(n, options["BN"]),)](
             scale, history, fresh, rolled, length, n, top, RECENT=most_recent, **options, enable_fp_fusion=False
         )
+        if alone:
+            continue
         sizes = [s.numel() for s in old_scales]
         torch._foreach_copy_(old_scales, fresh.split(sizes))
         torch._foreach_copy_(old_histories, rolled.split(sizes, 1))
