@@ -4,8 +4,11 @@
     column-wise:  the same on xᵀ, one scale per column, data transposed (K, d0, …, dn-1)         scale_inv [K]
 
 The column-wise copy is quantized from x, not from the row-wise codes. Scales may be cut to powers of two. No padding.
-Two reads of x where both directions are asked for: row and column amax first, then one cast that writes both.
+Two reads of x where both directions are asked for: row and column amax first, then one cast that writes both. The
+column amax is given where x is some of the rows of a tensor: its columns then have the scales of the whole.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +16,17 @@ from mezzotint.constants import FP8_MAX
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax, scaled
 from mezzotint.kernels.quantize_ops import quantize_ops
+
+
+def check_col_amax(col_amax: torch.Tensor | None, shape: Sequence[int]) -> None:
+    """One for each column, in FP32."""
+    if col_amax is None:
+        return
+    if tuple(col_amax.shape) != (shape[-1],) or col_amax.dtype != torch.float32:
+        raise ValueError(
+            f"col_amax is {col_amax.dtype} of shape {tuple(col_amax.shape)}: expected torch.float32 of shape "
+            f"({shape[-1]},), the amax of each column"
+        )
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -28,21 +42,38 @@ def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bo
     return buffers
 
 
-def _quantize_rows(x: torch.Tensor, dtype: int, pow2: bool, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, C) → codes (R, C) and scale_inv [R]."""
-    scale = scale_from_amax(amax(x, 1), FP8_MAX[dtype], pow2=pow2, eps=eps)
+def float8_rowwise_amax_reference(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [K]: max |x| of each column, NaN dropped."""
+    return amax(as_matrix(x).t(), 1)
+
+
+def _quantize_rows(
+    x: torch.Tensor, tops: torch.Tensor, dtype: int, pow2: bool, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, C) and the amax of each row [R] → codes (R, C) and scale_inv [R]."""
+    scale = scale_from_amax(tops, FP8_MAX[dtype], pow2=pow2, eps=eps)
     return cast_fp8(scaled(x, scale[:, None]), dtype).contiguous(), div(1.0, scale)
 
 
 def float8_rowwise_quantize_reference(
-    x: torch.Tensor, dtype: int, pow2: bool, eps: float, rowwise: bool, columnwise: bool
+    x: torch.Tensor,
+    col_amax: torch.Tensor | None,
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
 ) -> list[torch.Tensor]:
+    """Both directions; `col_amax` FP32 [K] is given where it was reduced over a group, else taken here."""
+    check_col_amax(col_amax, x.shape)
     matrix, out = as_matrix(x), []
     if rowwise:
-        codes, scale_inv = _quantize_rows(matrix, dtype, pow2, eps)
+        codes, scale_inv = _quantize_rows(matrix, amax(matrix, 1), dtype, pow2, eps)
         out += [codes.reshape(x.shape), scale_inv]
     if columnwise:
-        codes, scale_inv = _quantize_rows(matrix.t().contiguous(), dtype, pow2, eps)
+        columns = matrix.t().contiguous()
+        tops = amax(columns, 1) if col_amax is None else col_amax
+        codes, scale_inv = _quantize_rows(columns, tops, dtype, pow2, eps)
         out += [codes.reshape(x.shape[-1], *x.shape[:-1]), scale_inv]
     return out
 
@@ -65,9 +96,16 @@ def _dequantize_fake(
     return data.new_empty(shape, dtype=out_dtype)
 
 
+float8_rowwise_amax = leaf(
+    "float8_rowwise_amax(Tensor x) -> Tensor",
+    fake=lambda x: x.new_empty((x.shape[-1],), dtype=torch.float32),
+    cpu=float8_rowwise_amax_reference,
+    cuda="float8_rowwise:amax",
+)
+
 float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     "float8_rowwise_quantize",
-    "int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
+    "Tensor? col_amax, int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
     geometry=lambda shape, *options: float8_rowwise_buffers(shape, *options[-2:]),
     reference=float8_rowwise_quantize_reference,
     cuda="float8_rowwise:quantize",

@@ -7,6 +7,7 @@ import torch
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, matrix_shape
 from mezzotint.kernels.float8_rowwise import (
+    float8_rowwise_amax,
     float8_rowwise_buffers,
     float8_rowwise_dequantize,
     float8_rowwise_quantize,
@@ -46,9 +47,14 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         return fields
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
-        """A column's scale is of the rows of one shard: column-wise copies cannot be put together."""
+        """A column's scale is of all rows, and equal in all shards of them."""
         shape = self._logical_shape()
-        return {"_rowwise_data": (0, shape[0], 1), "_rowwise_scale_inv": (0, matrix_shape(shape)[0], 1)}
+        rows = matrix_shape(shape)[0]
+        return {
+            "_rowwise_data": (0, shape[0], 1),
+            "_rowwise_scale_inv": (0, rows, 1),
+            "_columnwise_data": (1, shape[0], 1),
+        }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         """With their scales."""
@@ -103,7 +109,11 @@ class Float8RowwiseQuantizer(Quantizer):
             self.rowwise_usage,
             self.columnwise_usage,
         )
-        return float8_rowwise_quantize, (), options
+        return float8_rowwise_quantize, ("col_amax",), options
+
+    def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
+        """A split between rows leaves those whole, and cuts columns."""
+        return (float8_rowwise_amax, ("col_amax",), ()) if self.columnwise_usage and dim == 0 else None
 
     def _in_place_op(self) -> Any:
         return float8_rowwise_quantize_
@@ -121,4 +131,4 @@ class Float8RowwiseQuantizer(Quantizer):
         return True
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        return None if columnwise else 1
+        return 1

@@ -68,7 +68,7 @@ def main() -> None:
     from mezzotint.constants import E4M3, E5M2
     from mezzotint.kernels.float8 import float8_quantize, float8_quantize_scaled
     from mezzotint.kernels.float8_block import float8_block_quantize
-    from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
+    from mezzotint.kernels.float8_rowwise import float8_rowwise_amax, float8_rowwise_quantize
     from mezzotint.kernels.mxfp8 import mxfp8_quantize
     from mezzotint.kernels.triton import float8, float8_block, float8_rowwise, mxfp8
 
@@ -85,7 +85,14 @@ def main() -> None:
                 compare(float8.quantize_scaled, float8_quantize_scaled, source, args, (scale, E5M2, *usage))
                 compare(float8_block.quantize, float8_block_quantize, source, args, (E4M3, True, 0.0, False, *usage))
                 compare(mxfp8.quantize, mxfp8_quantize, source, args, (E4M3, False, False, False, *usage))
-            compare(float8_rowwise.quantize, float8_rowwise_quantize, source, args, (E4M3, True, 0.0, True, True))
+            top = torch.linspace(0.5, 8, shape[1])
+            for given, usage in ((None, (True, True)), (top, (True, True)), (top, (False, True))):
+                options = (given, E4M3, True, 0.0, *usage)
+                compare(float8_rowwise.quantize, float8_rowwise_quantize, source, args, options)
+        x = draw((300, 90), dtype, 5)  # of two strips
+        x[7, 3] = float("nan")
+        assert torch.equal(float8_rowwise.amax(x), float8_rowwise_amax(x)), dtype
+    assert torch.equal(float8_rowwise.amax(x[:0]), torch.zeros(90))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
+from mezzotint.kernels.float8_rowwise import float8_rowwise_amax
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
@@ -48,6 +49,7 @@ ELSEWHERE = {
 }
 AMAX_CASES = {
     "float8": (float8_amax, ()),
+    "float8_rowwise": (float8_rowwise_amax, ()),
     "nvfp4-both": (nvfp4_amax, (False, 0, False, True, True)),
     "nvfp4-rowwise": (nvfp4_amax, (False, 0, False, True, False)),
     "nvfp4-columnwise-rht": (nvfp4_amax, (True, 0xD7E8, False, False, True)),

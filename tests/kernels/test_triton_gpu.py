@@ -14,7 +14,7 @@ import torch
 from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels.float8 import float8_amax, float8_dequantize
 from mezzotint.kernels.float8_block import float8_block_dequantize
-from mezzotint.kernels.float8_rowwise import float8_rowwise_dequantize
+from mezzotint.kernels.float8_rowwise import float8_rowwise_amax, float8_rowwise_dequantize, float8_rowwise_quantize
 from mezzotint.kernels.mxfp8 import mxfp8_dequantize
 from tests.formats import HIGH, VARIANTS, Variant, variants_of
 from tests.values import CONTENTS, VIEWS, as_view, fill, raw
@@ -129,6 +129,22 @@ def test_amax() -> None:
     for content, view in product(CONTENTS, VIEWS):
         x = as_view(fill((33, 70), torch.bfloat16, content, 0).cuda(), view)
         assert_bytes(float8_amax(x), float8_amax(x.cpu()), f"{content}, {view}")
+
+
+def test_column_amax() -> None:
+    """Below, at and above a strip of 256 rows; strides; nothing at all. Then the quantization that it is given to."""
+    for rows, cols, dtype in product((0, 1, 255, 256, 257, 1000), (1, 128, 130, 0), HIGH):
+        x = torch.randn(rows, cols).to(dtype)
+        assert_bytes(float8_rowwise_amax(x.cuda()), float8_rowwise_amax(x), f"{rows}, {cols}, {dtype}")
+    for content, view in product(CONTENTS, VIEWS):
+        x = as_view(fill((300, 70), torch.bfloat16, content, 0).cuda(), view)
+        top = float8_rowwise_amax(x)
+        assert_bytes(top, float8_rowwise_amax(x.cpu()), f"{content}, {view}")
+        for usage in ((True, True), (False, True)):
+            got = float8_rowwise_quantize(x, top * 2, E4M3, True, 0.0, *usage)
+            want = float8_rowwise_quantize(x.cpu(), top.cpu() * 2, E4M3, True, 0.0, *usage)
+            for buffer, expected in zip(got, want, strict=True):
+                assert_bytes(buffer, expected, f"{content}, {view}, {usage}")
 
 
 @pytest.mark.parametrize("out_dtype", HIGH)

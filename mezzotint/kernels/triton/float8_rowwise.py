@@ -5,7 +5,7 @@ the second time mostly from the L2 cache).
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
 1. `_partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
-   partial maxima (strips, K) and (K/128, M): no atomics.
+   partial maxima (strips, K) and (K/128, M): no atomics. Given column maxima are those of one strip.
 2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
 3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
    still in the cache.
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.kernels.float8_rowwise import check_col_amax
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
@@ -253,6 +254,7 @@ def quantize(
     x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
+    col_amax: torch.Tensor | None,
     dtype: int,
     pow2: bool,
     eps: float,
@@ -261,6 +263,7 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """`config` overrides the cast's, or with row-wise alone the only kernel's."""
+    check_col_amax(col_amax, x.shape)
     source = read(x, passes=2 if columnwise or x.shape[-1] > WHOLE_ROW else 1)
     x, M, K = source.x, source.M, source.K
     data, row_inv = out[:2] if rowwise else (None, None)
@@ -291,14 +294,14 @@ def quantize(
     transpose, col_inv = out[-2:]
     options = partial_config()
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
-    sizes = [strips * K, K, tiles * M, M] if rowwise else [strips * K, K]
+    sizes = [0 if col_amax is not None else strips * K, K, *((tiles * M, M) if rowwise else ())]
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     rows, row_scale = more or (None, None)
-    if strips * tiles:
+    if strips * tiles and (rowwise or col_amax is None):
         _partial_kernel[(strips * tiles,)](
             x,
             rows,
-            cols,
+            cols if col_amax is None else None,
             noop,
             source.given(),
             M,
@@ -308,6 +311,8 @@ def quantize(
             **options,
             enable_fp_fusion=False,
         )
+    if col_amax is not None:
+        cols, strips = col_amax.contiguous(), 1
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
     if blocks:
@@ -353,6 +358,32 @@ def quantize(
         finish_source(source, partials)
 
 
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """FP32 [K]: max |x| of each column, NaN dropped."""
+    source = read(x)
+    x, M, K = source.x, source.M, source.K
+    options = partial_config()
+    strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
+    if strips == 0:
+        return x.new_zeros(K, dtype=torch.float32)
+    cols = x.new_empty(strips, K, dtype=torch.float32)
+    if tiles:
+        _partial_kernel[(strips * tiles,)](
+            x,
+            None,
+            cols,
+            None,
+            source.given(),
+            M,
+            K,
+            x.stride(0),
+            SOURCE=source.kind,
+            **options,
+            enable_fp_fusion=False,
+        )
+    return cols.amax(0)
+
+
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -372,6 +403,7 @@ AHEAD = [
     ahead(_partial_kernel, "bf16 fp32 fp32 -", **partial_config()),
     ahead(_partial_kernel, "fp32 fp32 fp32 fp32", **partial_config()),
     ahead(_partial_kernel, "fp16 - fp32 -", **partial_config()),
+    ahead(_partial_kernel, "bf16 fp32 - -", **partial_config()),
     ahead(_finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
     ahead(_finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
     ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
