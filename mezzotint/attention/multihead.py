@@ -9,8 +9,9 @@ from torch import nn
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
-from mezzotint.attention.rope import apply_rotary_pos_emb
+from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.distributed.groups import part_of, resolve_size, world_size
+from mezzotint.kernels.rope import heads_of
 from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
@@ -258,20 +259,36 @@ class MultiheadAttention(nn.Module):
         check_input(hidden_states, self.hidden_size, "hidden_states")
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
-        if self.attention_type == "self":
-            q, k, v, norm_out = self._self_heads(hidden_states, is_first_microbatch)
-        else:
-            if encoder_output is None:
-                raise ValueError("encoder_output is None: cross-attention takes its keys and values from it")
-            q, k, v, norm_out = self._cross_heads(hidden_states, encoder_output, is_first_microbatch)
-        if self.qk_norm_before_rope and self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        turns = None
         if rotary_pos_emb is not None:
             cu = (cu_seqlens_q, cu_seqlens_kv)
             if cu_seqlens_q_padded is not None and pad_between_seqs is not False:
                 cu = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            q, k = self._turn(q, k, rotary_pos_emb, cu, inference_params)
-        if not self.qk_norm_before_rope and self.q_norm is not None:
+            turns = self._turns(rotary_pos_emb, cu, inference_params)
+        norm_first = self.qk_norm_before_rope and self.q_norm is not None
+        if self.attention_type == "self":
+            mixed, norm_out = self._project(
+                "layernorm_qkv" if self.input_layernorm else "qkv", hidden_states, is_first_microbatch
+            )
+            layout = (
+                self.num_attention_heads,
+                self.num_gqa_groups,
+                self.num_gqa_groups if self.qkv_weight_interleaved else 1,
+            )
+            if turns is None or norm_first:
+                q, k, v = (part.flatten(-3, -2) for part in heads_of(mixed, *layout))
+            else:
+                q, k, v = split_turned(mixed, *layout, *turns)
+                turns = None
+        else:
+            if encoder_output is None:
+                raise ValueError("encoder_output is None: cross-attention takes its keys and values from it")
+            q, k, v, norm_out = self._cross_heads(hidden_states, encoder_output, is_first_microbatch)
+        if norm_first:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turns is not None:
+            q, k = turn_both(q, k, *turns)
+        if self.q_norm is not None and not norm_first:
             q, k = self.q_norm(q), self.k_norm(k)
         y = self.core_attention(
             q,
@@ -302,23 +319,10 @@ class MultiheadAttention(nn.Module):
             outputs = (*outputs, norm_out)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _self_heads(self, x: torch.Tensor, is_first: bool | None) -> tuple[torch.Tensor, ...]:
-        """Queries [.., h, d], keys and values [.., g, d], and the norm's output or None."""
-        mixed, norm_out = self._project("layernorm_qkv" if self.input_layernorm else "qkv", x, is_first)
-        channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
-        if self.qkv_weight_interleaved:
-            queries = self.num_attention_heads // groups
-            mixed = mixed.view(*mixed.shape[:-1], groups, queries + 2, channels)
-            q, k, v = mixed.split((queries, 1, 1), -2)
-        else:
-            q, k, v = mixed.split((self.hidden_size_q, self.hidden_size_kv, self.hidden_size_kv), -1)
-        lead = mixed.shape[: x.dim() - 1]
-        return q.reshape(*lead, -1, channels), k.reshape(*lead, -1, channels), v.reshape(*lead, -1, channels), norm_out
-
     def _cross_heads(
         self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None
     ) -> tuple[torch.Tensor, ...]:
-        """The same; keys and values of `encoder_output`."""
+        """Queries [.., h, d], keys and values [.., g, d] of `encoder_output`, and the norm's output or None."""
         check_input(encoder_output, self.hidden_size, "encoder_output")
         channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
         mixed, _ = self._project("key_value", encoder_output, is_first)
@@ -333,11 +337,9 @@ class MultiheadAttention(nn.Module):
         made = getattr(self, name)(x, is_first_microbatch=is_first)
         return made if isinstance(made, tuple) else (made, None)
 
-    def _turn(
-        self, q: torch.Tensor, k: torch.Tensor, angles: Any, cu_seqlens: Any, params: InferenceParams | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary positions; of a sequence that is decoded, behind what the cache holds of it."""
-        turned = []
+    def _turns(self, angles: Any, cu_seqlens: Any, params: InferenceParams | None) -> tuple[Any, ...]:
+        """Rotary positions: angles of queries and of keys, layout, starts, pairs, lengths. A sequence that is decoded
+        starts behind what the cache holds of it."""
         both = angles if isinstance(angles, tuple) else (angles, angles)
         starts = None
         if params is not None:
@@ -348,12 +350,9 @@ class MultiheadAttention(nn.Module):
                     f"rotary_pos_emb has {both[0].shape[0]} positions: inference_params takes sequences of "
                     f"{params.max_sequence_length}, make as many"
                 )
-        for x, freqs, cu in zip((q, k), both, cu_seqlens, strict=True):
-            options = {"cu_seqlens": cu} if self.qkv_format == "thd" else {}
-            turned.append(
-                apply_rotary_pos_emb(x, freqs, self.qkv_format, starts, self.rotary_pos_interleaved, **options)
-            )
-        return turned[0], turned[1]
+        if self.qkv_format != "thd":
+            cu_seqlens = (None, None)
+        return both, self.qkv_format, starts, self.rotary_pos_interleaved, cu_seqlens
 
 
 def _make_qk_norm(

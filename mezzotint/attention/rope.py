@@ -13,7 +13,7 @@ from torch import nn
 
 from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.rope import rope
+from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.layer.parameters import check_features, resolve_device
 
 
@@ -75,25 +75,29 @@ def apply_rotary_pos_emb(
     There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
     """
     check_choice("tensor_format", tensor_format, FORMATS)
-    if cp_size > 1 and start_positions is not None:
-        raise ValueError(f"start_positions with cp_size={cp_size}: sequences that are split begin at 0; leave it None")
-    turned = freqs.shape[-1]
-    if turned > t.shape[-1]:
-        raise ValueError(f"freqs has {turned} channels, t {t.shape[-1]}: turn at most as many as there are")
-    if tensor_format != "thd":
-        length = t.shape[0 if tensor_format == "sbhd" else 1] * cp_size
-        if length > freqs.shape[0]:
-            raise ValueError(f"freqs has {freqs.shape[0]} positions, t {length}: make freqs for the longest sequence")
-    places = _positions(t, tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)  # [s], [b, s] or [t]
-    angles = freqs.reshape(freqs.shape[0], turned).float()
-    angles = angles[places.clamp(max=freqs.shape[0] - 1)]
-    if tensor_format == "thd":
-        return _Rope.apply(t[:, None], angles[:, None].cos(), angles[:, None].sin(), interleaved).squeeze(1)
-    if tensor_format == "sbhd":
-        angles = angles[:, None] if places.dim() == 1 else angles.transpose(0, 1)
-    elif places.dim() == 1:
-        angles = angles[None]
-    return _Rope.apply(t, angles.cos(), angles.sin(), interleaved)
+    angles = _cos_sin(t, freqs, t.shape[-1], tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
+    return _turn(t, angles, interleaved)
+
+
+def turn_both(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    freqs: tuple[torch.Tensor, torch.Tensor],
+    tensor_format: str,
+    start_positions: torch.Tensor | None,
+    interleaved: bool,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`apply_rotary_pos_emb` of queries and of keys; where they are of the same tokens, their angles are made once."""
+    of_q = of_k = _cos_sin(q, freqs[0], q.shape[-1], tensor_format, start_positions, cu_seqlens[0])
+    if q.shape[:-2] != k.shape[:-2] or freqs[1] is not freqs[0] or cu_seqlens[1] is not cu_seqlens[0]:
+        of_k = _cos_sin(k, freqs[1], k.shape[-1], tensor_format, start_positions, cu_seqlens[1])
+    return _turn(q, of_q, interleaved), _turn(k, of_k, interleaved)
+
+
+def _turn(t: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], interleaved: bool) -> torch.Tensor:
+    """t [a, b, h, d], or packed [t, h, d]."""
+    return _Rope.apply(t, *angles, interleaved) if t.dim() == 4 else _Rope.apply(t[:, None], *angles, interleaved)[:, 0]
 
 
 class _Rope(torch.autograd.Function):
@@ -126,35 +130,131 @@ def apply_fused_qkv_rotary_pos_emb(
     many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned."""
     if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: give three that add up to {qkv.shape[-1]}")
+    groups, (of_q, of_k, of_v) = qkv.shape[2], qkv_split_arg_list
+    if of_q % of_k:
+        raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: the first is a multiple of the second, a head's")
     check_choice("tensor_format", tensor_format, ("sbhd", "bshd"))
+    if of_k == of_v:
+        return split_turned(
+            qkv.flatten(2),
+            groups * (of_q // of_k),
+            groups,
+            groups,
+            (q_freqs, k_freqs),
+            tensor_format,
+            start_positions,
+            interleaved,
+            cp_size=cp_size,
+            cp_rank=cp_rank,
+        )
     q, k, v = qkv.split(qkv_split_arg_list, -1)
-    q = q.reshape(*q.shape[:2], -1, k.shape[-1])
+    q = q.reshape(*q.shape[:2], -1, of_k)
     q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
     k = apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
     return q, k, v
 
 
-def _positions(
+def split_turned(
+    mixed: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    blocks: int,
+    freqs: tuple[torch.Tensor, torch.Tensor],
+    tensor_format: str,
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """mixed [s, b, width], [b, s, width] or [t, width] → q, k, v, dense, q and k turned, as `kernels/rope.py` has it.
+
+    The other arguments are those of `apply_rotary_pos_emb`; `freqs` and `cu_seqlens` of queries and of keys. Mixed
+    itself is not kept for backward, and its gradient is written once.
+    """
+    if mixed.dim() != len(tensor_format) - 1:
+        raise ValueError(
+            f"the projection of hidden_states has shape {tuple(mixed.shape)}: {tensor_format!r} needs "
+            f"{len(tensor_format) - 1} dimensions"
+        )
+    if freqs[0].shape[-1] != freqs[1].shape[-1]:
+        raise ValueError(
+            f"freqs turn {freqs[0].shape[-1]} channels of queries and {freqs[1].shape[-1]} of keys: give as many"
+        )
+    channels = mixed.shape[-1] // (heads + 2 * kv_heads)
+    angles = _cos_sin(mixed, freqs[0], channels, tensor_format, start_positions, cu_seqlens[0], cp_size, cp_rank)
+    if freqs[1] is not freqs[0] or cu_seqlens[1] is not cu_seqlens[0]:
+        angles += _cos_sin(mixed, freqs[1], channels, tensor_format, start_positions, cu_seqlens[1], cp_size, cp_rank)
+    if tensor_format == "thd":
+        q, k, v = _Split.apply(mixed[:, None], heads, kv_heads, blocks, interleaved, *angles)
+        return q.squeeze(1), k.squeeze(1), v.squeeze(1)
+    return _Split.apply(mixed, heads, kv_heads, blocks, interleaved, *angles)
+
+
+class _Split(torch.autograd.Function):
+    """Queries and keys, turned, and values out of mixed [a, b, width]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: torch.Tensor, heads: int, kv_heads: int, blocks: int, interleaved: bool, *angles: torch.Tensor
+    ) -> Any:
+        ctx.save_for_backward(*angles)
+        ctx.blocks, ctx.interleaved, ctx.num_angles = blocks, interleaved, len(angles)
+        return run_op(rope_split, mixed, list(angles), heads, kv_heads, blocks, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
+        dmixed = run_op(rope_join, dq, dk, dv, list(ctx.saved_tensors), ctx.blocks, ctx.interleaved)
+        return (dmixed, None, None, None, None, *[None] * ctx.num_angles)
+
+
+def _cos_sin(
     t: torch.Tensor,
+    freqs: torch.Tensor,
+    channels: int,
     tensor_format: str,
     starts: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
-    cp_size: int,
-    cp_rank: int,
-) -> torch.Tensor:
-    """Of each token in its whole sequence: [s], [b, s] where sequences begin at their own place, [t] for "thd"."""
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens of t [s, b, ..], [b, s, ..] or [t, ..], whose heads have `channels`: FP32 [s, 1 or b, D],
+    [1 or b, s, D] or [t, 1, D]."""
+    if cp_size > 1 and starts is not None:
+        raise ValueError(f"start_positions with cp_size={cp_size}: sequences that are split begin at 0; leave it None")
+    positions, turned = freqs.shape[0], freqs.shape[-1]
+    if turned > channels:
+        raise ValueError(f"freqs has {turned} channels, t {channels}: turn at most as many as there are")
+    angles = freqs.reshape(positions, turned).float()
     if tensor_format == "thd":
-        if cu_seqlens is None:
-            raise ValueError("tensor_format 'thd' needs cu_seqlens, [number of sequences + 1]")
-        cu_seqlens = cu_seqlens // cp_size
-        sequence, place = packed_positions(cu_seqlens, t.shape[0])
-        place = _on_rank(place, cu_seqlens.diff()[sequence], cp_size, cp_rank)
-        return place if starts is None else place + starts[sequence]
-    batch, length = (t.shape[1], t.shape[0]) if tensor_format == "sbhd" else (t.shape[0], t.shape[1])
-    place = torch.arange(length, device=t.device)
+        places = _packed_places(t, starts, cu_seqlens, cp_size, cp_rank)
+        angles = angles[places.clamp(max=positions - 1)][:, None]
+        return angles.cos(), angles.sin()
+    by_place = tensor_format == "sbhd"
+    batch, length = (t.shape[1], t.shape[0]) if by_place else (t.shape[0], t.shape[1])
+    if length * cp_size > positions:
+        raise ValueError(f"freqs has {positions} positions, t {length * cp_size}: make freqs for the longest sequence")
     if starts is not None:
-        return starts[:batch, None] + place
-    return _on_rank(place, length, cp_size, cp_rank)
+        places = starts[:batch, None] + torch.arange(length, device=t.device)
+        angles = angles[places.clamp(max=positions - 1)]  # [b, s, D]
+        angles = angles.transpose(0, 1) if by_place else angles
+    else:
+        if cp_size > 1:
+            angles = angles[_on_rank(torch.arange(length, device=t.device), length, cp_size, cp_rank)]
+        angles = angles[:length, None] if by_place else angles[None, :length]
+    return angles.cos(), angles.sin()
+
+
+def _packed_places(
+    t: torch.Tensor, starts: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int
+) -> torch.Tensor:
+    """Of each token of a packed batch in its whole sequence, [t]."""
+    if cu_seqlens is None:
+        raise ValueError("tensor_format 'thd' needs cu_seqlens, [number of sequences + 1]")
+    cu_seqlens = cu_seqlens // cp_size
+    sequence, place = packed_positions(cu_seqlens, t.shape[0])
+    place = _on_rank(place, cu_seqlens.diff()[sequence], cp_size, cp_rank)
+    return place if starts is None else place + starts[sequence]
 
 
 def _on_rank(place: torch.Tensor, length: int | torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:

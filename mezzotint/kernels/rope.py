@@ -5,6 +5,11 @@
 
 t is [a, b, h, d] with any strides but the last, cos and sin FP32 [a or 1, b or 1, D], D ≤ d. A pair is (i, i + D/2), or
 (2i, 2i + 1) interleaved. Channels from D on pass. The result is dense, in t's dtype.
+
+`rope_split` takes queries, keys and values out of what one projection wrote, mixed [a, b, blocks · (q + k + v) · d],
+the heads of a block side by side: its queries, its keys, its values. One block has all heads, or each group of queries
+is a block with its key and its value. Queries and keys are turned, values copied. `rope_join`, its gradient, turns back
+and puts together. `angles` are cos and sin, or those of queries and then those of keys, all of one shape.
 """
 
 import torch
@@ -34,9 +39,72 @@ def _quarter_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
+def heads_of(mixed: torch.Tensor, heads: int, kv_heads: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    """Views [a, b, blocks, heads of a block, d] of mixed [a, b, width]: queries, keys, values."""
+    channels = mixed.shape[-1] // (heads + 2 * kv_heads)
+    sizes = (heads // blocks, kv_heads // blocks, kv_heads // blocks)
+    return mixed.view(*mixed.shape[:-1], blocks, sum(sizes), channels).split(sizes, -2)
+
+
+def rope_split_reference(
+    mixed: torch.Tensor, angles: list[torch.Tensor], heads: int, kv_heads: int, blocks: int, interleaved: bool
+) -> tuple[torch.Tensor, ...]:
+    q, k, v = (part.flatten(2, 3) for part in heads_of(mixed.contiguous(), heads, kv_heads, blocks))
+    return (
+        rope_reference(q, *angles[:2], interleaved, False),
+        rope_reference(k, *angles[-2:], interleaved, False),
+        v.clone(memory_format=torch.contiguous_format),
+    )
+
+
+def rope_join_reference(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    angles: list[torch.Tensor],
+    blocks: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    out = _mixed_like(dq, dk)
+    parts = (
+        rope_reference(dq, *angles[:2], interleaved, True),
+        rope_reference(dk, *angles[-2:], interleaved, True),
+        dv,
+    )
+    for to, part in zip(heads_of(out, dq.shape[2], dk.shape[2], blocks), parts, strict=True):
+        to.copy_(part.reshape(to.shape))
+    return out
+
+
+def _mixed_like(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    a, b, heads, channels = q.shape
+    return q.new_empty(a, b, (heads + 2 * k.shape[2]) * channels)
+
+
+def _split_fake(
+    mixed: torch.Tensor, angles: list[torch.Tensor], heads: int, kv_heads: int, blocks: int, interleaved: bool
+) -> tuple[torch.Tensor, ...]:
+    a, b, width = mixed.shape
+    channels = width // (heads + 2 * kv_heads)
+    return tuple([mixed.new_empty(a, b, count, channels) for count in (heads, kv_heads, kv_heads)])
+
+
 rope = leaf(
     "rope(Tensor t, Tensor cos, Tensor sin, bool interleaved, bool inverse) -> Tensor",
     fake=lambda t, cos, sin, interleaved, inverse: t.new_empty(t.shape),
     cpu=rope_reference,
     cuda="rope:rope",
+)
+rope_split = leaf(
+    "rope_split(Tensor mixed, Tensor[] angles, int heads, int kv_heads, int blocks, bool interleaved)"
+    " -> (Tensor, Tensor, Tensor)",
+    fake=_split_fake,
+    cpu=rope_split_reference,
+    cuda="rope:split",
+)
+rope_join = leaf(
+    "rope_join(Tensor dq, Tensor dk, Tensor dv, Tensor[] angles, int blocks, bool interleaved) -> Tensor",
+    fake=lambda dq, dk, dv, angles, blocks, interleaved: _mixed_like(dq, dk),
+    cpu=rope_join_reference,
+    cuda="rope:join",
 )

@@ -1,7 +1,11 @@
 """Rotary position embedding on CUDA. One read, one write; a program turns some heads of one token.
 
+Heads lie side by side, as a projection writes them, or in up to three tensors of their own: one kernel goes from the
+former to the latter, or back with the inverse turn. Heads of one kind alone are the case without keys and values.
 Run in Triton's interpreter and compiled ahead; on a GPU not yet.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -9,107 +13,225 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.triton._jit import ahead
-from mezzotint.kernels.triton._jit_source import load
 from mezzotint.kernels.triton._launch import Fast
 
 
-def rope_config(heads: int, pairs: int) -> dict[str, int]:
-    """Heads and pairs of a program: about 2048 elements."""
+def rope_config(heads: int, pairs: int, interleaved: bool) -> dict[str, int]:
+    """Heads and pairs of a program: about 8192 elements, so that the heads of a thread share its cosines.
+
+    There are more threads than a head has cosines: only then does the compiler let each thread load those that it
+    needs, and not move what it turns through shared memory.
+    """
     BP = max(triton.next_power_of_2(pairs), 16)
-    BH = min(triton.next_power_of_2(heads), max(1, 1024 // BP))
-    return {"BH": BH, "BP": BP, "num_warps": 4 if BH * BP >= 512 else 1}
+    BH = min(triton.next_power_of_2(heads), max(1, 4096 // BP))
+    return {"BH": BH, "BP": BP, "num_warps": min(BP // 8 if interleaved else BP // 16, 16)}
+
+
+@triton.jit
+def _load_pairs(at, rows, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BP: tl.constexpr):
+    """Both of each pair (R, BP), where `rows` says so. What a thread reads is whole: neighbours are parted after."""
+    if INTERLEAVED:
+        c = tl.arange(0, 2 * BP)[None, :]
+        x = tl.load(at + c, mask=rows & (c < 2 * PAIRS), other=0.0)
+        return tl.split(tl.reshape(x, [x.shape[0], BP, 2]))
+    else:
+        p = tl.arange(0, BP)[None, :]
+        mask = rows & (p < PAIRS)
+        return tl.load(at + p, mask=mask, other=0.0), tl.load(at + PAIRS + p, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_pairs(at, first, second, rows, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BP: tl.constexpr):
+    if INTERLEAVED:
+        c = tl.arange(0, 2 * BP)[None, :]
+        both = tl.reshape(tl.join(first, second), [first.shape[0], 2 * BP])
+        tl.store(at + c, both, mask=rows & (c < 2 * PAIRS))
+    else:
+        p = tl.arange(0, BP)[None, :]
+        mask = rows & (p < PAIRS)
+        tl.store(at + p, first, mask=mask)
+        tl.store(at + PAIRS + p, second, mask=mask)
 
 
 @Fast
 @triton.jit
 def _rope_kernel(
-    t,
+    mixed,
+    q,
+    k,
+    v,
     cos,
     sin,
-    out,
+    k_cos,
+    k_sin,
     B,
-    H,
-    D,
-    TURNED,
-    stride_a,
-    stride_b,
-    stride_h,
+    mixed_a,
+    mixed_b,
+    mixed_h,
+    q_a,
+    q_b,
+    q_h,
+    k_a,
+    k_b,
+    k_h,
+    v_a,
+    v_b,
+    v_h,
     angle_a,
     angle_b,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
-    PASSES: tl.constexpr,
     BH: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """PASSES: there are channels behind the turned ones."""
+    """A block has Q heads of queries, KV of keys, KV of values. INVERSE: from q, k, v to mixed."""
     token = tl.program_id(0).to(tl.int64)
     a = token // B
     b = token - a * B
+    SIDE: tl.constexpr = Q + 2 * KV
+    PAIRS: tl.constexpr = TURNED // 2
     h = (tl.program_id(1) * BH + tl.arange(0, BH))[:, None]
-    p = tl.arange(0, BP)[None, :]
-    pairs = TURNED // 2
-    first = 2 * p if INTERLEAVED else p
-    second = first + 1 if INTERLEAVED else p + pairs
-    mask = (h < H) & (p < pairs)
-    at = t + a * stride_a + b * stride_b + h * stride_h
-    x1, x2 = load(at + first, mask), load(at + second, mask)
+    rows = h < SIDE * BLOCKS
+    block = (h // SIDE).to(tl.int64)  # strides of heads are long where sequences are
+    place = h - block * SIDE  # among the heads of its block
+    whole = mixed + a * mixed_a + b * mixed_b + h.to(tl.int64) * mixed_h
+    part = q + a * q_a + b * q_b + (block * Q + place) * q_h
+    if KV > 0:
+        is_v = place >= Q + KV
+        keys = k + a * k_a + b * k_b + (block * KV + place - Q) * k_h
+        values = v + a * v_a + b * v_b + (block * KV + place - Q - KV) * v_h
+        part = tl.where(is_v, values, tl.where(place >= Q, keys, part))
+    if INVERSE:
+        at, to = part, whole
+    else:
+        at, to = whole, part
+    t1, t2 = _load_pairs(at, rows, PAIRS, INTERLEAVED, BP)
     angle = a * angle_a + b * angle_b
-    c1, c2 = load(cos + angle + first, p < pairs), load(cos + angle + second, p < pairs)
-    s1, s2 = load(sin + angle + first, p < pairs), load(sin + angle + second, p < pairs)
+    every = tl.full([1, 1], True, tl.int1)
+    c1, c2 = _load_pairs(cos + angle, every, PAIRS, INTERLEAVED, BP)
+    s1, s2 = _load_pairs(sin + angle, every, PAIRS, INTERLEAVED, BP)
+    if k_cos is not None:
+        is_k = place >= Q
+        k_c1, k_c2 = _load_pairs(k_cos + angle, every, PAIRS, INTERLEAVED, BP)
+        k_s1, k_s2 = _load_pairs(k_sin + angle, every, PAIRS, INTERLEAVED, BP)
+        c1, c2 = tl.where(is_k, k_c1, c1), tl.where(is_k, k_c2, c2)
+        s1, s2 = tl.where(is_k, k_s1, s1), tl.where(is_k, k_s2, s2)
+    x1, x2 = t1.to(tl.float32), t2.to(tl.float32)
     if INVERSE:
         y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
     else:
         y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-    to = out + (token * H + h) * D
-    tl.store(to + first, y1.to(out.dtype.element_ty), mask=mask)
-    tl.store(to + second, y2.to(out.dtype.element_ty), mask=mask)
-    if PASSES:
-        for start in range(TURNED, D, BP):
-            rest = (h < H) & (start + p < D)
-            tl.store(to + start + p, tl.load(at + start + p, mask=rest, other=0.0), mask=rest)
+    y1, y2 = y1.to(mixed.dtype.element_ty), y2.to(mixed.dtype.element_ty)
+    if KV > 0:
+        y1, y2 = tl.where(is_v, t1, y1), tl.where(is_v, t2, y2)
+    _store_pairs(to, y1, y2, rows, PAIRS, INTERLEAVED, BP)
+    for start in range(TURNED, D, BP):
+        c = start + tl.arange(0, BP)[None, :]
+        rest = rows & (c < D)
+        tl.store(to + c, tl.load(at + c, mask=rest, other=0.0), mask=rest)
 
 
 def rope(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, inverse: bool) -> torch.Tensor:
+    t = _with_rows(t)
     out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    if out.numel() == 0:
-        return out
-    t = t if t.stride(-1) == 1 else t.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
-    A, B, H, D = t.shape
+    whole, part = (out, t) if inverse else (t, out)
+    _launch(whole, (part, None, None), [cos, sin], 1, interleaved, inverse)
+    return out
+
+
+def split(
+    mixed: torch.Tensor, angles: list[torch.Tensor], heads: int, kv_heads: int, blocks: int, interleaved: bool
+) -> tuple[torch.Tensor, ...]:
+    a, b, width = mixed.shape
+    whole = _with_rows(mixed).unflatten(-1, (heads + 2 * kv_heads, width // (heads + 2 * kv_heads)))
+    parts = tuple([whole.new_empty(a, b, count, whole.shape[-1]) for count in (heads, kv_heads, kv_heads)])
+    _launch(whole, parts, angles, blocks, interleaved, False)
+    return parts
+
+
+def join(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    angles: list[torch.Tensor],
+    blocks: int,
+    interleaved: bool,
+) -> torch.Tensor:
+    a, b, heads, channels = dq.shape
+    out = dq.new_empty(a, b, (heads + 2 * dk.shape[2]) * channels)
+    parts = tuple([_with_rows(part) for part in (dq, dk, dv)])
+    _launch(out.unflatten(-1, (-1, channels)), parts, angles, blocks, interleaved, True)
+    return out
+
+
+def _with_rows(t: torch.Tensor) -> torch.Tensor:
+    """Copied only where the channels of a head are not neighbours."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _launch(
+    whole: torch.Tensor,
+    parts: tuple[Any, ...],
+    angles: list[torch.Tensor],
+    blocks: int,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
+    """Between whole [a, b, h, d] and parts, one or three, [a, b, h of a kind, d]."""
+    if whole.numel() == 0:
+        return
+    A, B, H, D = whole.shape
+    cos, sin, k_cos, k_sin = [*[angle.contiguous() for angle in angles], None, None][:4]
     turned = cos.shape[-1]
-    options = rope_config(H, turned // 2)
+    options = rope_config(H, turned // 2, interleaved)
     _rope_kernel[(A * B, cdiv(H, options["BH"]))](
-        t,
+        whole,
+        *parts,
         cos,
         sin,
-        out,
+        k_cos,
+        k_sin,
         B,
-        H,
-        D,
-        turned,
-        t.stride(0),
-        t.stride(1),
-        t.stride(2),
+        *[stride for part in (whole, *parts) for stride in (part.stride()[:3] if part is not None else (0, 0, 0))],
         cos.stride(0) if cos.shape[0] > 1 else 0,
         cos.stride(1) if cos.shape[1] > 1 else 0,
+        Q=parts[0].shape[2] // blocks,
+        KV=0 if parts[1] is None else parts[1].shape[2] // blocks,
+        BLOCKS=blocks,
+        D=D,
+        TURNED=turned,
         INTERLEAVED=interleaved,
         INVERSE=inverse,
-        PASSES=turned < D,
         **options,
         enable_fp_fusion=False,
     )
-    return out
 
 
 AHEAD = [
     ahead(
         _rope_kernel,
-        f"{dtype} fp32 fp32 {dtype}",
+        f"{dtype} {dtype} {'- -' if kv == 0 else f'{dtype} {dtype}'} fp32 fp32 {own}",
+        Q=queries,
+        KV=kv,
+        BLOCKS=blocks,
+        D=128,
+        TURNED=turned,
         INTERLEAVED=interleaved,
-        INVERSE=not interleaved,
-        PASSES=passes,
-        **rope_config(32, 64),
+        INVERSE=inverse,
+        **rope_config((queries + 2 * kv) * blocks, turned // 2, interleaved),
     )
-    for dtype, interleaved, passes in (("bf16", False, False), ("fp16", True, True), ("fp32", True, False))
+    for dtype, queries, kv, blocks, turned, interleaved, inverse, own in (
+        ("bf16", 32, 0, 1, 128, False, True, "- -"),
+        ("fp16", 32, 0, 1, 64, True, False, "- -"),
+        ("fp32", 32, 0, 1, 128, True, False, "- -"),
+        ("bf16", 32, 8, 1, 128, False, False, "- -"),
+        ("bf16", 4, 1, 8, 128, False, True, "- -"),
+        ("fp16", 4, 1, 8, 96, True, True, "fp32 fp32"),
+        ("fp32", 3, 2, 1, 128, False, False, "fp32 fp32"),
+    )
 ]
