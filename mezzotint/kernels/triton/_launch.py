@@ -34,7 +34,7 @@ class Fast:
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
-        key = (device, tuple([_kind(arg) for arg in args]), tuple(constants.items()))
+        key = (device, _kinds(args), *constants.items())
         found = self.found.get(key)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
@@ -65,14 +65,22 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _kind(arg: Any) -> Any:
-    """What a compiled kernel depends on."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() & 15 == 0
-    if type(arg) is int:
-        return arg == 1, arg & 15 == 0, -0x80000000 <= arg < 0x80000000
-    if type(arg) is float:
-        return float
-    if isinstance(arg, tuple):
-        return tuple([_kind(part) for part in arg])
-    return arg
+def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a compiled kernel depends on. Written out in one loop: it runs at each launch."""
+    kinds: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            kinds.append(arg.dtype)
+            kinds.append(arg.data_ptr() & 15 == 0)
+        elif kind is int:
+            kinds.append((arg == 1, arg & 15 == 0, -0x80000000 <= arg < 0x80000000))
+        elif kind is float:
+            kinds.append(float)
+        elif kind is tuple:
+            kinds.append(_kinds(arg))
+        elif isinstance(arg, torch.Tensor):
+            kinds.append((arg.dtype, arg.data_ptr() & 15 == 0))
+        else:
+            kinds.append(arg)
+    return tuple(kinds)
