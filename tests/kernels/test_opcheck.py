@@ -30,7 +30,7 @@ from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused
-from mezzotint.kernels.rope import rope
+from mezzotint.kernels.rope import rope, rope_join, rope_split
 from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
@@ -243,6 +243,11 @@ def test_rope(dtype: torch.dtype) -> None:
         for interleaved, inverse in ((False, True), (True, False)):
             arguments = (given, angles.cos(), angles.sin(), interleaved, inverse)
             torch.library.opcheck(rope, arguments, test_utils=ALL)
+    mixed = sample((5, 2, 64), dtype)
+    for given, turns, blocks in ((mixed, [angles.cos(), angles.sin()], 1), (mixed.mT.contiguous().mT, [angles] * 4, 2)):
+        torch.library.opcheck(rope_split, (given, turns, 4, 2, blocks, blocks == 2), test_utils=ALL)
+        parts = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in rope_split(given, turns, 4, 2, 1, True)]
+        torch.library.opcheck(rope_join, (*parts, turns, blocks, blocks == 2), test_utils=ALL)
 
 
 def test_delayed() -> None:
@@ -289,7 +294,7 @@ def test_every_op_has_a_case() -> None:
         op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)
     }
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
-    here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope)}
+    here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)

@@ -124,6 +124,30 @@ def check_rope(shape: tuple[int, ...], turned: int, dtype: torch.dtype, is_packe
                 same(rope(*arguments), rope_reference(*arguments), (shape, turned, dtype, interleaved, inverse))
 
 
+def check_split(shape: tuple[int, ...], turned: int, dtype: torch.dtype, is_cut: bool) -> None:
+    """Sides of a block: queries, keys, values. `is_cut`: mixed is part of a wider tensor, gradients are transposed."""
+    from mezzotint.kernels.rope import rope_join_reference, rope_split_reference
+    from mezzotint.kernels.triton.rope import join, split
+
+    a, b, heads, kv_heads, blocks, d = shape
+    width = (heads + 2 * kv_heads) * d
+    mixed = draw((a, b, width + 3), dtype, 0)[..., 3:] if is_cut else draw((a, b, width), dtype, 0)
+    grads = [draw((a, n, b, d), dtype, n).transpose(1, 2) for n in (heads, kv_heads, kv_heads)]
+    grads = grads if is_cut else [grad.contiguous() for grad in grads]
+    for size, sets in (((a, 1, turned), 4), ((1, b, turned), 2)):
+        angles = [draw(size, torch.float32, seed) for seed in range(sets)]
+        for interleaved in (False, True):
+            case = (shape, turned, dtype, is_cut, size, interleaved)
+            arguments = (mixed, angles, heads, kv_heads, blocks, interleaved)
+            for got, want in zip(split(*arguments), rope_split_reference(*arguments), strict=True):
+                assert got.is_contiguous(), case
+                same(got, want, case)
+            arguments = (*grads, angles, blocks, interleaved)
+            got = join(*arguments)
+            assert got.is_contiguous(), case
+            same(got, rope_join_reference(*arguments), case)
+
+
 def main() -> None:
     from triton.runtime import interpreter
 
@@ -141,6 +165,11 @@ def main() -> None:
         check_rope((5, 2, 3, 8), 8, dtype, True)
         check_rope((2, 3, 5, 40), 12, dtype, False)
         check_rope((1, 1, 1, 2), 2, dtype, False)
+        check_split((3, 2, 6, 2, 2, 8), 8, dtype, True)
+        check_split((1, 3, 6, 3, 1, 40), 12, dtype, False)
+    check_split((1, 1, 1, 1, 1, 2), 2, torch.float32, False)
+    check_split((0, 2, 2, 1, 1, 4), 4, torch.float32, False)
+    check_split((1, 1, 64, 8, 8, 128), 128, torch.bfloat16, True)  # more heads than a program takes
     norm.WHOLE_BACKWARD = pointwise.WHOLE = 128  # longer rows are walked in pieces
     for dtype in HIGH:
         check_pointwise((3, 300), dtype, "inner")
