@@ -6,13 +6,14 @@
     fully_shard(model)
 
 Each process keeps its shard of a weight in high precision, quantizes it as the whole is quantized (the amax, where the
-format has one for the tensor, is the largest over all shards) and sends bytes. The parameter that the module then finds
-is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes, and the scale of
-delayed scaling, of the forward before it; so has the next of several micro-batches (`is_first_microbatch`).
+format has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the
+module then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes,
+and the scale of delayed scaling, of the forward before it; so has the next of several micro-batches
+(`is_first_microbatch`).
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
-would cut blocks, where another module has it too, and in formats that do not allow it (row-wise scaling, a user's own
-quantizers).
+would cut blocks, where another module has it too, and in formats that do not allow it (a user's own quantizers, a
+hybrid whose column-wise copy is made of the row-wise one by an amax of the whole).
 """
 
 from collections import Counter
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.quantize import quantize_storage
-from mezzotint.tensor.sharding import directions, extract, gathered, in_backward, largest, whole_amaxes
+from mezzotint.tensor.quantize import quantize_storage, whole_amaxes
+from mezzotint.tensor.sharding import directions, extract, gathered, in_backward, largest
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -120,7 +121,7 @@ class ShardedWeight(torch.Tensor):
         if is_backward and self._used is not None:
             quantizer, amaxes = self._used
         else:
-            amaxes = whole_amaxes(shard, quantizer, groups)
+            amaxes = whole_amaxes(shard, quantizer, 0, lambda amax: largest(amax, groups))
             if self._used is not None and module._weight_scales is not None:
                 quantizer = self._used[0]  # the next micro-batch: by the scale of the first
             self._used = quantizer.frozen(), amaxes

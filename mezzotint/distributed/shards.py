@@ -1,9 +1,9 @@
 """Shards of quantized tensors: quantized as the whole is, and gathered as bytes.
 
-A format whose scales depend on the whole tensor (current scaling, NVFP4) takes the largest amax over the processes;
-delayed scaling has its own way, at the end of a step. Rows are gathered buffer by buffer, as the storage says that
-shards lie one behind the other (`_along_rows`), where the quantizer says that this gives the whole
-(`gather_multiple`): blocks along the rows must not be cut. Padding of scales is cut before and made again after.
+A format whose scales depend on the whole tensor (current scaling, NVFP4, columns in row-wise scaling) takes the largest
+amax over the processes; delayed scaling has its own way, at the end of a step. Rows are gathered buffer by buffer, as
+the storage says that shards lie one behind the other (`_along_rows`), where the quantizer says that this gives the
+whole (`gather_multiple`): blocks along the rows must not be cut. Padding of scales is cut before and made again after.
 """
 
 from typing import Any
@@ -13,23 +13,9 @@ import torch
 from mezzotint.constants import rup
 from mezzotint.distributed.collectives import all_reduce_max, start_all_gather, wait
 from mezzotint.distributed.groups import world_size
-from mezzotint.tensor.quantize import quantize_scaled, quantize_storage, split_amaxes
+from mezzotint.tensor.quantize import has_whole_amaxes, quantize_scaled, quantize_storage, whole_amaxes
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-
-
-def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, group: Any, dim: int) -> dict[str, torch.Tensor]:
-    """Of the tensor that x is this process's part of, split along `dim` of its matrix; one collective."""
-    found = split_amaxes(x, quantizer, dim)
-    if not found:
-        return {}
-    parts = list(found.values())
-    largest = all_reduce_max(parts[0] if len(parts) == 1 else torch.cat(parts), group)
-    if len(parts) == 1:
-        return dict(zip(found, (largest,), strict=True))
-    # Clones: what an op is given, and keeps, is no view of another tensor.
-    pieces = [piece.clone() for piece in largest.split([part.shape[0] for part in parts])]
-    return dict(zip(found, pieces, strict=True))
 
 
 def quantize_shard(
@@ -38,17 +24,8 @@ def quantize_shard(
     """As `quantize_scaled`, of x that is this process's part, split along `dim`; None: x is whole."""
     if dim is None or not has_whole_amaxes(quantizer, dim):
         return quantize_scaled(x, quantizer, scale)
-    return quantize_storage(x, quantizer, **whole_amaxes(x, quantizer, group, dim)), None
-
-
-def has_whole_amaxes(quantizer: Quantizer, dim: int) -> bool:
-    """Whether the quantization of a part needs maxima over all processes first."""
-    if quantizer.is_custom():
-        return False
-    parts = quantizer._parts()
-    if parts is not None:
-        return any(part is not None and has_whole_amaxes(part, dim) for part in parts[:2])
-    return quantizer._amax_plan(dim) is not None
+    amaxes = whole_amaxes(x, quantizer, dim, lambda amax: all_reduce_max(amax, group))
+    return quantize_storage(x, quantizer, **amaxes), None
 
 
 def can_gather(quantizer: Quantizer, rows: int, *, columnwise: bool) -> bool:

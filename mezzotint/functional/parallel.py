@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from mezzotint.distributed.collectives import start_all_reduce, start_reduce_scatter
-from mezzotint.distributed.shards import can_gather, gather_rows, has_whole_amaxes, quantize_shard
-from mezzotint.tensor.quantize import quantize_scaled
+from mezzotint.distributed.shards import can_gather, gather_rows, quantize_shard
+from mezzotint.tensor.quantize import has_whole_amaxes, quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 

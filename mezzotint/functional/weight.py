@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.shards import whole_amaxes
+from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.functional.parallel import Parallel, needs_others, quantize_part
-from mezzotint.tensor.quantize import update_quantized, update_scaled
+from mezzotint.tensor.quantize import update_quantized, update_scaled, whole_amaxes
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -60,7 +60,8 @@ def quantize_weight(
             elif update_workspace:
                 given: dict[str, Any] = {}
                 if parallel is not None and needs_others(parallel, "weight", quantizer):
-                    given = whole_amaxes(tensor, quantizer, parallel.group, parallel.split_of("weight") or 0)
+                    dim, group = parallel.split_of("weight") or 0, parallel.group
+                    given = whole_amaxes(tensor, quantizer, dim, lambda amax: all_reduce_max(amax, group))
                 update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag, **given)
             return workspace, None, amax
         made, amax = quantize_part(tensor, quantizer, scale, parallel, "weight")

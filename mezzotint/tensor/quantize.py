@@ -5,7 +5,7 @@ trace methods of a constant that was made inside the graph (`q.with_usage(...)`)
 only ask the constant for other constants.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +160,32 @@ def split_amaxes(x: torch.Tensor, quantizer: "Quantizer", dim: int) -> dict[str,
     op, names, options = plan
     made = run_op(op, x, *options)
     return dict(zip(names, made if isinstance(made, list | tuple) else (made,), strict=True))
+
+
+def whole_amaxes(
+    x: torch.Tensor, quantizer: "Quantizer", dim: int, largest: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What the quantization of x, a part of a tensor that is split along `dim`, must be given of the whole; by one call
+    of `largest`, the maximum over all parts, element by element."""
+    found = split_amaxes(x, quantizer, dim)
+    if not found:
+        return {}
+    parts = list(found.values())
+    if len(parts) == 1:
+        return dict(zip(found, (largest(parts[0]),), strict=True))
+    # Clones: what an op is given, and keeps, is no view of another tensor.
+    pieces = [piece.clone() for piece in largest(torch.cat(parts)).split([part.shape[0] for part in parts])]
+    return dict(zip(found, pieces, strict=True))
+
+
+def has_whole_amaxes(quantizer: "Quantizer", dim: int) -> bool:
+    """Whether the quantization of such a part needs to be given anything."""
+    if quantizer.is_custom():
+        return False
+    parts = quantizer._parts()
+    if parts is not None:
+        return any(part is not None and has_whole_amaxes(part, dim) for part in parts[:2])
+    return quantizer._amax_plan(dim) is not None
 
 
 def _tensor_arguments(

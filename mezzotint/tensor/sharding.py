@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mezzotint.tensor.quantize import split_amaxes, update_quantized
+from mezzotint.tensor.quantize import has_whole_amaxes, update_quantized, whole_amaxes
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -39,13 +39,22 @@ class Sent:
 
 def directions(quantizer: Quantizer, rows: int, one: bool, backward: bool) -> tuple[bool, bool] | None:
     """Which directions shards of this many rows send: (row-wise, column-wise); None where bytes cannot be gathered."""
-    if quantizer.is_custom() or quantizer._parts() is not None or not _divides(quantizer, rows, False):
+    if quantizer.is_custom() or not _parts_go(quantizer) or not _divides(quantizer, rows, False):
         return None
     if quantizer.derives_columnwise():
         return True, False
     if not _divides(quantizer, rows, True):
         return None
     return (not backward, backward) if one else (True, True)
+
+
+def _parts_go(quantizer: Quantizer) -> bool:
+    """Of a quantizer made of two: whether parts are quantized as the whole is, by what they are given with the call."""
+    parts = quantizer._parts()
+    if parts is None:
+        return True
+    is_chained = parts[2] is not None and has_whole_amaxes(quantizer, 0)
+    return quantizer._is_value() and not is_chained and not any(p is not None and p.is_custom() for p in parts)
 
 
 def _divides(quantizer: Quantizer, rows: int, columnwise: bool) -> bool:
@@ -66,11 +75,6 @@ def largest(x: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
     return x
 
 
-def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, groups: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """What the quantization of x, a part of a tensor, must be given of the whole."""
-    return {name: largest(amax, groups) for name, amax in split_amaxes(x, quantizer, 0).items()}
-
-
 def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
     """Flat tensors to gather of a shard that `count` processes hold one of, and what they are."""
     buffers, meta = shard.keep(rowwise=rowwise, columnwise=columnwise).fsdp_extract_buffers()
@@ -89,7 +93,10 @@ def _derives(tensor: QuantizedTensorStorage) -> bool:
 
 
 def _lengthened(flat: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """As long as the same buffer of the other direction, where that is longer; in its place where there is none."""
+    """As long as the same buffer of the other direction, where that is longer; in its place where there is none. Bytes,
+    where their dtypes differ."""
+    if other is not None and flat is not None and flat.dtype != other.dtype:
+        flat, other = flat.view(torch.uint8), other.reshape(-1).view(torch.uint8)
     if other is None or (flat is not None and flat.numel() >= other.numel()):
         return flat
     flat = other.new_empty(0) if flat is None else flat
@@ -109,9 +116,9 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
     buffers = dict(whole._buffers())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
         flat, shapes = (*gathered, *sent.kept), sent.meta["shapes"].values()
-        whole.fsdp_assign_gathered(
-            [_one_below_the_other(f, sent.count, s) for f, s in zip(flat, shapes, strict=False)], sent.meta
-        )
+        dtypes = [buffers[name].dtype for name in sent.meta["shapes"]]
+        parts = zip(flat, shapes, dtypes, strict=False)
+        whole.fsdp_assign_gathered([_one_below_the_other(f, sent.count, s, d) for f, s, d in parts], sent.meta)
         for name, value in sent.shared.items():
             if name in buffers:
                 buffers[name].copy_(value)
@@ -121,9 +128,10 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
             _fill_other(whole, buffers, sent)
 
 
-def _one_below_the_other(flat: torch.Tensor, count: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Flat tensors of all shards, lengthened or not → (count · first dimension, …)."""
-    return flat.view(count, -1)[:, : math.prod(shape)].reshape(count * shape[0], *shape[1:])
+def _one_below_the_other(flat: torch.Tensor, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Flat tensors of all shards, lengthened or not, bytes or not → (count · first dimension, …)."""
+    size = math.prod(shape) * dtype.itemsize // flat.itemsize
+    return flat.view(count, -1)[:, :size].contiguous().view(dtype).view(count * shape[0], *shape[1:])
 
 
 def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> None:
@@ -136,9 +144,9 @@ def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> Non
         for name in names:
             buffers[name].copy_(getattr(made, name))
         return
-    for name in names[1:]:  # behind the codes
-        if name in buffers:
-            buffers[name].view(torch.uint8).fill_(255)  # NaN in E8M0, E4M3 and FP32
+    held = [buffers[name] for name in names if name in buffers]
+    for buffer in held[1:] or held:  # behind the codes; or what there is
+        buffer.view(torch.uint8).fill_(255)  # NaN in E8M0, E4M3 and high precision
 
 
 def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
@@ -162,7 +170,8 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
 def update_shard(shard: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
     """Quantize x into a shard as the whole is quantized: by the amaxes of all shards, which are also those kept."""
     quantizer, groups = shard._quantizer, [shard._shard_group]
-    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **whole_amaxes(x, quantizer, groups))
+    amaxes = whole_amaxes(x, quantizer, 0, lambda amax: largest(amax, groups))
+    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **amaxes)
     quantizer.share_amax(lambda amax: largest(amax, groups))
 
 

@@ -64,8 +64,8 @@ def alone(name: str, way: str, **options: Any) -> nn.Sequential:
 def short_runs(rank: int) -> Result:
     """Losses of two steps, sharded and alone, each way."""
     found: Result = {}
-    for name in ("none", "delayed", "current", "block", "mxfp8", "mxfp8 2d", "nvfp4", "nvfp4-plain"):
-        for one in (False, True) if name in ("mxfp8", "nvfp4-plain") else (False,):
+    for name in (*RECIPES, "mxfp8 2d", "nvfp4-plain"):
+        for one in (False, True) if name in ("rowwise", "mxfp8", "custom", "nvfp4-plain") else (False,):
             for way, make in ways(name, one).items():
                 if one and way == "high precision":
                     continue
@@ -138,7 +138,9 @@ def compiled(rank: int) -> Result:
     for name, way in (
         ("delayed", "high precision"),
         ("current", "gathered"),
+        ("rowwise", "gathered"),
         ("mxfp8", "quantized"),
+        ("custom", "gathered"),
     ):
         torch._dynamo.reset()
         made, counter = ways(name)[way](), CompileCounterWithBackend("aot_eager")
@@ -152,7 +154,7 @@ def compiled(rank: int) -> Result:
 def bytes_sent(rank: int) -> Result:
     """Of one step: each gather of a block, forward and then backward, and what its weights and the rest are."""
     found: Result = {}
-    for name in ("none", "delayed", "current", "rowwise", "block", "mxfp8", "mxfp8 2d", "nvfp4", "nvfp4-plain"):
+    for name in (*RECIPES, "mxfp8 2d", "nvfp4-plain"):
         recipe, width = ALL[name], width_of(name)
         made = model(width, bias=False, normalization="RMSNorm")
         if recipe is not None:
