@@ -9,6 +9,7 @@ module's buffers. Where there is no GPU the modules run as they are, under the s
     y = layer(x, is_first_microbatch=True)
 """
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -155,7 +156,10 @@ def _capture(
     captured: tuple[_Captured, ...], inputs: tuple[Any, ...], warmups: int, allow_unused: bool, pool: Any
 ) -> tuple[Callable[..., Any], ...]:
     buffers = [(buffer, buffer.clone()) for each in captured for buffer in each.buffers()]
-    made = torch.cuda.make_graphed_callables(captured, inputs, warmups, allow_unused, pool)
+    with warnings.catch_warnings():
+        # Of PyTorch's own warm-up, on another stream than the capture; gradients are not accumulated in either.
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
+        made = torch.cuda.make_graphed_callables(captured, inputs, warmups, allow_unused, pool)
     with torch.no_grad():  # as before the warm-up: capturing itself runs nothing
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -20,9 +20,9 @@ from triton.runtime.jit import JITFunction
 
 import mezzotint.kernels.triton as package
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton import norm
+from mezzotint.kernels.triton import norm, pointwise
 from mezzotint.kernels.triton._jit import ahead
-from mezzotint.kernels.triton._jit_source import pays
+from mezzotint.kernels.triton._jit_source import WAYS, way, what
 from mezzotint.kernels.triton._launch import Fast
 
 CAPABILITIES = (89, 90, 100, 120)
@@ -78,6 +78,15 @@ def test_kernel_compiles(module: ModuleType, index: int, capability: int) -> Non
         assert re.fullmatch(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32", cast), "rounds once, from FP32, and saturates"
 
 
+def test_fp16_and_bf16_are_added_in_fp32() -> None:
+    """LLVM would add them in FP16, where small BF16 numbers are 0."""
+    ptx = compile_ahead(*ahead(pointwise._scale_add_kernel, "fp16 bf16 fp16", **pointwise.write_config(64)), 90).asm[
+        "ptx"
+    ]
+    assert "add.rn.f32" in ptx
+    assert not re.search(r"add\.[\w.]*f16", ptx)
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.split(".")[-1])
 def test_every_kernel_is_listed(module: ModuleType) -> None:
     listed = {kernel.__name__ for kernel, _, _ in getattr(module, "AHEAD", ())}
@@ -103,16 +112,37 @@ def test_a_residual_leaves_the_order_of_sums(dtype: str, width: int) -> None:
 
 
 def test_what_a_quantization_takes_in() -> None:
-    """By measurement (`dev/LOG.md`): a norm always, an activation where it is computed once, a plain one's gradient."""
-    x, sums = torch.empty(4, 8), torch.empty(8)
+    """By measurement (`dev/LOG.md`): a norm always, an activation and its gradient where they are computed once."""
+    x, sums = torch.empty(4, 512), torch.empty(512)
     norm = Made("norm", (x, None, None, None, None, False, True))
-    assert pays(norm, 1)
-    assert pays(norm, 2)
-    for name, gated in (("gelu", False), ("swiglu", True)):
+    assert {way(norm, quantization) for quantization in WAYS} == {"inside"}
+    for name in ("gelu", "swiglu"):
         forward = Made("activation", (x, None, name, (), None))
         backward = Made("activation_backward", (x, x, None, name, (), None))
-        assert pays(forward, 1)
-        assert not pays(forward, 2)
-        assert pays(backward, 1) is not gated
-        assert not pays(backward, 2)
-        assert not pays(Made("activation_backward", backward.args, sums), 1)
+        summed = Made("activation_backward", backward.args, sums)
+        for quantization in ("delayed", "block", "mxfp8"):
+            assert way(forward, quantization, 128) == way(backward, quantization, 128) == "inside"
+            assert way(summed, quantization, 128) == ("inside" if name == "swiglu" else "before")
+        assert {way(made, "current", 128) for made in (forward, backward, summed)} == {"first"}
+        assert {way(made, "rowwise", 128) for made in (forward, backward, summed)} == {"before"}
+
+
+def test_what_has_one_way() -> None:
+    """Tensors, empty ones, halves that are no whole tiles."""
+    x, nothing = torch.empty(4, 512), torch.empty(0, 512)
+    for quantization in WAYS:
+        assert way(x, quantization, 128) == "before"
+        assert way(Made("activation", (nothing, None, "gelu", (), None)), quantization, 128) == "before"
+        for tile in (0, 96, 512):
+            assert way(Made("activation_backward", (x, x, None, "geglu", (), None)), quantization, tile) == "before"
+
+
+def test_the_table_is_whole() -> None:
+    """Every source has a row, in every column."""
+    x = torch.empty(4, 8)
+    made = [Made("norm", (x, None, None, None, None, False, True))]
+    for name in ("relu", "reglu"):
+        made.append(Made("activation", (x, None, name, (), None)))
+        made += [Made("activation_backward", (x, x, None, name, (), None), sums) for sums in (None, x)]
+    for ways in WAYS.values():
+        assert set(ways) == {what(source) for source in made}

@@ -43,7 +43,8 @@ def given(name: str, seed: int, rows: int = ROWS, device: str = "cuda") -> tuple
 @over_recipes
 @over_chains
 def test_cuda_is_cpu(name: str, recipe: str) -> None:
-    cpu = build(name).eval()  # each device drops other elements
+    # Each device drops other elements. Operations without parameters have their state on the default device.
+    cpu = build(name).cpu().eval()
     cuda = copy.deepcopy(cpu).cuda()
     for seed, rows in enumerate((48, 33)):
         expected = step(cpu, *given(name, seed, rows, "cpu"), RECIPES[recipe])
