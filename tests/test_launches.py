@@ -119,7 +119,8 @@ STATE: dict[tuple[str, str], Callable[[int, int], Counter[str]]] = {
     ("nvfp4", "backward"): lambda modules, gradients: Counter(draw_rng=gradients),
 }
 
-VIEWS = ("view", "_unsafe_view", "t", "transpose", "slice", "split_with_sizes", "detach", "alias", "getitem")
+VIEWS: tuple[str, ...] = ("view", "_unsafe_view", "t", "transpose", "slice", "split_with_sizes", "detach", "alias")
+VIEWS += ("getitem", "unsqueeze")
 KINDS = {  # how an operator's name ends → its column
     "_quantize": "quantize",
     "_quantize_scaled": "quantize",
@@ -211,6 +212,23 @@ def test_kept_weights(layer: str) -> None:
     found = launches(module, chosen, is_first_microbatch=False)
     for way, counts in zip(("forward", "backward"), found, strict=True):
         assert counts == expected(KEPT_WEIGHTS, layer, way), way
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_rotary_positions() -> None:
+    """Queries, keys and values are split and turned by one operator, of one kernel; its gradient takes the place of the
+    `cat`. Of the angles there are cos and sin, made once."""
+    name, layer, angles = "current", "TransformerLayer", mz.RotaryPositionEmbedding(HIDDEN // HEADS).cpu()(40)
+    x = torch.randn(2, 32, HIDDEN, dtype=torch.bfloat16)
+    graphs = graphs_of(LAYERS[layer](), x, RECIPES[name], rotary_pos_emb=angles)
+    forward, backward = (Counter(kind(node) for node in g.nodes if node.op == "call_function") for g in graphs)
+    plain = [expected(QUANTIZED, layer, way) for way in ("forward", "backward")]
+    assert forward - Counter({"": forward[""]}) == plain[0] + Counter(rope_split=1, cos=1, sin=1)
+    assert backward - Counter({"": backward[""]}) == plain[1] - Counter(cat=1) + Counter(rope_join=1)
+    with hopper() as names:
+        for node in [node for graph in graphs for node in graph.nodes if "rope" in str(node.target)]:
+            _lib._IMPLEMENTATIONS[node.target][1](*torch.fx.map_arg(node.args, without_data))
+    assert names == ["_rope_kernel"] * 2
 
 
 # What each operator of a LayerNormMLP launches on a Hopper GPU, in order; several ways of one operator between bars.
