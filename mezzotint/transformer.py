@@ -7,6 +7,9 @@
 `output_layernorm` moves the norm from before the self-attention to behind the layer,
 `apply_residual_connection_post_layernorm` adds to the norm's output instead of its input, and
 `parallel_attention_mlp` gives attention and MLP the same input: x + dropout(attention(norm(x)) + mlp(norm(x))).
+
+Where nothing comes between a sum and the norm behind it, the norm takes the sum in (`_branch`), and the gradient of the
+residual stream is added where that of the norm is made.
 """
 
 from collections.abc import Callable
@@ -21,10 +24,12 @@ from mezzotint.attention.masks import check_choice
 from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import Place, check_input, check_parallel
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.norm import LayerNorm, RMSNorm
 
@@ -280,6 +285,7 @@ class TransformerLayer(nn.Module):
             "alibi_slopes": alibi_slopes,
             "fast_zero_fill": fast_zero_fill,
         }
+        given: dict[str, Any] = {"_branch": (None, None)} if self._sums_in_norm(self.self_attention) else {}
         attended = self.self_attention(
             x,
             attention_mask,
@@ -296,12 +302,13 @@ class TransformerLayer(nn.Module):
             max_seqlen_kv=max_seqlen_kv,
             pad_between_seqs=pad_between_seqs,
             **shared,
+            **given,
         )
         if self.parallel_attention_mlp:
             mlp_out = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             return self._bias_dropout_add(attended, mlp_out, x, self.drop_path)
-        x = self._add(attended, x, self.drop_path)
         if self.layer_type == "decoder":
+            x, given = self._enter(self.inter_attention, attended, x, self.drop_path)
             attended = self.inter_attention(
                 x,
                 enc_dec_attn_mask,
@@ -310,13 +317,42 @@ class TransformerLayer(nn.Module):
                 window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal,
                 **shared,
+                **given,
             )
-            x = self._add(attended, x, None)
-        x = self._add(self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch), x, self.drop_path)
+        drop_path = self.drop_path if self.layer_type == "encoder" else None
+        x, given = self._enter(self.layernorm_mlp, attended, x, drop_path)
+        made = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch, **given)
+        x = self._add(made, x, self.drop_path)
         return self.layernorm(x) if self.output_layernorm else x
 
+    def _sums_in_norm(self, block: nn.Module) -> bool:
+        """Whether the block's norm can add what the block before has made, and give the sum out for the one behind.
+
+        Nothing may change that before, and nobody may look at what blocks are given.
+        """
+        if self.apply_residual_connection_post_layernorm or self.parallel_attention_mlp or self.drop_path is not None:
+            return False
+        if self.training and self.hidden_dropout > 0.0:
+            return False
+        if type(block) is MultiheadAttention:
+            name = "layernorm_qkv" if block.attention_type == "self" else "layernorm_query"
+            norm = getattr(block, name, None)
+        else:
+            norm = block
+        if type(norm) is not LayerNormLinear and type(norm) is not LayerNormMLP:
+            return False
+        return not is_hooked(block, norm)
+
+    def _enter(
+        self, block: nn.Module, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """What the next block is given: the sum of x and what the block before has made, or both for its norm."""
+        if self._sums_in_norm(block):
+            return made[2] if len(made) == 3 else x, {"_branch": made[:2]}
+        return self._add(made, x, drop_path), {}
+
     def _add(self, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None) -> torch.Tensor:
-        """(output, bias), added to x, or (output, bias, norm's output), added to the last."""
+        """(output, bias), added to x, or (output, bias, norm's output or residual stream), added to the last."""
         return self._bias_dropout_add(made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
 
     def _bias_dropout_add(

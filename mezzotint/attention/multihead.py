@@ -12,6 +12,7 @@ from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.distributed.groups import part_of, resolve_size, world_size
 from mezzotint.kernels.rope import heads_of
+from mezzotint.layer.norm import Branch
 from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
@@ -250,11 +251,14 @@ class MultiheadAttention(nn.Module):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        *,
+        _branch: Branch | None = None,
     ) -> Any:
         """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) → the same[, proj's bias][, norm's output].
 
         `rotary_pos_emb`: angles of `RotaryPositionEmbedding`, or (of queries, of keys). The others as of
-        `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`.
+        `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`. With `_branch`, which the norm adds
+        to hidden_states first, their sum is the last output.
         """
         check_input(hidden_states, self.hidden_size, "hidden_states")
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
@@ -268,7 +272,7 @@ class MultiheadAttention(nn.Module):
         norm_first = self.qk_norm_before_rope and self.q_norm is not None
         if self.attention_type == "self":
             mixed, norm_out = self._project(
-                "layernorm_qkv" if self.input_layernorm else "qkv", hidden_states, is_first_microbatch
+                "layernorm_qkv" if self.input_layernorm else "qkv", hidden_states, is_first_microbatch, _branch
             )
             layout = (
                 self.num_attention_heads,
@@ -283,7 +287,7 @@ class MultiheadAttention(nn.Module):
         else:
             if encoder_output is None:
                 raise ValueError("encoder_output is None: cross-attention takes its keys and values from it")
-            q, k, v, norm_out = self._cross_heads(hidden_states, encoder_output, is_first_microbatch)
+            q, k, v, norm_out = self._cross_heads(hidden_states, encoder_output, is_first_microbatch, _branch)
         if norm_first:
             q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
@@ -315,12 +319,12 @@ class MultiheadAttention(nn.Module):
         )
         projected = self.proj(y, is_first_microbatch=is_first_microbatch)
         outputs = projected if self.return_bias else (projected,)
-        if self.input_layernorm and self.return_layernorm_output:
+        if norm_out is not None:
             outputs = (*outputs, norm_out)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _cross_heads(
-        self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None
+        self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None, branch: Branch | None
     ) -> tuple[torch.Tensor, ...]:
         """Queries [.., h, d], keys and values [.., g, d] of `encoder_output`, and the norm's output or None."""
         check_input(encoder_output, self.hidden_size, "encoder_output")
@@ -330,11 +334,16 @@ class MultiheadAttention(nn.Module):
             k, v = mixed.view(*mixed.shape[:-1], groups, 2 * channels).chunk(2, -1)
         else:
             k, v = mixed.view(*mixed.shape[:-1], 2 * groups, channels).chunk(2, -2)
-        q, norm_out = self._project("layernorm_query" if self.input_layernorm else "query_layer", x, is_first)
+        name = "layernorm_query" if self.input_layernorm else "query_layer"
+        q, norm_out = self._project(name, x, is_first, branch)
         return q.view(*q.shape[:-1], -1, channels), k, v, norm_out
 
-    def _project(self, name: str, x: torch.Tensor, is_first: bool | None) -> tuple[torch.Tensor, Any]:
-        made = getattr(self, name)(x, is_first_microbatch=is_first)
+    def _project(
+        self, name: str, x: torch.Tensor, is_first: bool | None, branch: Branch | None = None
+    ) -> tuple[torch.Tensor, Any]:
+        """The product, and what comes beside it: the norm's output, the sum with `branch`, or None."""
+        given = {} if branch is None else {"_branch": branch}
+        made = getattr(self, name)(x, is_first_microbatch=is_first, **given)
         return made if isinstance(made, tuple) else (made, None)
 
     def _turns(self, angles: Any, cu_seqlens: Any, params: InferenceParams | None) -> tuple[Any, ...]:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from mezzotint.layer.hooks import is_hooked
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import STATE, autocast
@@ -137,12 +137,7 @@ class ConvertedSequential(Converted, nn.Sequential):
 def _is_pair(norm: nn.Module, linear: nn.Module) -> bool:
     """Asked at each call: a hook must see what goes into and comes out of each of them."""
     is_pair = isinstance(linear, ConvertedLayerNormLinear) and linear.pair[0] is norm
-    return is_pair and not (_is_hooked(norm) or _is_hooked(linear) or _has_any_global_hook())
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return is_pair and not is_hooked(norm, linear)
 
 
 @cache

@@ -25,6 +25,8 @@ from mezzotint.functional.norm import (
     NormFwdArgs,
     NormMade,
     NormOptions,
+    Residual,
+    branch_gradients,
     norm_forward,
     norm_forward_quantized,
     norm_gradients,
@@ -36,9 +38,11 @@ from mezzotint.kernels._lib import matrix_shape
 
 @dataclass(slots=True)
 class LayerNormLinearFwdArgs:
-    """`linear` is without its x, which the norm makes."""
+    """`linear` is without its x, which the norm makes. `branch` and its bias as of `NormFwdArgs`."""
 
     x: torch.Tensor
+    branch: torch.Tensor | None
+    branch_bias: torch.Tensor | None
     gamma: torch.Tensor
     beta: torch.Tensor | None
     weight: torch.Tensor
@@ -47,6 +51,7 @@ class LayerNormLinearFwdArgs:
     linear: LinearFwdArgs
     returns_norm: bool  # the norm's output is an output too
     gathers_norm: bool  # of the tokens of all processes
+    residual: Residual | None  # x, or x + branch, is an output too, the last
     grad_state: GradState | None
 
 
@@ -55,6 +60,7 @@ class LayerNormLinearBwdArgs(Saved):
     norm: NormBwdArgs
     linear: LinearBwdArgs
     gathers_norm: bool
+    residual: Residual | None
 
     SAVED = ("norm", "linear")
 
@@ -67,9 +73,13 @@ class LayerNormLinearMade:
     amax: torch.Tensor | None
 
 
+def _norm(a: LayerNormLinearFwdArgs) -> NormFwdArgs:
+    return NormFwdArgs(a.x, a.gamma, a.beta, a.norm, None, a.branch, a.branch_bias)
+
+
 def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, LayerNormLinearMade]:
     """y (M, N)."""
-    norm, linear = NormFwdArgs(a.x, a.gamma, a.beta, a.norm), a.linear
+    norm, linear = _norm(a), a.linear
     linear.weight, linear.bias = a.weight, a.bias
     norm_out, amax = None, None
     rows = matrix_shape(a.x.shape)[0]
@@ -84,8 +94,8 @@ def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, L
 
 
 def layernorm_linear_setup(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> LayerNormLinearBwdArgs:
-    norm = norm_setup(NormFwdArgs(a.x, a.gamma, a.beta, a.norm), made.norm)
-    return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear), gathers_norm(a))
+    norm = norm_setup(_norm(a), made.norm)
+    return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear), gathers_norm(a), a.residual)
 
 
 def gathers_norm(a: LayerNormLinearFwdArgs) -> bool:
@@ -100,10 +110,20 @@ def norm_output(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> Any:
     return gather_rows(made.norm_out, a.linear.parallel.group)
 
 
+def further_outputs(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> tuple[Any, ...]:
+    """Behind y: the norm's output and the residual stream, where they are asked for."""
+    norm_out = (norm_output(a, made),) if a.returns_norm else ()
+    return (*norm_out, made.norm.x) if a.residual is not None else norm_out
+
+
 def layernorm_linear_backward(
-    b: LayerNormLinearBwdArgs, dy: Any, d_norm_out: Any, dy_q: Any = None, db: torch.Tensor | None = None
+    b: LayerNormLinearBwdArgs, dy: Any, further: tuple[Any, ...], dy_q: Any = None, db: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
-    """dx, dgamma, dbeta, dW, db, and the amax of dy. `d_norm_out`: what came for the norm's output from outside."""
+    """dx, those of the branch and its bias, dgamma, dbeta, dW, db, and the amax of dy. `further`: gradients of the
+    `further_outputs`."""
+    d_residual = None if b.residual is None else further[-1]
+    outside = further if b.residual is None else further[:-1]
+    d_norm_out = outside[0] if outside else None
     dh, dw, db, amax = linear_backward(b.linear, dy, dy_q, db)
     if d_norm_out is not None and b.gathers_norm:
         assert b.linear.parallel is not None
@@ -115,21 +135,25 @@ def layernorm_linear_backward(
         if d_norm_out is not None:
             dh = dh + d_norm_out
     if dh is None:
-        return None, None, None, dw, db, amax
-    dx, dgamma, dbeta = norm_gradients(b.norm, dh)
-    return dx, dgamma, dbeta, dw, db, amax
+        return None, None, None, None, None, dw, db, amax
+    dx, dgamma, dbeta = norm_gradients(b.norm, dh, d_residual)
+    return dx, *branch_gradients(b.residual, dx), dgamma, dbeta, dw, db, amax
 
 
 def _forward(a: LayerNormLinearFwdArgs) -> tuple[Any, ...]:
     y, made = layernorm_linear_forward(a)
     y = shaped(y, a.x, a.linear.parallel)
-    outputs = (y, norm_output(a, made)) if a.returns_norm else (y,)
-    return outputs, present(made.amax), made
+    return (y, *further_outputs(a, made)), present(made.amax), made
 
 
-def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, d_norm_out: torch.Tensor | None = None) -> tuple[Any, ...]:
-    *gradients, amax = layernorm_linear_backward(b, dy, d_norm_out)
+def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, *further: torch.Tensor) -> tuple[Any, ...]:
+    *gradients, amax = layernorm_linear_backward(b, dy, further)
     return tuple(gradients), (amax,)
 
 
-LAYERNORM_LINEAR = Core(_forward, layernorm_linear_setup, _backward, ("x", "gamma", "beta", "weight", "bias"))
+LAYERNORM_LINEAR = Core(
+    _forward,
+    layernorm_linear_setup,
+    _backward,
+    ("x", "branch", "branch_bias", "gamma", "beta", "weight", "bias"),
+)

@@ -23,10 +23,10 @@ from mezzotint.functional.layernorm_linear import (
     LayerNormLinearBwdArgs,
     LayerNormLinearFwdArgs,
     LayerNormLinearMade,
+    further_outputs,
     layernorm_linear_backward,
     layernorm_linear_forward,
     layernorm_linear_setup,
-    norm_output,
 )
 from mezzotint.functional.linear import (
     LinearBwdArgs,
@@ -41,16 +41,18 @@ from mezzotint.functional.linear import (
     takes_quantized,
     takes_quantized_grad,
 )
-from mezzotint.functional.norm import NormOptions
+from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.functional.parallel import quantize_part
 from mezzotint.kernels._lib import as_matrix
 
 
 @dataclass(slots=True)
 class LayerNormMLPFwdArgs(Saved):
-    """`fc1` and `fc2` are without their x."""
+    """`fc1` and `fc2` are without their x. The rest as of `LayerNormLinearFwdArgs`."""
 
     x: torch.Tensor
+    branch: torch.Tensor | None
+    branch_bias: torch.Tensor | None
     gamma: torch.Tensor
     beta: torch.Tensor | None
     fc1_weight: torch.Tensor
@@ -65,6 +67,7 @@ class LayerNormMLPFwdArgs(Saved):
     recomputes: bool
     returns_norm: bool
     gathers_norm: bool
+    residual: Residual | None
     grad_state: GradState | None
 
     # Saved as they are where backward recomputes.
@@ -90,8 +93,8 @@ class LayerNormMLPMade:
 
 def _norm_fc1(a: LayerNormMLPFwdArgs) -> LayerNormLinearFwdArgs:
     """The arguments of norm and first linear."""
-    first = (a.x, a.gamma, a.beta, a.fc1_weight, a.fc1_bias)
-    return LayerNormLinearFwdArgs(*first, a.norm, a.fc1, a.returns_norm, a.gathers_norm, None)
+    first = (a.x, a.branch, a.branch_bias, a.gamma, a.beta, a.fc1_weight, a.fc1_bias)
+    return LayerNormLinearFwdArgs(*first, a.norm, a.fc1, a.returns_norm, a.gathers_norm, a.residual, None)
 
 
 def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tensor, torch.Tensor | None]:
@@ -119,6 +122,7 @@ def layernorm_mlp_forward(a: LayerNormMLPFwdArgs) -> tuple[torch.Tensor, LayerNo
 def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> LayerNormMLPBwdArgs | LayerNormMLPFwdArgs:
     if not a.recomputes:
         return _setup(a, made.norm_fc1, made.hidden, made.fc2)
+    a.x, a.branch, a.branch_bias = made.norm_fc1.norm.x, None, None  # their sum
     for fc in (a.fc1, a.fc2):
         # What is made again, and what this object holds already.
         fc.x = fc.x_q = fc.weight = fc.bias = None
@@ -147,9 +151,9 @@ def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
 
 
 def layernorm_mlp_backward(
-    b: LayerNormMLPBwdArgs | LayerNormMLPFwdArgs, dy: torch.Tensor, d_norm_out: torch.Tensor | None = None
+    b: LayerNormMLPBwdArgs | LayerNormMLPFwdArgs, dy: torch.Tensor, *further: torch.Tensor
 ) -> tuple[Any, ...]:
-    """dx, dgamma, dbeta, dW1, db1, dW2, db2; the amaxes of both gradients."""
+    """dx, those of the branch and its bias, dgamma, dbeta, dW1, db1, dW2, db2; the amaxes of both gradients."""
     if isinstance(b, LayerNormMLPFwdArgs):
         b = _recompute(b)
     da, dw2, db2, amax2 = linear_backward(b.fc2, dy)
@@ -163,20 +167,19 @@ def layernorm_mlp_backward(
         else:
             sums = fc1.bias_dtype if fc1.needs.bias else None
             dh_q, amax1, db1 = activation_gradient_quantized(b.activation, da, quantizer, fc1.grad_scale, sums)
-    *first, own_amax = layernorm_linear_backward(b.norm_fc1, dh, d_norm_out, dh_q, db1)
+    *first, own_amax = layernorm_linear_backward(b.norm_fc1, dh, further, dh_q, db1)
     return (*first, dw2, db2), (own_amax if amax1 is None else amax1, None, amax2, None)
 
 
 def _forward(a: LayerNormMLPFwdArgs) -> tuple[Any, ...]:
     y, made = layernorm_mlp_forward(a)
     y = shaped(y, a.x)  # the tokens that fc1 gathered, fc2 has scattered
-    outputs = (y, norm_output(_norm_fc1(a), made.norm_fc1)) if a.returns_norm else (y,)
-    return outputs, present(made.norm_fc1.amax, made.amax), made
+    return (y, *further_outputs(_norm_fc1(a), made.norm_fc1)), present(made.norm_fc1.amax, made.amax), made
 
 
 LAYERNORM_MLP = Core(
     _forward,
     layernorm_mlp_setup,
     layernorm_mlp_backward,
-    ("x", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+    ("x", "branch", "branch_bias", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
 )

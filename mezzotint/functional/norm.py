@@ -1,4 +1,8 @@
-"""LayerNorm and RMSNorm, with the quantization of what they make taken in."""
+"""LayerNorm and RMSNorm, with the quantization of what they make taken in.
+
+Where a `branch` goes into the residual stream before the norm, x + branch is what is normalised, in one pass with the
+sum. The residual stream goes on behind the norm: its gradient is added where the norm's is made.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +11,7 @@ import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
 
@@ -21,15 +25,26 @@ class NormOptions:
     rms: bool
 
 
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream that goes past a norm, given out behind it."""
+
+    has_branch: bool  # which is added before the norm
+    bias_dtype: torch.dtype | None  # of the branch's bias, where that needs a gradient
+
+
 @dataclass(slots=True)
 class NormFwdArgs:
-    """`x` (…, K), `gamma` [K], `beta` [K] or None."""
+    """`x` (…, K), `gamma` [K], `beta` [K] or None. `branch` (…, K), in x's dtype, and `branch_bias` [K] are added to x
+    first: round(x + (branch + bias))."""
 
     x: torch.Tensor
     gamma: torch.Tensor
     beta: torch.Tensor | None
     options: NormOptions
     grad_state: GradState | None = None
+    branch: torch.Tensor | None = None
+    branch_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -46,31 +61,39 @@ class NormBwdArgs(Saved):
 
 @dataclass(slots=True)
 class NormMade:
+    x: torch.Tensor  # what was normalised
     mu: torch.Tensor
     rs: torch.Tensor
 
 
 def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
     """y in x's shape and dtype."""
-    options = a.options
-    mu, rs = run_op(norm_stats, a.x, options.eps, options.rms)
-    y = run_op(norm_apply, a.x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
-    return y, NormMade(mu, rs)
+    options, made = a.options, _statistics(a)
+    y = run_op(norm_apply, made.x, made.mu, made.rs, a.gamma, a.beta, options.zero_centered, options.rms)
+    return y, made
 
 
 def norm_forward_quantized(
     a: NormFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None, NormMade]:
     """y in x's shape, quantized in one pass with the norm; its amax where the scale was given."""
-    options, x = a.options, a.x
-    mu, rs = run_op(norm_stats, x, options.eps, options.rms)
-    arguments = (x, mu, rs, a.gamma, a.beta, options.zero_centered, options.rms)
-    y_q, amax, _ = quantize_source("norm", arguments, x.shape, x.dtype, quantizer, scale)
-    return y_q, amax, NormMade(mu, rs)
+    options, made = a.options, _statistics(a)
+    arguments = (made.x, made.mu, made.rs, a.gamma, a.beta, options.zero_centered, options.rms)
+    y_q, amax, _ = quantize_source("norm", arguments, a.x.shape, a.x.dtype, quantizer, scale)
+    return y_q, amax, made
+
+
+def _statistics(a: NormFwdArgs) -> NormMade:
+    options = a.options
+    if a.branch is None:
+        mu, rs = run_op(norm_stats, a.x, options.eps, options.rms)
+        return NormMade(a.x, mu, rs)
+    total, mu, rs = run_op(norm_add_stats, a.x, a.branch, a.branch_bias, options.eps, options.rms)
+    return NormMade(total, mu, rs)
 
 
 def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
-    return NormBwdArgs(a.x, made.mu, made.rs, a.gamma, a.options, a.beta is not None)
+    return NormBwdArgs(made.x, made.mu, made.rs, a.gamma, a.options, a.beta is not None)
 
 
 def norm_gradients(
@@ -84,6 +107,14 @@ def norm_gradients(
     else:
         dx, dgamma, dbeta = run_op(norm_backward_add, *arguments, residual)
     return dx, dgamma, dbeta if b.has_beta else None
+
+
+def branch_gradients(residual: Residual | None, dx: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of `branch` and `branch_bias`, from that of the sum."""
+    if residual is None or not residual.has_branch:
+        return None, None
+    dtype = residual.bias_dtype
+    return dx, None if dtype is None else dx.float().sum_to_size(dx.shape[-1]).to(dtype)
 
 
 def _forward(a: NormFwdArgs) -> tuple[Any, ...]:

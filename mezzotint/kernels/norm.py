@@ -5,7 +5,8 @@
 
 g is gamma, or 1 + gamma (in FP32) when `zero_centered`. mu and rs are FP32 [rows]; RMSNorm has mu of size 0. The
 normalised dimension is the last one. Statistics and what is made of them are two ops, so that a quantization can
-take the second one in (`quantize_ops.py`). The backward can take in the sum with the gradient that comes past the norm.
+take the second one in (`quantize_ops.py`). The statistics can take in the residual's sum before the norm, the backward
+the sum with the gradient that comes past the norm.
 """
 
 import torch
@@ -22,6 +23,14 @@ def norm_stats_reference(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.
         return value.new_empty(0), value.square().sum(1).div_(width).add_(eps).rsqrt_()
     mu = value.sum(1).div_(width)
     return mu, (value - mu[:, None]).square_().sum(1).div_(width).add_(eps).rsqrt_()
+
+
+def norm_add_stats_reference(
+    x: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """round(x + (branch + bias)), in x's shape and dtype, and its statistics. branch: x's shape, bias [K]."""
+    total = add_reference(x, branch if bias is None else branch.float() + bias.float())
+    return total, *norm_stats_reference(total, eps, rms)
 
 
 def gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
@@ -97,6 +106,12 @@ def _stats_fake(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, t
     return x.new_empty(0 if rms else rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
 
 
+def _add_stats_fake(
+    x: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), *_stats_fake(x, eps, rms)
+
+
 def _apply_fake(x: torch.Tensor, *_: object) -> torch.Tensor:
     return x.new_empty(x.shape)
 
@@ -120,6 +135,13 @@ norm_stats = leaf(
     fake=_stats_fake,
     cpu=norm_stats_reference,
     cuda="norm:stats",
+)
+
+norm_add_stats = leaf(
+    "norm_add_stats(Tensor x, Tensor branch, Tensor? bias, float eps, bool rms) -> (Tensor, Tensor, Tensor)",
+    fake=_add_stats_fake,
+    cpu=norm_add_stats_reference,
+    cuda="norm:add_stats",
 )
 
 norm_apply = leaf(

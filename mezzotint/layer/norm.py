@@ -1,4 +1,4 @@
-"""The parameters of a norm."""
+"""The parameters of a norm, and the residual stream that goes past it."""
 
 from typing import Any
 
@@ -6,9 +6,13 @@ import torch
 from torch import nn
 
 from mezzotint.distributed.gradients import local_part
+from mezzotint.functional.norm import Residual
 from mezzotint.layer.parameters import Place, resolve_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+# (y, bias), which a norm adds to its input before it normalises, and gives the sum out; (None, None): its input.
+Branch = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def check_normalization(normalization: str) -> bool:
@@ -49,6 +53,19 @@ def norm_parameters(module: Any, prefix: str) -> tuple[Any, Any]:
         return gamma, beta
     sums_over = group if module.sequence_parallel else None
     return local_part(gamma, sums_over), None if beta is None else local_part(beta, sums_over)
+
+
+def resolve_branch(branch: Branch | None) -> tuple[torch.Tensor | None, torch.Tensor | None, Residual | None]:
+    """y, bias, and what a core is told of them; nothing of None."""
+    if branch is None:
+        return None, None, None
+    y, bias = branch
+    return y, bias, Residual(y is not None, bias.dtype if bias is not None and need_grad(bias) else None)
+
+
+def need_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether one of them needs a gradient."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def split_norm(module: Any, prefix: str, group: Any, place: Place) -> None:

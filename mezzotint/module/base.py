@@ -136,11 +136,15 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
                         seen = scale_of(self.amax_history_fwd[0], gemm, tensor_type)
                         seen.copy_(float8_amax(tensor.detach()))
 
-    def _outputs(self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None) -> Any:
-        """What forward returns: y, or (y[, bias][, norm's output]), as the module was asked to."""
+    def _outputs(
+        self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None, residual: Any = None
+    ) -> Any:
+        """What forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
         outputs: list[Any] = [y]
         if self.return_bias:
             outputs.append(None if bias is None else bias.to(dtype))
         if self.return_layernorm_output:
             outputs.append(norm_out)
+        if residual is not None:
+            outputs.append(residual)
         return y if len(outputs) == 1 else tuple(outputs)

@@ -11,7 +11,15 @@ from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized, quantize_gradient
-from mezzotint.layer.norm import check_normalization, norm_parameters, register_norm, reset_norm
+from mezzotint.layer.norm import (
+    Branch,
+    check_normalization,
+    need_grad,
+    norm_parameters,
+    register_norm,
+    reset_norm,
+    resolve_branch,
+)
 from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -111,8 +119,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
+        *,
+        _branch: Branch | None = None,
     ) -> Any:
-        """inp (…, in) → (…, out)[, bias][, norm's output]; arguments as of `Linear.forward`."""
+        """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
         check_input(inp, self.in_features)
         self._meet(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
@@ -122,10 +132,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
         added = None if self.return_bias or bias is None else bias
+        branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
-        needs_norm = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
         needs = Needs(
-            has_grad and needs_norm,
+            need_grad(x, branch, branch_bias, gamma, beta),
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
@@ -133,6 +143,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
         args = LayerNormLinearFwdArgs(
             x,
+            branch,
+            branch_bias,
             gamma,
             beta,
             weight,
@@ -141,16 +153,18 @@ class LayerNormLinear(TransformerEngineBaseModule):
             self._linear_args(call, 0, weight, added, weight_q),
             self.return_layernorm_output or self._is_calibrating(),
             self.return_layernorm_output_gathered,
+            residual,
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
         rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if args.returns_norm else None
+        stream = None if residual is None else rest.pop(0)
         self._calibrate((norm_out,), (weight,))
         self._record(call, rest, weight_amaxes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(y, bias, dtype, norm_out)
+        return self._outputs(y, bias, dtype, norm_out, stream)
 
     def extra_repr(self) -> str:
         return (

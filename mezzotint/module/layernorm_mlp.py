@@ -13,7 +13,15 @@ from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.norm import check_normalization, norm_parameters, register_norm, reset_norm
+from mezzotint.layer.norm import (
+    Branch,
+    check_normalization,
+    need_grad,
+    norm_parameters,
+    register_norm,
+    reset_norm,
+    resolve_branch,
+)
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -141,8 +149,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _requantizes(self) -> bool:
         return self.checkpoint
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output]."""
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
+    ) -> Any:
+        """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
         check_input(inp, self.hidden_size)
         self._meet(inp)
         (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
@@ -150,8 +160,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         added = None if self.return_bias or b2 is None else b2
+        branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
-        needs_norm = has_grad and (x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad))
+        needs_norm = need_grad(x, branch, branch_bias, gamma, beta)
         needs1 = Needs(needs_norm, has_grad and w1.requires_grad, has_grad and b1 is not None and b1.requires_grad)
         needs2 = Needs(
             needs1.input or needs1.weight or needs1.bias,
@@ -160,10 +171,12 @@ class LayerNormMLP(TransformerEngineBaseModule):
         )
         call = self._start(dtype, (needs1, needs2), is_first_microbatch)
         if self._is_calibrating():
-            self._calibrate(self._inputs_of_gemms(x), (w1, w2))
+            self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         (w1_q, w2_q), weight_amaxes = self._weights_q(call, (w1, w2))
         args = LayerNormMLPFwdArgs(
             x,
+            branch,
+            branch_bias,
             gamma,
             beta,
             w1,
@@ -178,19 +191,24 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self.checkpoint,
             self.return_layernorm_output,
             self.return_layernorm_output_gathered,
+            residual,
             call.grad_state,
         )
         y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
         rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if self.return_layernorm_output else None
+        stream = None if residual is None else rest.pop(0)
         self._record(call, rest, weight_amaxes)
-        return self._outputs(y, b2, dtype, norm_out)
+        return self._outputs(y, b2, dtype, norm_out, stream)
 
-    def _inputs_of_gemms(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _inputs_of_gemms(
+        self, x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """In high precision."""
         with torch.no_grad():
             options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-            first, _ = norm_forward(NormFwdArgs(x, *norm_parameters(self, "layer_norm_"), options))
+            parameters = norm_parameters(self, "layer_norm_")
+            first, _ = norm_forward(NormFwdArgs(x, *parameters, options, None, branch, branch_bias))
             fc1 = self._weights[0]
             hidden = torch.nn.functional.linear(first, fc1.weight(self).to(x.dtype), _cast(fc1.bias(self), x.dtype))
             second = activate(ActivationFwdArgs(hidden, self._activation, self._activation_params))

@@ -62,7 +62,7 @@ MUTABLE = [
     "NormMade",
     "WeightGrad",
 ]
-FROZEN = ["Core", "LinearQuantizers", "NormOptions", "Numerics", "Parallel"]
+FROZEN = ["Core", "LinearQuantizers", "NormOptions", "Numerics", "Parallel", "Residual"]
 
 
 def test_all_arguments_are_known() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.pointwise import add
 from tests.formats import HIGH
 from tests.values import VIEWS, as_view, raw
@@ -61,6 +61,30 @@ def test_stats_are_centred_first() -> None:
     mu, rs = norm_stats(x, 0.0, False)
     torch.testing.assert_close(mu, x.double().mean(1).float())
     torch.testing.assert_close(rs, x.double().var(1, correction=0).rsqrt().float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HIGH, ids=str)
+@pytest.mark.parametrize("rms", [False, True])
+def test_sum_and_stats(rms: bool, dtype: torch.dtype) -> None:
+    """The sum in numpy's FP32, branch and bias first, rounded once; bit for bit the statistics of that."""
+    for seed, shape in enumerate(SHAPES):
+        x = draw(shape, dtype, seed)
+        for other in HIGH:
+            branch = draw(shape, other, seed + 50)
+            for bias in (None, draw(shape[-1:], other, seed + 90)):
+                got = norm_add_stats(x, branch, bias, EPS, rms)
+                added = branch.float().numpy() if bias is None else branch.float().numpy() + bias.float().numpy()
+                total = torch.from_numpy(x.float().numpy() + added).to(dtype)
+                for a, b in zip(got, (total, *norm_stats(total, EPS, rms)), strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+                    assert a.is_contiguous()
+                    assert torch.equal(raw(a), raw(b))
+    for view in VIEWS:
+        x, branch = (as_view(draw((3, 4, 64), dtype, seed), view) for seed in (1, 2))
+        dense = [t.clone(memory_format=torch.contiguous_format) for t in (x, branch)]
+        for a, b in zip(norm_add_stats(x, branch, None, EPS, rms), norm_add_stats(*dense, None, EPS, rms), strict=True):
+            assert a.is_contiguous()
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", HIGH, ids=str)

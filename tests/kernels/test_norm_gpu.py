@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.pointwise import add
 from tests.formats import HIGH
 from tests.kernels.test_norm import EPS, KINDS, draw, in_double
@@ -71,6 +71,23 @@ def test_apply_is_exact(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (4, 0), (64, 4096), (8, 5120), (16, 2048)], ids=str)
+def test_sum_and_stats(shape: tuple[int, ...], rms: bool) -> None:
+    """The CPU's sum, and the bytes of the statistics of that; whatever the dtypes and strides."""
+    number = len(str(shape))
+    for dtype, other in product(HIGH, HIGH):
+        x, branch = draw(shape, dtype, number), draw(shape, other, number + 50)
+        for bias in (None, draw(shape[-1:], other, 3)):
+            want = norm_add_stats(x, branch, bias, EPS, rms)[0].cuda()
+            others = (None if bias is None else bias.cuda(), EPS, rms)
+            for view in ("contiguous", "inner", "every_second"):
+                got = norm_add_stats(as_view(x.cuda(), view), as_view(branch.cuda(), view), *others)
+                for a, b in zip(got, (want, *norm_stats(want, EPS, rms)), strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+                    assert torch.equal(raw(a), raw(b)), (dtype, other, bias is None, view)
+
+
+@pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (4, 0)], ids=str)
 def test_backward_with_a_residual(shape: tuple[int, ...], rms: bool) -> None:
     """The bytes of the backward and of a sum after it."""
@@ -130,6 +147,10 @@ def test_more_elements_than_32_bits_count(large: torch.Tensor) -> None:
     tail, gamma = large[-128:].clone(), torch.rand(2**14, device="cuda")
     stats, few = norm_stats(large, EPS, True), norm_stats(tail, EPS, True)
     assert torch.equal(stats[1][-128:], few[1])
+    total, _, rs = norm_add_stats(large, large, None, EPS, True)
+    assert torch.equal(total[-128:], tail + tail)
+    assert torch.equal(rs[-128:], norm_add_stats(tail, tail, None, EPS, True)[2])
+    del total
     y = norm_apply(large, *stats, gamma, None, False, True)
     assert torch.equal(y[-128:], norm_apply(tail, *few, gamma, None, False, True))
     del y

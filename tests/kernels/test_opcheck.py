@@ -25,7 +25,7 @@ from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.kernels.float8_rowwise import float8_rowwise_amax
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
-from mezzotint.kernels.norm import norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, norm_backward_add, norm_stats
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
@@ -177,11 +177,13 @@ def test_norm(rms: bool, dtype: torch.dtype) -> None:
         x = sample(shape, dtype)
         norm = sources(x, rms=rms)["norm"]
         torch.library.opcheck(norm_stats, (x, 1e-5, rms), test_utils=utils)
+        torch.library.opcheck(norm_add_stats, (x, x.float(), None if rms else norm[3], 1e-5, rms), test_utils=utils)
         torch.library.opcheck(norm_apply, norm, test_utils=utils)
         torch.library.opcheck(norm_backward, (x, *norm[:4], rms, rms, not rms), test_utils=utils)
         torch.library.opcheck(norm_backward_add, (x, *norm[:4], rms, rms, not rms, x), test_utils=utils)
         if len(shape) == 2:
             turned = x.t().contiguous().t()
+            torch.library.opcheck(norm_add_stats, (turned, turned, norm[3], 1e-5, rms), test_utils=FAST)
             torch.library.opcheck(norm_apply, (turned, *norm[1:]), test_utils=FAST)
             backward = (turned, turned, *norm[1:4], rms, rms, True)
             torch.library.opcheck(norm_backward, backward, test_utils=FAST)
@@ -293,6 +295,7 @@ def test_every_op_has_a_case() -> None:
     here |= {
         op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum, delayed_saw_, delayed_update_)
     }
+    here |= {norm_add_stats.name()}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.norm import norm_stats_reference
+from mezzotint.kernels.norm import norm_add_stats_reference, norm_stats_reference
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, as_rows
 from mezzotint.kernels.triton._jit_source import Input, load
@@ -36,40 +36,58 @@ def backward_config(K: int) -> dict[str, int]:
     return {"BM": BM, "BK": BK, "num_warps": min(16, max(2, BM * BK // 512))}
 
 
+@triton.jit
+def _load_sum(x, branch, bias, at, c, inside):
+    """x, or what x + (branch + bias) is rounded to, in FP32."""
+    value = load(x + at, inside)
+    if branch is not None:
+        other = load(branch + at, inside)
+        if bias is not None:
+            other = other + load(bias + c, inside)
+        value = (value + other).to(x.dtype.element_ty).to(tl.float32)
+    return value
+
+
 @Fast
 @triton.jit
-def _stats_kernel(x, mu, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """BM rows. The mean first, then what is centred: no cancellation."""
+def _stats_kernel(
+    x, branch, bias, total, mu, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
+    """BM rows. The mean first, then what is centred: no cancellation. `total`: where the sum with `branch` goes."""
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, BK)
+    c = tl.arange(0, BK)[None, :]
     high = (r < M)[:, None]
-    at = x + r[:, None] * stride
+    at = r[:, None] * stride
     width = tl.cast(K, tl.float32)
     if WHOLE:
-        wide = (c < K)[None, :]
-        value = load(at + c[None, :], high & wide)
+        wide = c < K
+        value = _load_sum(x, branch, bias, at + c, c, high & wide)
+        if total is not None:
+            tl.store(total + at + c, value.to(total.dtype.element_ty), mask=high & wide)
         if mu is not None:
             mean = tl.div_rn(tl.sum(value, 1), width)
             value = tl.where(wide, value - mean[:, None], 0.0)
-        total = tl.sum(value * value, 1)
+        squared = tl.sum(value * value, 1)
     else:
         end = tl.cast(K, tl.int64)
         if mu is not None:
             sums = tl.zeros([BM, BK], tl.float32)
             for start in range(0, end, BK):
-                sums += load(at + start + c[None, :], high & (start + c < K)[None, :])
+                sums += _load_sum(x, branch, bias, at + start + c, start + c, high & (start + c < K))
             mean = tl.div_rn(tl.sum(sums, 1), width)
         squares = tl.zeros([BM, BK], tl.float32)
         for start in range(0, end, BK):
-            wide = (start + c < K)[None, :]
-            value = load(at + start + c[None, :], high & wide)
+            wide = start + c < K
+            value = _load_sum(x, branch, bias, at + start + c, start + c, high & wide)
+            if total is not None:
+                tl.store(total + at + start + c, value.to(total.dtype.element_ty), mask=high & wide)
             if mu is not None:
                 value = tl.where(wide, value - mean[:, None], 0.0)
             squares += value * value
-        total = tl.sum(squares, 1)
+        squared = tl.sum(squares, 1)
     if mu is not None:
         tl.store(mu + r, mean, mask=r < M)
-    tl.store(rs + r, tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(total, width) + tl.cast(eps, tl.float32))), mask=r < M)
+    tl.store(rs + r, tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squared, width) + tl.cast(eps, tl.float32))), mask=r < M)
 
 
 @triton.jit
@@ -161,14 +179,39 @@ def _backward_kernel(
 
 def stats(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
     x = as_rows(x)
+    return norm_stats_reference(x, eps, rms) if x.numel() == 0 else _launch_stats(x, None, None, None, eps, rms)
+
+
+def add_stats(
+    x: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if x.numel() == 0:
+        return norm_add_stats_reference(x, branch, bias, eps, rms)
+    total = x.new_empty(x.shape)
+    # All as dense and at least as wide as the sum: threads share out its rows as `stats` does, and add in its order.
+    branch = branch.to(torch.promote_types(branch.dtype, x.dtype)).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    return total, *_launch_stats(as_rows(x.contiguous()), branch, bias, total, eps, rms)
+
+
+def _launch_stats(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    total: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K); `branch` and `total` of its strides."""
     M, K = x.shape
-    if M * K == 0:
-        return norm_stats_reference(x, eps, rms)
     rs = x.new_empty(M, dtype=torch.float32)
     mu = rs.new_empty(0 if rms else M)
     options = stats_config(K)
     _stats_kernel[(cdiv(M, options["BM"]),)](
         x,
+        branch,
+        bias,
+        total,
         None if rms else mu,
         rs,
         M,
@@ -254,9 +297,12 @@ def backward(
 _WIDE = WHOLE_STATS + 1
 
 AHEAD = [
-    ahead(_stats_kernel, "bf16 fp32 fp32", WHOLE=True, **stats_config(4096)),
-    ahead(_stats_kernel, "fp32 - fp32", WHOLE=True, **stats_config(100)),
-    ahead(_stats_kernel, "fp16 fp32 fp32", WHOLE=False, **stats_config(_WIDE)),
+    ahead(_stats_kernel, "bf16 - - - fp32 fp32", WHOLE=True, **stats_config(4096)),
+    ahead(_stats_kernel, "fp32 - - - - fp32", WHOLE=True, **stats_config(100)),
+    ahead(_stats_kernel, "fp16 - - - fp32 fp32", WHOLE=False, **stats_config(_WIDE)),
+    ahead(_stats_kernel, "bf16 bf16 - bf16 - fp32", WHOLE=True, **stats_config(4096)),
+    ahead(_stats_kernel, "bf16 bf16 fp32 bf16 fp32 fp32", WHOLE=True, **stats_config(4096)),
+    ahead(_stats_kernel, "fp16 fp32 fp16 fp16 fp32 fp32", WHOLE=False, **stats_config(_WIDE)),
     ahead(
         _backward_kernel,
         "bf16 bf16 fp32 fp32 fp32 bf16 fp32 fp32 -",

@@ -86,7 +86,7 @@ class _Norm(BasicOperation):
         x, mu, rs, weight = ctx.saved_tensors
         args = self._args(x)
         args.gamma = weight.flatten() if weight.dim() > 1 else weight
-        return norm_setup(args, NormMade(mu, rs))
+        return norm_setup(args, NormMade(args.x, mu, rs))
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         saved = self.backward_args(ctx)

@@ -1,0 +1,58 @@
+"""The norm's statistics with the sum before them, in Triton's interpreter, on the CPU: every index and mask.
+
+The sum has the reference's bytes, statistics are those of the kernel that is given the sum. The interpreter is chosen
+before Triton is imported: another process.
+"""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from tests.kernels.test_pointwise_interpreted import HIGH, SHAPES, close, convert, draw, same
+
+
+def test_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_norm_interpreted"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(shape: tuple[int, ...], dtype: torch.dtype, view: str, rms: bool) -> None:
+    from mezzotint.kernels.norm import norm_add_stats_reference
+    from mezzotint.kernels.triton import norm
+    from tests.values import as_view
+
+    x = as_view(draw(shape, dtype, 0), view)
+    for other in (dtype, torch.float32, torch.bfloat16):
+        branch = as_view(draw(shape, other, 1), view)
+        for bias in (None, as_view(draw(shape[-1:], other, 2), view)):
+            case = (shape, dtype, view, other, bias is None)
+            total, mu, rs = norm.add_stats(x, branch, bias, 1e-5, rms)
+            want = norm_add_stats_reference(x, branch, bias, 1e-5, rms)
+            same(total, want[0], case)
+            for got, apart, near in zip((mu, rs), norm.stats(total, 1e-5, rms), want[1:], strict=True):
+                same(got, apart, case)
+                close(got, near, case)
+
+
+def main() -> None:
+    from triton.runtime import interpreter
+
+    from mezzotint.kernels.triton import norm
+
+    interpreter._convert_float = convert
+    for index, shape in enumerate(SHAPES):
+        for dtype in HIGH:
+            for view in ("contiguous", "inner") if index < 4 else ("contiguous",):
+                check(shape, dtype, view, index % 2 == 0)
+    norm.WHOLE_STATS = 128  # longer rows are walked in pieces
+    for dtype in HIGH:
+        for rms in (False, True):
+            check((3, 300), dtype, "inner", rms)
+
+
+if __name__ == "__main__":
+    main()
