@@ -71,12 +71,12 @@ LayerNormLinear  forward      1         1        1       0           1         0
 LayerNormLinear  backward     2         1        0       0           0         1      0    0  -
 LayerNormMLP     forward      2         2        1       1           1         0      0    0  -
 LayerNormMLP     backward     4         1        0       1           0         1      0    0  -
-TransformerLayer forward      4         5        2       1           1         0      0    0  attention,cat,norm_add_stats,add
-TransformerLayer backward     8         3        0       1           0         0      0    0  attention,cat,norm_backward_add:2
+TransformerLayer forward      4         5        2       1           1         0      0    0  attention,cat,summed,add
+TransformerLayer backward     8         3        0       1           0         0      0    0  attention,cat,bwd_sum:2
 """
 # Of the two `cat` the first puts the weights of queries, keys and values together, the second their gradients. Of the
-# two residual connections the first is in the statistics of the MLP's norm, `add` is the second. Their gradients are
-# added in the backward of both norms.
+# two residual connections the first is in the statistics of the MLP's norm (`summed`), `add` is the second. The
+# gradient that comes past a norm is added in its backward (`bwd_sum`).
 
 HIGH_PRECISION = """
 layer            way       gemm  quantize  of_norm  of_act  norm_stats  norm_bwd  apply  act  other
@@ -84,8 +84,8 @@ LayerNormLinear  forward      1         0        0       0           1         0
 LayerNormLinear  backward     2         0        0       0           0         1      0    0  -
 LayerNormMLP     forward      2         0        0       0           1         0      1    1  -
 LayerNormMLP     backward     4         0        0       0           0         1      0    1  -
-TransformerLayer forward      4         0        0       0           1         0      2    1  attention,cat,norm_add_stats,add
-TransformerLayer backward     8         0        0       0           0         0      0    1  attention,cat,norm_backward_add:2
+TransformerLayer forward      4         0        0       0           1         0      2    1  attention,cat,summed,add
+TransformerLayer backward     8         0        0       0           0         0      0    1  attention,cat,bwd_sum:2
 """
 
 # NVFP4 forward and MXFP8 backward: what is kept for backward is quantized in a format of its own. Two quantizations
@@ -105,8 +105,8 @@ KEPT_WEIGHTS = """
 layer            way       gemm  quantize  of_norm  of_act  norm_stats  norm_bwd  apply  act  other
 LayerNormMLP     forward      2         0        1       1           1         0      0    0  -
 LayerNormMLP     backward     4         1        0       1           0         1      0    0  -
-TransformerLayer forward      4         1        2       1           1         0      0    0  attention,norm_add_stats,add
-TransformerLayer backward     8         3        0       1           0         0      0    0  attention,cat,norm_backward_add:2
+TransformerLayer forward      4         1        2       1           1         0      0    0  attention,summed,add
+TransformerLayer backward     8         3        0       1           0         0      0    0  attention,cat,bwd_sum:2
 """
 
 # Beside these: for each module with parameters, delayed scaling notes the amaxes that were seen (`saw`) and, in
@@ -130,6 +130,8 @@ KINDS = {  # how an operator's name ends → its column
     "_of_activation_backward": "of_act",
     "norm_stats": "norm_stats",
     "norm_backward": "norm_bwd",
+    "norm_add_stats": "summed",
+    "norm_backward_add": "bwd_sum",
     "norm_apply": "apply",
     "activation_forward": "act",
     "activation_backward": "act",
