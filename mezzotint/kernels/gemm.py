@@ -28,6 +28,7 @@ from mezzotint import hw
 from mezzotint.constants import E5M2, HIGH_PRECISION
 from mezzotint.kernels import scaled_mm
 from mezzotint.kernels._lib import is_plain, leaf
+from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
     as_stored,
@@ -38,7 +39,6 @@ from mezzotint.kernels.operand import (
     factors,
     rows,
 )
-from mezzotint.kernels.scaled_mm import finish
 
 __all__ = ["BACKENDS", "Operand", "gemm", "gemm_reference", "multiply"]
 

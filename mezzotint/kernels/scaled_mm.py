@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from mezzotint import hw
 from mezzotint.constants import FP4_MAX, FP8_BLOCK, FP8_TORCH, MX_BLOCK, rup
+from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import Operand, codes, factors, rows
 from mezzotint.kernels.swizzle import swizzle
 
@@ -113,18 +114,6 @@ def nv(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) 
     _cut(direct, scaled_mm_v2(x, y.t(), *scales, inside, dtype, out=target), after)
     if direct is not out:
         finish(out, direct, factors(a, b)[1:] if row_scaled else [], bias)
-
-
-def finish(out: torch.Tensor, product: torch.Tensor, scales: list[torch.Tensor | float], bias: Bias) -> None:
-    """out = the FP32 product times each factor, plus bias, cast once. Overwrites `product`, which may be `out`."""
-    steps = [(torch.mul, scale) for scale in scales] + ([] if bias is None else [(torch.add, bias)])
-    for step, value in steps[:-1]:
-        step(product, value, out=product)
-    if steps:
-        step, value = steps[-1]
-        step(product, value, out=out)  # the cast is in the same pass
-    elif product is not out:
-        out.copy_(product)
 
 
 def _fp8(

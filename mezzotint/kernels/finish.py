@@ -1,0 +1,30 @@
+"""The end of a product that a GEMM could not finish: scales and bias on FP32, cast once."""
+
+import torch
+
+from mezzotint.kernels._lib import Late
+
+Scale = torch.Tensor | float  # FP32 [1] or (1, 1), (R, 1), (1, C); a number
+
+
+def finish_reference(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: torch.Tensor | None) -> None:
+    steps = [(torch.mul, scale) for scale in scales] + ([] if bias is None else [(torch.add, bias)])
+    for step, value in steps[:-1]:
+        step(product, value, out=product)
+    if steps:
+        step, value = steps[-1]
+        step(product, value, out=out)  # the cast is in the same pass
+    elif product is not out:
+        out.copy_(product)
+
+
+_late = Late("finish:finish", finish_reference)
+
+
+def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: torch.Tensor | None) -> None:
+    """out (R, C) = the FP32 product times each scale, in order, plus bias [C], cast once. Overwrites `product`, which
+    may be `out`. On CUDA in one pass; PyTorch's own, which casts as it writes, has half of the speed of a copy."""
+    if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None):
+        _late(out, product, scales, bias)
+    else:
+        finish_reference(out, product, scales, bias)
