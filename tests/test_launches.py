@@ -242,7 +242,7 @@ KERNELS: dict[str, str] = {
         float8_quantize_scaled                        zero_ _cast_tile_kernel
         float8_quantize_scaled_of_norm                zero_ _cast_tile_kernel
         float8_quantize_scaled_of_activation          zero_ _cast_tile_kernel
-        float8_quantize_scaled_of_activation_backward zero_ activation_backward _cast_tile_kernel
+        float8_quantize_scaled_of_activation_backward zero_ _cast_tile_kernel
         gemm                                          _scaled_mm
         norm_backward                                 _backward_kernel _finish_kernel""",
     "current": """
@@ -266,7 +266,7 @@ KERNELS: dict[str, str] = {
         float8_block_quantize                        _block_kernel | _square_kernel
         float8_block_quantize_of_norm                _block_kernel
         float8_block_quantize_of_activation          _block_kernel
-        float8_block_quantize_of_activation_backward activation_backward _block_kernel
+        float8_block_quantize_of_activation_backward _block_kernel
         gemm                                         _scaled_mm_v2
         norm_backward                                _backward_kernel _finish_kernel""",
     "mxfp8": """
@@ -274,7 +274,7 @@ KERNELS: dict[str, str] = {
         mxfp8_quantize                        _groups_kernel
         mxfp8_quantize_of_norm                _groups_kernel
         mxfp8_quantize_of_activation          _groups_kernel
-        mxfp8_quantize_of_activation_backward activation_backward _groups_kernel
+        mxfp8_quantize_of_activation_backward _groups_kernel
         gemm                                  mxfp8_dequantize mxfp8_dequantize mm
         norm_backward                         _backward_kernel _finish_kernel""",
     "nvfp4": """

@@ -7,13 +7,17 @@ that the source reads beside x. It calls `load_input` where it would call `load_
     ("norm", zero_centered)                      mu or None (RMSNorm), rs, gamma, beta or None
     ("norm_gamma", None)                         mu or None, rs, dy, its stride        not rounded: dgamma's summands
     ("activation", act, gated)                   bias or None, p0, p1, p2, scales of rows or None
-    ("activation_backward", act, gated)          bias or None, p0, p1, p2, scales of rows or None, dy, its stride
+    ("activation_backward", act)                 bias or None, p0, p1, p2, scales of rows or None, dy, its stride
+    ("halves", act)                              the same, of a gated one: see `load_halves`
+
+A gated gradient (M, 2N) needs at column c what it needs at c + N. A program makes both tiles from one read of them; its
+kernel calls `load_halves` and walks the two, and has as many programs as N columns take.
 
 Every operation is rounded once, in the order of the reference, so that what is pointwise has the reference's bits;
 exponentials differ from it in the last two bits. The kernels that only write (`_produce.py`) call the same functions.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -162,18 +166,9 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
         if given[5] is not None:
             value = value.to(TYPE).to(tl.float32) * load(given[5] + r, rows)[:, None]
     else:
-        if SOURCE[2]:
-            # A column of the result says which half it is the gradient of; both halves are read.
-            N = K // 2
-            j = tl.where(c < N, c, c - N)
-            x1 = load_biased(x + at, given[1], j, inside)
-            x2 = load_biased(x + at, given[1], j + N, inside)
-            grad = load_grad(given[6], given[7], given[5], r, j, rows, inside, TYPE)
-            d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], HOW)
-            value = tl.where(c < N, d1, d2)
-        else:
-            _value, slope = act(load_biased(x + at, given[1], c, inside), HOW)
-            value = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE) * slope
+        tl.static_assert(KIND == "activation_backward")
+        _value, slope = act(load_biased(x + at, given[1], c, inside), HOW)
+        value = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE) * slope
     if KIND != "norm_gamma":
         value = value.to(TYPE).to(tl.float32)
     if inside is not None:
@@ -182,10 +177,23 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
 
 
 @triton.jit
-def gated_gradients(grad, x1, x2, p0, p1, p2, ACT: tl.constexpr):
-    """Of either half."""
-    first, slope, second, second_slope = gates(x1, x2, p0, p1, p2, ACT)
-    return grad * slope * second, grad * first * second_slope
+def produce_halves(x, given, r, c, M, N, stride, ACT: tl.constexpr, EVEN: tl.constexpr):
+    """The gradients of a gated activation at columns c < N and at c + N, in the dtype of x; 0 outside of (M, N)."""
+    TYPE: tl.constexpr = x.dtype.element_ty
+    rows = None if EVEN else r < M
+    inside = None if EVEN else (r < M)[:, None] & (c < N)
+    at = x + r[:, None] * stride
+    x1 = load_biased(at, given[1], c, inside)
+    x2 = load_biased(at, given[1], c + N, inside)
+    grad = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE)
+    first, slope, second, second_slope = gates(x1, x2, given[2], given[3], given[4], ACT)
+    return (grad * slope * second).to(TYPE), (grad * first * second_slope).to(TYPE)
+
+
+@triton.jit
+def larger(first, second):
+    """Of two tiles the larger magnitudes, as FP32; of NaN and a number, the number."""
+    return tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
 
 
 @triton.jit
@@ -195,6 +203,17 @@ def load_input(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.cons
         return load_tile(x, r, c, M, K, stride, EVEN, ONCE)
     else:
         return produce(x, given, r, c[None, :], M, K, stride, SOURCE, EVEN)
+
+
+@triton.jit
+def load_halves(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
+    """As `load_input`, twice, or the two tiles of "halves". These are in the dtype of x: fewer registers."""
+    if SOURCE is not None and SOURCE[0] == "halves":
+        ACT: tl.constexpr = SOURCE[1]  # an element of a tuple is no argument before Triton 3.7
+        return produce_halves(x, given, r, c[None, :], M, K // 2, stride, ACT, EVEN)
+    else:
+        value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, ONCE)
+        return value, value
 
 
 @triton.jit
@@ -217,32 +236,65 @@ class Input(NamedTuple):
     def given(self, partials: torch.Tensor | None = None) -> tuple[Any, ...] | None:
         return None if self.kind is None else (partials, *self.arguments)
 
+    def columns(self) -> int:
+        """Those that programs share out: K, or the half of which each program takes two tiles."""
+        return self.K // 2 if self.kind is not None and self.kind[0] == "halves" else self.K
+
     def partials(self, tiles: int) -> torch.Tensor | None:
         """Where `store_sums` writes, for this many rows of tiles."""
         return None if self.sums is None else self.x.new_empty((tiles, self.K), dtype=torch.float32)
 
 
-def read(x: torch.Tensor | Made, passes: int = 1) -> Input:
-    """Of a tensor or a source; launches that take two passes over x compute a source twice."""
+# Where a quantization computes a source: "inside" each of its passes, and nothing is written; in the "first" of two,
+# which writes it for the second to read; "before", by a launch of the source's own.
+Way = Literal["inside", "first", "before"]
+
+_KINDS = ("activation", "gradient", "gradient, sums", "gated", "gated gradient", "gated gradient, sums")
+_ONCE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_KINDS, "inside"), "gradient, sums": "before"}
+_TWICE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_KINDS, "before")}
+
+# Quantization → what is quantized → the fastest way, as measured on an H200 (`dev/LOG.md`); not yet so where a gated
+# gradient is "inside". A norm is cheap. An activation pays inside where it is computed once; a gradient with sums holds
+# the partial sums of a tile as well.
+WAYS: dict[str, dict[str, Way]] = {
+    "delayed": _ONCE,
+    "current": {"norm": "inside", **dict.fromkeys(_KINDS, "first")},
+    "block": _ONCE,
+    "mxfp8": _ONCE,
+    "rowwise": _TWICE,
+    "rows": {**_ONCE, "gated gradient": "before", "gated gradient, sums": "before"},  # row-wise alone
+    "long rows": _TWICE,
+}
+
+
+def way(x: torch.Tensor | Made, quantization: str, tile: int = 0) -> Way:
+    """That of `WAYS`. Nothing but a tensor has one: not what is empty, nor halves that do not make tiles this wide."""
+    if not isinstance(x, Made) or 0 in x.shape:
+        return "before"
+    kind = what(x)
+    if kind.startswith("gated gradient") and (tile == 0 or x.shape[-1] % (2 * tile)):
+        return "before"
+    return WAYS[quantization][kind]
+
+
+def what(made: Made) -> str:
+    """What `WAYS` calls it."""
+    if made.source == "norm":
+        return "norm"
+    if made.source == "activation":
+        return "gated" if is_gated(made.args[2]) else "activation"
+    kind = "gated gradient" if is_gated(made.args[3]) else "gradient"
+    return kind if made.sums is None else f"{kind}, sums"
+
+
+def read(x: torch.Tensor | Made, way: Way = "before") -> Input:
+    """A tensor, or the source as it is taken in."""
     if isinstance(x, Made):
-        if pays(x, passes) and 0 not in x.shape:
+        if way != "before":
             return sourced(x)
         x = x.tensor()
     x = as_rows(x)
     return Input(x, *x.shape)
-
-
-def pays(made: Made, passes: int) -> bool:
-    """Whether to compute the source inside is faster than to write what it makes first, as measured on an H200.
-
-    A norm is cheap. An activation pays where it is computed once; its gradient, where it needs little: each half of a
-    gated one takes both halves, and column sums hold the partial sums of a tile.
-    """
-    if made.source == "norm":
-        return True
-    if passes > 1:
-        return False
-    return made.source == "activation" or (not is_gated(made.args[3]) and made.sums is None)
 
 
 def sourced(made: Made) -> Input:
@@ -258,7 +310,8 @@ def sourced(made: Made) -> Input:
     else:
         dy, x, bias, name, params, scales = args
         dy = as_rows(dy)
-        kind = ("activation_backward", *_act(name))
+        act, gated = _act(name)
+        kind = ("halves" if gated else "activation_backward", act)
         arguments = (bias, *_three(params), _flat(scales), dy, dy.stride(0))
     x = as_rows(x)
     dense = tuple(a.contiguous() if isinstance(a, torch.Tensor) and a.dim() == 1 else a for a in arguments)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton._jit import ahead, raise_amax, tile_of
+from mezzotint.kernels.triton._jit import ahead, raise_amax, store_tile, tile_of
 from mezzotint.kernels.triton._jit_source import Input, load_input, sourced
 from mezzotint.kernels.triton._launch import Fast
 
@@ -46,18 +46,15 @@ def _write_kernel(
     BN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """`amax`: FP32 [1], raised to that of what is written, or None."""
+    """`out`, or None: what the source makes. `amax`, or None: FP32 [1], raised to that of it."""
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
-    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False).to(out.dtype.element_ty)
-    to = out + r[:, None] * K + c[None, :]
-    if EVEN:
-        tl.store(to, value)
-    else:
-        tl.store(to, value, mask=(r < M)[:, None] & (c < K)[None, :])
+    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    if out is not None:
+        store_tile(out, value.to(out.dtype.element_ty), r, c, M, K, EVEN)
     if amax is not None:
-        raise_amax(amax, value.to(tl.float32))
+        raise_amax(amax, value)
 
 
 @Fast
@@ -97,28 +94,32 @@ def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
     tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < K)
 
 
-def write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """One launch: what the source makes, in its shape and dtype; `amax`, FP32 [1], is raised to that of it."""
-    x = made.args[made.source == "activation_backward"]
-    out = x.new_empty(made.shape)
-    if out.numel():
-        source = sourced(made)
-        options = write_config(source.K)
-        even = source.M % options["BM"] == 0 and source.K % options["BN"] == 0
-        _write_kernel[(cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"]),)](
-            source.x,
-            out,
-            amax,
-            source.given(),
-            source.M,
-            source.K,
-            source.x.stride(0),
-            SOURCE=source.kind,
-            EVEN=even,
-            **options,
-            enable_fp_fusion=False,
-        )
+def write(made: Made) -> torch.Tensor:
+    """What the source makes, in its shape and dtype."""
+    out = made.args[made.source == "activation_backward"].new_empty(made.shape)
+    make(sourced(made), out, None)
     return out
+
+
+def make(source: Input, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
+    """One launch: what the source makes, or its amax, FP32 [1], which is raised to it, or both."""
+    if source.M * source.K == 0:
+        return
+    options = write_config(source.K)
+    even = source.M % options["BM"] == 0 and source.K % options["BN"] == 0
+    _write_kernel[(cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"]),)](
+        source.x,
+        out,
+        amax,
+        source.given(),
+        source.M,
+        source.K,
+        source.x.stride(0),
+        SOURCE=source.kind,
+        EVEN=even,
+        **options,
+        enable_fp_fusion=False,
+    )
 
 
 def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
@@ -182,19 +183,20 @@ AHEAD = [
         )
     ),
     ahead(_write_kernel, "bf16 bf16 -", SCALED, SOURCE=("activation", "silu", True), EVEN=True, **write_config(4096)),
+    ahead(_write_kernel, "bf16 - fp32", SCALED, SOURCE=("activation", "silu", True), EVEN=True, **write_config(4096)),
     *(
         ahead(
             _write_kernel,
             "fp16 fp16 fp32",
             f"- *fp32 fp32 fp32 fp32 {scales} *fp16 i32",
-            SOURCE=("activation_backward", "gelu", False),
+            SOURCE=("activation_backward", "gelu"),
             EVEN=False,
             **write_config(100),
         )
         for scales in ("-", "*fp32")
     ),
     ahead(_sums_kernel, "bf16 fp32", **sums_config()),
-    ahead(_sums_kernel, "bf16 fp32", BACKWARD, SOURCE=("activation_backward", "silu", True), **sums_config()),
+    ahead(_sums_kernel, "bf16 fp32", BACKWARD, SOURCE=("activation_backward", "silu"), **sums_config()),
     ahead(_sums_kernel, "bf16 fp32", "- *fp32 *fp32 *bf16 i32", SOURCE=("norm_gamma", None), **sums_config()),
     ahead(_finish_kernel, "fp32 bf16", **finish_config()),
 ]

@@ -1,8 +1,7 @@
 """Activations and column sums on CUDA. One read, one write.
 
 All but the gradients of scales and of a gated activation are a source's `write`. The latter writes both halves from
-one read of them; a quantization that takes it in computes each half where it needs it, with the same functions and the
-same bits.
+one read of them, as a quantization that takes it in does (`load_halves`).
 """
 
 from collections.abc import Sequence
@@ -13,12 +12,11 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.activation import is_gated
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._jit import ahead, as_rows, raise_amax, tile_of
-from mezzotint.kernels.triton._jit_source import gated_gradients, load, load_biased, load_grad, produce, read, sourced
+from mezzotint.kernels.triton._jit_source import larger, load, produce, produce_halves, read, sourced
 from mezzotint.kernels.triton._launch import Fast
-from mezzotint.kernels.triton._produce import sum_columns, write
+from mezzotint.kernels.triton._produce import make, sum_columns
 
 
 def tile_config(N: int) -> dict[str, int]:
@@ -41,22 +39,18 @@ def _gated_backward_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """x and out are (M, 2N). `given`: as that of the source. `amax`: FP32 [1], raised to that of out, or None."""
+    """x is (M, 2N), `given` that of "halves". `out`: (M, 2N), `amax`: FP32 [1], raised to that of it; or None."""
     row, col = tile_of(tl.program_id(0), M, N, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = (col * BN + tl.arange(0, BN))[None, :]
-    inside = (r < M)[:, None] & (c < N)
-    at = x + r[:, None] * stride
-    x1 = load_biased(at, given[1], c, inside)
-    x2 = load_biased(at, given[1], c + N, inside)
-    grad = load_grad(given[6], given[7], given[5], r, c, r < M, inside, x.dtype.element_ty)
-    d1, d2 = gated_gradients(grad, x1, x2, given[2], given[3], given[4], ACT)
-    to = out + r[:, None] * (2 * N) + c
-    d1, d2 = d1.to(out.dtype.element_ty), d2.to(out.dtype.element_ty)
-    tl.store(to, d1, mask=inside)
-    tl.store(to + N, d2, mask=inside)
-    if amax is not None:  # 0 outside: the gradient that was read there is
-        raise_amax(amax, tl.maximum(tl.abs(d1.to(tl.float32)), tl.abs(d2.to(tl.float32))))
+    d1, d2 = produce_halves(x, given, r, c, M, N, stride, ACT, False)
+    if out is not None:
+        inside = (r < M)[:, None] & (c < N)
+        to = out + r[:, None] * (2 * N) + c
+        tl.store(to, d1, mask=inside)
+        tl.store(to + N, d2, mask=inside)
+    if amax is not None:
+        raise_amax(amax, larger(d1, d2))
 
 
 @Fast
@@ -91,7 +85,7 @@ def forward(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return write(Made("activation", (x, bias, name, params, scales)))
+    return _write(Made("activation", (x, bias, name, params, scales)))
 
 
 def backward(
@@ -106,10 +100,7 @@ def backward(
 
 
 def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an activation or its gradient makes, and its amax, FP32 [1], taken on the way.
-
-    Run in Triton's interpreter and compiled ahead; on a GPU not yet.
-    """
+    """What a source makes, and its amax, FP32 [1], taken on the way."""
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     out = _write(made, amax)
     if made.sums is not None:
@@ -117,29 +108,41 @@ def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
     return out, amax
 
 
+def amax_of(made: Made) -> torch.Tensor:
+    """FP32 [1], of what a source makes; nothing else is written."""
+    amax = made.args[0].new_zeros(1, dtype=torch.float32)
+    _launch(made, None, amax)
+    return amax
+
+
 def _write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
-    """One launch; of a gated gradient one that writes both halves."""
-    if made.source != "activation_backward" or not is_gated(made.args[3]):
-        return write(made, amax)
-    x = made.args[1]
-    out, N = x.new_empty(x.shape), x.shape[-1] // 2
-    if out.numel():
-        source = sourced(made)
-        assert source.kind is not None
-        options = tile_config(N)
-        _gated_backward_kernel[(cdiv(source.M, options["BM"]) * cdiv(N, options["BN"]),)](
-            source.x,
-            out,
-            amax,
-            source.given(),
-            source.M,
-            N,
-            source.x.stride(0),
-            ACT=source.kind[1],
-            **options,
-            enable_fp_fusion=False,
-        )
+    out = made.args[made.source == "activation_backward"].new_empty(made.shape)
+    _launch(made, out, amax)
     return out
+
+
+def _launch(made: Made, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
+    """One launch; of a gated gradient one that makes both halves."""
+    source = sourced(made)
+    if source.kind is None or source.kind[0] != "halves":
+        make(source, out, amax)
+        return
+    N = source.columns()
+    if source.M * N == 0:
+        return
+    options = tile_config(N)
+    _gated_backward_kernel[(cdiv(source.M, options["BM"]) * cdiv(N, options["BN"]),)](
+        source.x,
+        out,
+        amax,
+        source.given(),
+        source.M,
+        N,
+        source.x.stride(0),
+        ACT=source.kind[1],
+        **options,
+        enable_fp_fusion=False,
+    )
 
 
 def scale_gradient(dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequence[float]) -> torch.Tensor:
@@ -170,9 +173,9 @@ def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 AHEAD = [
     *(
-        ahead(_gated_backward_kernel, f"bf16 bf16 {amax}", given, ACT="silu", **tile_config(4096))
-        for amax, given in product(
-            ("-", "fp32"), ("- - fp32 fp32 fp32 - *bf16 i32", "- - fp32 fp32 fp32 *fp32 *bf16 i32")
+        ahead(_gated_backward_kernel, f"bf16 {written}", given, ACT="silu", **tile_config(4096))
+        for written, given in product(
+            ("bf16 -", "bf16 fp32", "- fp32"), ("- - fp32 fp32 fp32 - *bf16 i32", "- - fp32 fp32 fp32 *fp32 *bf16 i32")
         )
     ),
     ahead(

@@ -2,17 +2,18 @@
 
 Current scaling, two launches. The first (`float8_amax.py`) leaves a few partial maxima, which every program of the cast
 reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards: what the
-first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A source that is not
-taken in leaves the amax of what it writes: no pass for that.
+first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A source that is
+computed in the first pass leaves the amax of what it writes.
 
 Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
 
-With a source (`_jit_source.py`) both passes go by tiles and compute what they do not read.
+With a source (`_jit_source.py`) that is inside, both passes compute what they do not read.
 
 The cast reads each element once. Without a transposed copy it is flat, 1-D. With one, a program holds a tile and writes
 it in both directions; see `spread` for the order of its rows.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import Input, load_input, pays, read, sourced, store_sums
+from mezzotint.kernels.triton._jit_source import Input, larger, load_halves, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
-from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, finish_source
-from mezzotint.kernels.triton.activation import write_with_amax
+from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, SCALED_BACKWARD, finish_source
+from mezzotint.kernels.triton.activation import amax_of, write_with_amax
 from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
 
 __all__ = ["PARTIALS", "amax", "amax_partials", "dequantize", "quantize", "quantize_scaled"]
@@ -158,21 +159,25 @@ def _cast_tile_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, K, BM, BN, GROUP)
+    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
+    N = K // PARTS
+    row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
-    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
-    store_sums(given, value, row, c, K, SOURCE)
-    scale = _scale(source, value, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    first, second = load_halves(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    scale = _scale(source, first, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
-    code = cast_fp8(value * scale, DTYPE)
-    if data is not None:
-        store_tile(data, code, r, c, M, K, EVEN)
-    if transpose is not None:
-        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
+    for part in tl.static_range(PARTS):
+        value = (first if part == 0 else second).to(tl.float32)
+        store_sums(given, value, row, part * N + c, K, SOURCE)
+        code = cast_fp8(value * scale, DTYPE)
+        if data is not None:
+            store_tile(data, code, r, part * N + c, M, K, EVEN)
+        if transpose is not None:
+            store_transposed(transpose, code, row, part * (N // BN) + col, M, K, BM, BN, SPAN, EVEN)
     if SCALED:
-        raise_amax(amax, value)
+        raise_amax(amax, first if PARTS == 1 else larger(first, second))
 
 
 @Fast
@@ -223,7 +228,7 @@ def _cast(
         return
     options = config or tile_config(rowwise)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
-    grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+    grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
     _cast_tile_kernel[grid](
         x,
@@ -261,24 +266,23 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """Current scaling."""
-    if (
-        amax is None
-        and isinstance(x, Made)
-        and not pays(x, 2)
-        and not _fits_one_program(sourced(x), rowwise, columnwise)
-    ):
-        x, amax = write_with_amax(x)
     given = amax is not None
-    source = read(x, passes=1 if given else 2)
-    alone = not given and config is None and _fits_one_program(source, rowwise, columnwise)
+    alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
+    how = way(x, "delayed" if given or alone else "current", _width(rowwise, config))
+    if isinstance(x, Made) and how == "first":
+        (x, amax), how, given = write_with_amax(x), "before", True
+    source = read(x, how)
     if alone:
         amax = out[-1]  # not read
     elif amax is None:
         if source.kind is None:
             source = source._replace(x=source.x.contiguous())
             amax = amax_partials(source.x, noop)
-        else:
+        elif source.kind[0] == "norm":
             amax = source_partials(source)
+        else:
+            assert isinstance(x, Made)
+            amax, given = amax_of(x), True
     _cast(
         source,
         out,
@@ -296,14 +300,21 @@ def quantize(
     )
 
 
-def _fits_one_program(source: Input, rowwise: bool, columnwise: bool) -> bool:
+def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -> bool:
     """Whether the program of the cast sees all of x, and can take the amax itself: no first launch."""
-    if source.M * source.K == 0:
-        return False
-    if not columnwise and source.kind is None and source.x.is_contiguous():
-        return flat_config()["BLOCK"] >= source.M * source.K
-    options = tile_config(rowwise)
-    return options["BM"] >= source.M and options["BN"] >= source.K
+    *rows, K = x.shape
+    M, options = math.prod(rows), tile_config(rowwise)
+    tile, flat = options["BM"] >= M and options["BN"] >= K, flat_config()["BLOCK"] >= M * K
+    if M * K == 0 or columnwise:
+        return M * K > 0 and tile
+    if isinstance(x, Made):
+        return tile and flat  # whether it is taken in or not
+    return flat if x.is_contiguous() else tile
+
+
+def _width(rowwise: bool, config: dict[str, int] | None) -> int:
+    """Of the tiles."""
+    return (config or tile_config(rowwise)).get("BN", 0)
 
 
 def quantize_scaled(
@@ -322,7 +333,8 @@ def quantize_scaled(
     else:
         _clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-    _cast(read(x), out, noop, scale, rowwise, columnwise, config, **constants)
+    source = read(x, way(x, "delayed", _width(rowwise, config)))
+    _cast(source, out, noop, scale, rowwise, columnwise, config, **constants)
 
 
 def dequantize(
@@ -371,14 +383,22 @@ AHEAD = [
             (SCALED, ("activation", "silu", True)),
         )
     ),
+    *(
+        ahead(_cast_tile_kernel, f"bf16 {out} fp32 fp32 fp32 -", BACKWARD, SOURCE=kind, **_DELAYED, **_TILE, EVEN=even)
+        for out, kind, even in (
+            ("u8 -", ("activation_backward", "gelu"), False),
+            ("u8 u8", ("halves", "silu"), True),
+            ("- u8", ("halves", "silu"), False),
+        )
+    ),
     ahead(
         _cast_tile_kernel,
-        "bf16 u8 - fp32 fp32 fp32 -",
-        BACKWARD,
-        SOURCE=("activation_backward", "silu", True),
-        **_DELAYED,
+        "bf16 u8 u8 fp32 fp32 - -",
+        SCALED_BACKWARD,
+        SOURCE=("halves", "silu"),
+        **{**_CURRENT, "BP": 0},
         **_TILE,
-        EVEN=False,
+        EVEN=True,
     ),
     ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),
     ahead(_dequantize_kernel, "u8 fp32 fp32", DTYPE=E5M2, **flat_config()),

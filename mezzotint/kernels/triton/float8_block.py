@@ -28,7 +28,7 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
 
@@ -77,27 +77,32 @@ def _block_kernel(
     """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
     if noop is not None and tl.load(noop) == 1.0:
         return
-    row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
+    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
+    N = K // PARTS
+    row, tile = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
-    c = col * BN + tl.arange(0, BN)
-    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, ONCE)
-    store_sums(given, value, row, c, K, SOURCE)
-    # Both maxima before the first store: what is left then waits for nothing.
-    if data is not None:
-        row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
-    if transpose is not None:
-        col_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
-    if data is not None:
-        store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, EVEN)
-        padded = (M + 3) // 4 * 4
-        scale_inv = tl.where(r < M, inverse(row_scale, POW2), 0.0)
-        tl.store(scales + col * padded + r, scale_inv, mask=r < padded)
-    if transpose is not None:
-        code = cast_fp8(value * col_scale[None, :], DTYPE)
-        store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
-        padded = (K + 3) // 4 * 4
-        scale_inv = tl.where(c < K, inverse(col_scale, POW2), 0.0)
-        tl.store(col_scales + row * padded + c, scale_inv, mask=c < padded)
+    first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, ONCE)
+    for part in tl.static_range(PARTS):
+        col = part * (N // BN) + tile
+        c = col * BN + tl.arange(0, BN)
+        value = (first if part == 0 else second).to(tl.float32)
+        store_sums(given, value, row, c, K, SOURCE)
+        # Both maxima before the first store: what is left then waits for nothing.
+        if data is not None:
+            row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
+        if transpose is not None:
+            col_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 0)), eps, DTYPE, POW2, FOR_INF)
+        if data is not None:
+            store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, EVEN)
+            padded = (M + 3) // 4 * 4
+            scale_inv = tl.where(r < M, inverse(row_scale, POW2), 0.0)
+            tl.store(scales + col * padded + r, scale_inv, mask=r < padded)
+        if transpose is not None:
+            code = cast_fp8(value * col_scale[None, :], DTYPE)
+            store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
+            padded = (K + 3) // 4 * 4
+            scale_inv = tl.where(c < K, inverse(col_scale, POW2), 0.0)
+            tl.store(col_scales + row * padded + c, scale_inv, mask=c < padded)
 
 
 @triton.jit
@@ -165,7 +170,7 @@ def quantize(
     columnwise: bool,
     config: dict[str, Any] | None = None,
 ) -> None:
-    source = read(x)
+    source = read(x, way(x, "block", 0 if two_d else FP8_BLOCK))
     M, K = source.M, source.K
     if M * K == 0 or not out:
         return
@@ -175,7 +180,7 @@ def quantize(
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     partials = source.partials(cdiv(M, options["BM"]))
     kernel = _square_kernel if two_d else _block_kernel
-    kernel[(cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)](
+    kernel[(cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)](
         source.x,
         data,
         scales,
@@ -237,7 +242,9 @@ AHEAD = [
     _case(_square_kernel, "fp16 - - u8 fp32 -", True),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, NORM, ("norm", False)),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, ACTIVATION, ("activation", "silu", True)),
-    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "silu", True)),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "silu")),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("halves", "silu")),
+    _case(_block_kernel, "fp16 - - u8 fp32 -", False, BACKWARD.replace("bf16", "fp16"), ("halves", "clamped_swiglu")),
     _case(_block_kernel, "bf16 u8 fp32 - - -", False, RMSNORM, ("norm", True)),
-    _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "gelu", False)),
+    _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "gelu")),
 ]

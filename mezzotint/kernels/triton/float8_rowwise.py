@@ -9,6 +9,7 @@ Column-wise, or both: a column's scale needs all of x, hence three launches and 
 2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
 3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
    still in the cache.
+A source (`_jit_source.py`) is computed in both passes, or in the first, which then writes it, or before.
 """
 
 import torch
@@ -32,7 +33,7 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import load_input, read, store_sums
+from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
@@ -125,6 +126,7 @@ def _partial_kernel(
     x,
     rows,
     cols,
+    out,
     noop,
     given,
     M,
@@ -136,21 +138,36 @@ def _partial_kernel(
     STRIP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns."""
+    """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns.
+
+    `out`, or None: (M, K), what a source makes, for the second pass to read.
+    """
     if noop is not None and tl.load(noop) == 1.0:
         return
-    strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
+    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
+    N = K // PARTS
+    strip, tile = tile_of(tl.program_id(0), M, N, STRIP, BN, 1)
     c = tile * BN + tl.arange(0, BN)
     tops = tl.zeros([BM, BN], tl.float32)
+    second_tops = tl.zeros([BM, BN], tl.float32)
     for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the maxima
         r = strip * STRIP + start + tl.arange(0, BM)
-        value = tl.abs(load_input(x, given, r, c, M, K, stride, SOURCE, False, False))
+        first, second = load_halves(x, given, r, c, M, K, stride, SOURCE, False, False)
         if cols is not None:
-            tops = tl.maximum(tops, value)
-        if rows is not None:
-            tl.store(rows + tile * M + r, drop_nan(tl.max(value, 1)), mask=r < M)
+            tops = tl.maximum(tops, tl.abs(first.to(tl.float32)))
+            if PARTS == 2:
+                second_tops = tl.maximum(second_tops, tl.abs(second.to(tl.float32)))
+        for part in tl.static_range(PARTS):
+            value = first if part == 0 else second
+            if rows is not None:
+                top = drop_nan(tl.max(tl.abs(value.to(tl.float32)), 1))
+                tl.store(rows + (part * (N // BN) + tile) * M + r, top, mask=r < M)
+            if out is not None:
+                store_tile(out, value.to(out.dtype.element_ty), r, part * N + c, M, K, False)
     if cols is not None:
-        tl.store(cols + strip * K + c, tl.max(tops, 0), mask=c < K)
+        tl.store(cols + strip * K + c, tl.max(tops, 0), mask=c < N)
+        if PARTS == 2:
+            tl.store(cols + strip * K + N + c, tl.max(second_tops, 0), mask=c < N)
 
 
 @triton.jit
@@ -238,16 +255,21 @@ def _cast_kernel(
 ):
     if noop is not None and tl.load(noop) == 1.0:
         return
-    row, col = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, K, BM, BN, GROUP)
+    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
+    N = K // PARTS
+    row, tile = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
-    c = col * BN + tl.arange(0, BN)
-    value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
-    store_sums(given, value, row, c, K, SOURCE)
-    if data is not None:
-        scale = tl.load(row_scale + r, mask=r < M, other=0.0)
-        store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
-    scale = tl.load(col_scale + c, mask=c < K, other=0.0)
-    store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
+    first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
+    for part in tl.static_range(PARTS):
+        col = part * (N // BN) + tile
+        c = col * BN + tl.arange(0, BN)
+        value = (first if part == 0 else second).to(tl.float32)
+        store_sums(given, value, row, c, K, SOURCE)
+        if data is not None:
+            scale = tl.load(row_scale + r, mask=r < M, other=0.0)
+            store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
+        scale = tl.load(col_scale + c, mask=c < K, other=0.0)
+        store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
 
 
 def quantize(
@@ -264,7 +286,10 @@ def quantize(
 ) -> None:
     """`config` overrides the cast's, or with row-wise alone the only kernel's."""
     check_col_amax(col_amax, x.shape)
-    source = read(x, passes=2 if columnwise or x.shape[-1] > WHOLE_ROW else 1)
+    kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
+    width = max(partial_config()["BN"], (config or tile_config(rowwise)).get("BN", 0)) if columnwise else 0
+    how = way(x, kind, width)
+    source = read(x, how)
     x, M, K = source.x, source.M, source.K
     data, row_inv = out[:2] if rowwise else (None, None)
     scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
@@ -297,11 +322,13 @@ def quantize(
     sizes = [0 if col_amax is not None else strips * K, K, *((tiles * M, M) if rowwise else ())]
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     rows, row_scale = more or (None, None)
-    if strips * tiles and (rowwise or col_amax is None):
-        _partial_kernel[(strips * tiles,)](
+    written = x.new_empty(M, K) if how == "first" else None
+    if strips * tiles and (rowwise or col_amax is None or written is not None):
+        _partial_kernel[(strips * cdiv(source.columns(), options["BN"]),)](
             x,
             rows,
             cols if col_amax is None else None,
+            written,
             noop,
             source.given(),
             M,
@@ -311,6 +338,10 @@ def quantize(
             **options,
             enable_fp_fusion=False,
         )
+    if written is not None:
+        if source.sums is not None:
+            sum_columns(read(written), source.sums)
+        source, x = read(written), written
     if col_amax is not None:
         cols, strips = col_amax.contiguous(), 1
     finish = finish_config()
@@ -336,7 +367,7 @@ def quantize(
     if M * K:
         options = config or tile_config(rowwise)
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
-        grid = (cdiv(M, options["BM"]) * cdiv(K, options["BN"]),)
+        grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
         partials = source.partials(cdiv(M, options["BM"]))
         _cast_kernel[grid](
             x,
@@ -373,6 +404,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
             None,
             cols,
             None,
+            None,
             source.given(),
             M,
             K,
@@ -400,10 +432,10 @@ AHEAD = [
     ahead(_rows_kernel, "bf16 u8 fp32 -", **_POW2, WHOLE=True, **rows_config(4096)),
     ahead(_rows_kernel, "fp32 u8 fp32 fp32", **_EXACT, WHOLE=True, **rows_config(100)),
     ahead(_rows_kernel, "fp16 u8 fp32 -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
-    ahead(_partial_kernel, "bf16 fp32 fp32 -", **partial_config()),
-    ahead(_partial_kernel, "fp32 fp32 fp32 fp32", **partial_config()),
-    ahead(_partial_kernel, "fp16 - fp32 -", **partial_config()),
-    ahead(_partial_kernel, "bf16 fp32 - -", **partial_config()),
+    ahead(_partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),
+    ahead(_partial_kernel, "fp32 fp32 fp32 - fp32", **partial_config()),
+    ahead(_partial_kernel, "fp16 - fp32 - -", **partial_config()),
+    ahead(_partial_kernel, "bf16 fp32 - - -", **partial_config()),
     ahead(_finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
     ahead(_finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
     ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
@@ -414,20 +446,28 @@ AHEAD = [
         _rows_kernel,
         "bf16 u8 fp32 -",
         BACKWARD,
-        SOURCE=("activation_backward", "silu", True),
+        SOURCE=("activation_backward", "silu"),
         **_POW2,
         WHOLE=True,
         **rows_config(4096),
     ),
-    ahead(_partial_kernel, "bf16 fp32 fp32 -", RMSNORM, SOURCE=("norm", False), **partial_config()),
-    ahead(_partial_kernel, "bf16 fp32 fp32 -", ACTIVATION, SOURCE=("activation", "silu", True), **partial_config()),
+    ahead(_partial_kernel, "bf16 fp32 fp32 - -", RMSNORM, SOURCE=("norm", False), **partial_config()),
+    *(
+        ahead(_partial_kernel, f"bf16 fp32 fp32 {out} -", given, SOURCE=kind, **partial_config())
+        for out in ("-", "bf16")
+        for given, kind in (
+            (ACTIVATION, ("activation", "silu", True)),
+            (BACKWARD, ("halves", "silu")),
+        )
+    ),
     *(
         ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=kind, DTYPE=E4M3, **_TILE, EVEN=True)
         for given, kind in (
             (NORM, ("norm", False)),
             (ACTIVATION, ("activation", "silu", True)),
-            (BACKWARD, ("activation_backward", "gelu", False)),
-            (SCALED_BACKWARD, ("activation_backward", "gelu", False)),
+            (BACKWARD, ("activation_backward", "gelu")),
+            (BACKWARD, ("halves", "silu")),
+            (SCALED_BACKWARD, ("halves", "silu")),
         )
     ),
 ]

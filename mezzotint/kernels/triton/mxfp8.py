@@ -31,7 +31,7 @@ from mezzotint.kernels.triton._jit import (
     swizzled,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import load_input, produce, read, store_sums
+from mezzotint.kernels.triton._jit_source import load, load_input, produce, produce_halves, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
@@ -168,60 +168,70 @@ def _groups_kernel(
     wide = (K + 127) // 128 * 128
     LANES: tl.constexpr = 512 // BN if zero is None else 256 // BN
     BLOCKS: tl.constexpr = BN // 32
-    row, window = tile_of(tl.program_id(0), high, wide, 32, BN * GROUPS, 1)
+    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
+    N = K // 2 if PARTS == 2 else wide
+    row, place = tile_of(tl.program_id(0), high, N, 32, BN * GROUPS, 1)
     r, group = _grouped(GROUPS, LANES)
     r += row * 32
-    first = window * (BN * GROUPS) + group * BN
+    first = place * (BN * GROUPS) + group * BN
     n = tl.arange(0, BN)
-    mask = (r < M)[:, None] & (first[:, None] + n[None, :] < K)
+    cols = first[:, None] + n[None, :]
     if SOURCE is None:
         at = x + (r * stride + first)[:, None] + n[None, :]
-        value = (tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)).to(tl.float32)
+        tile = load(at, None if EVEN else (r < M)[:, None] & (cols < K))
+    elif PARTS == 2:
+        ACT: tl.constexpr = SOURCE[1]
+        tile, second = produce_halves(x, given, r, cols, M, N, stride, ACT, EVEN)
     else:
-        value = produce(x, given, r, first[:, None] + n[None, :], M, K, stride, SOURCE, EVEN)
-        if given[0] is not None:
+        tile = produce(x, given, r, cols, M, K, stride, SOURCE, EVEN)
+    for part in tl.static_range(PARTS):
+        window = part * (N // (BN * GROUPS)) + place
+        first = window * (BN * GROUPS) + group * BN
+        mask = (r < M)[:, None] & (first[:, None] + n[None, :] < K)
+        value = (tile if part == 0 else second).to(tl.float32)
+        if SOURCE is not None and given[0] is not None:
             c = window * (BN * GROUPS) + tl.arange(0, BN * GROUPS)
             sums = tl.sum(tl.sum(tl.reshape(value, [32 // LANES, GROUPS, LANES, BN]), 0), 1)
             tl.store(given[0] + row * K + c, tl.reshape(sums, [BN * GROUPS]), mask=c < K)
-    blocks = tl.reshape(value, [32 * GROUPS, BLOCKS, 32])
-    to = (r * K + first)[:, None] + (n if zero is None else eights(n, zero))[None, :]
+        blocks = tl.reshape(value, [32 * GROUPS, BLOCKS, 32])
+        to = (r * K + first)[:, None] + (n if zero is None else eights(n, zero))[None, :]
 
-    if TWO_D:
-        top = _max_of_groups(tl.max(tl.abs(blocks), 2), GROUPS, LANES, BLOCKS)
-        byte = e8m0_from_amax(drop_nan(top), DTYPE, FLOOR)
-        row_byte = _to_rows(byte, GROUPS, LANES, BLOCKS)
-        col_byte = _to_columns(byte, GROUPS, BN)
-        code = tl.reshape(cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE), [32 * GROUPS, BN])
-        if data is not None:
-            _store(data + to, code, mask, EVEN)
-        if col_data is not None:
-            _store(col_data + to, code, mask, EVEN)
-    else:
-        if data is not None:
-            row_byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
-            code = cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE)
-            _store(data + to, tl.reshape(code, [32 * GROUPS, BN]), mask, EVEN)
-        if col_data is not None:
-            col_byte = e8m0_from_amax(drop_nan(_max_of_groups(tl.abs(value), GROUPS, LANES, BN)), DTYPE, FLOOR)
-            code = cast_fp8(value * _to_rows(e8m0_inverse(col_byte), GROUPS, LANES, BN), DTYPE)
-            _store(col_data + to, code, mask, EVEN)
+        if TWO_D:
+            top = _max_of_groups(tl.max(tl.abs(blocks), 2), GROUPS, LANES, BLOCKS)
+            byte = e8m0_from_amax(drop_nan(top), DTYPE, FLOOR)
+            row_byte = _to_rows(byte, GROUPS, LANES, BLOCKS)
+            col_byte = _to_columns(byte, GROUPS, BN)
+            code = tl.reshape(cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE), [32 * GROUPS, BN])
+            if data is not None:
+                _store(data + to, code, mask, EVEN)
+            if col_data is not None:
+                _store(col_data + to, code, mask, EVEN)
+        else:
+            if data is not None:
+                row_byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
+                code = cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE)
+                _store(data + to, tl.reshape(code, [32 * GROUPS, BN]), mask, EVEN)
+            if col_data is not None:
+                col_byte = e8m0_from_amax(drop_nan(_max_of_groups(tl.abs(value), GROUPS, LANES, BN)), DTYPE, FLOOR)
+                code = cast_fp8(value * _to_rows(e8m0_inverse(col_byte), GROUPS, LANES, BN), DTYPE)
+                _store(col_data + to, code, mask, EVEN)
 
-    # A block of zeros has byte 0, so padding comes out as it must, except where a 32x32 tile is cut.
-    if data is not None:
-        i = row * 32 + tl.arange(0, 32)
-        j = window * (GROUPS * BLOCKS) + tl.arange(0, GROUPS * BLOCKS)
-        byte = _side_by_side(row_byte, GROUPS, LANES, BLOCKS)
-        if TWO_D:
-            byte = tl.where((i < M)[:, None], byte, 0)
-        to = swizzled(i[:, None], j[None, :], wide // 128) if SWIZZLED else i[:, None] * (wide // 32) + j[None, :]
-        tl.store(scales + to, byte.to(tl.uint8), mask=(j < wide // 32)[None, :])
-    if col_data is not None:
-        c = window * (BN * GROUPS) + tl.arange(0, BN * GROUPS)
-        byte = tl.reshape(col_byte, [BN * GROUPS])
-        if TWO_D:
-            byte = tl.where(c < K, byte, 0)
-        to = swizzled(c, row, high // 128) if SWIZZLED else row * wide + c
-        tl.store(col_scales + to, byte.to(tl.uint8), mask=c < wide)
+        # A block of zeros has byte 0, so padding comes out as it must, except where a 32x32 tile is cut.
+        if data is not None:
+            i = row * 32 + tl.arange(0, 32)
+            j = window * (GROUPS * BLOCKS) + tl.arange(0, GROUPS * BLOCKS)
+            byte = _side_by_side(row_byte, GROUPS, LANES, BLOCKS)
+            if TWO_D:
+                byte = tl.where((i < M)[:, None], byte, 0)
+            to = swizzled(i[:, None], j[None, :], wide // 128) if SWIZZLED else i[:, None] * (wide // 32) + j[None, :]
+            tl.store(scales + to, byte.to(tl.uint8), mask=(j < wide // 32)[None, :])
+        if col_data is not None:
+            c = window * (BN * GROUPS) + tl.arange(0, BN * GROUPS)
+            byte = tl.reshape(col_byte, [BN * GROUPS])
+            if TWO_D:
+                byte = tl.where(c < K, byte, 0)
+            to = swizzled(c, row, high // 128) if SWIZZLED else row * wide + c
+            tl.store(col_scales + to, byte.to(tl.uint8), mask=c < wide)
 
 
 @triton.jit
@@ -277,13 +287,15 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    source = read(x)
+    options = dict(config or tile_config(two_d, rowwise, columnwise, True))
+    source = read(x, way(x, "mxfp8", options["BN"] * options["num_warps"] if columnwise else 0))
     x, M, K = source.x, source.M, source.K
     if M * K == 0 or not out:
         return
     data, scales = out[:2] if rowwise else (None, None)
     col_data, col_scales = out[-2:] if columnwise else (None, None)
-    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None))
+    if config is None and source.kind is None:
+        options = tile_config(two_d, rowwise, columnwise)
     constants = {
         "SOURCE": source.kind,
         "DTYPE": dtype,
@@ -305,7 +317,7 @@ def quantize(
     groups = options["num_warps"]
     wide = options["BN"] * groups
     partials = source.partials(rows // 32)
-    _groups_kernel[(rows // 32 * cdiv(cols, wide),)](
+    _groups_kernel[(rows // 32 * cdiv(source.columns() if source.columns() < K else cols, wide),)](
         x,
         data,
         scales,
@@ -390,13 +402,12 @@ AHEAD = [
     _case("fp32 u8 u8 - - fp32", E5M2, True, True, False, True),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, NORM, ("norm", True)),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, ACTIVATION, ("activation", "silu", True)),
-    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, BACKWARD, ("activation_backward", "silu", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, BACKWARD, ("activation_backward", "gelu")),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, BACKWARD, ("halves", "silu")),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, SCALED, ("activation", "silu", True)),
-    _case(
-        "bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, SCALED_BACKWARD, ("activation_backward", "silu", True)
-    ),
-    _case("bf16 u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "gelu", False)),
-    _case("bf16 - - u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "silu", True)),
+    _case("bf16 u8 u8 u8 u8 -", E4M3, False, False, False, True, SCALED_BACKWARD, ("halves", "silu")),
+    _case("bf16 u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "gelu")),
+    _case("bf16 - - u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("halves", "silu")),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, True, RMSNORM, ("norm", False)),
     ahead(_dequantize_kernel, "u8 u8 bf16", DTYPE=E4M3, SWIZZLED=False, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp32", DTYPE=E5M2, SWIZZLED=True, COLUMNWISE=False, **_BACK),
