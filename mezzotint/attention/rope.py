@@ -182,30 +182,41 @@ def split_turned(
             f"freqs turn {freqs[0].shape[-1]} channels of queries and {freqs[1].shape[-1]} of keys: give as many"
         )
     channels = mixed.shape[-1] // (heads + 2 * kv_heads)
-    angles = _cos_sin(mixed, freqs[0], channels, tensor_format, start_positions, cu_seqlens[0], cp_size, cp_rank)
+    of_q = _cos_sin(mixed, freqs[0], channels, tensor_format, start_positions, cu_seqlens[0], cp_size, cp_rank)
+    of_k: tuple[Any, Any] = (None, None)
     if freqs[1] is not freqs[0] or cu_seqlens[1] is not cu_seqlens[0]:
-        angles += _cos_sin(mixed, freqs[1], channels, tensor_format, start_positions, cu_seqlens[1], cp_size, cp_rank)
+        of_k = _cos_sin(mixed, freqs[1], channels, tensor_format, start_positions, cu_seqlens[1], cp_size, cp_rank)
     if tensor_format == "thd":
-        q, k, v = _Split.apply(mixed[:, None], heads, kv_heads, blocks, interleaved, *angles)
+        q, k, v = _Split.apply(mixed[:, None], *of_q, *of_k, heads, kv_heads, blocks, interleaved)
         return q.squeeze(1), k.squeeze(1), v.squeeze(1)
-    return _Split.apply(mixed, heads, kv_heads, blocks, interleaved, *angles)
+    return _Split.apply(mixed, *of_q, *of_k, heads, kv_heads, blocks, interleaved)
 
 
 class _Split(torch.autograd.Function):
-    """Queries and keys, turned, and values out of mixed [a, b, width]."""
+    """Queries and keys, turned, and values out of mixed [a, b, width]; keys by angles of their own, if not None."""
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: torch.Tensor, heads: int, kv_heads: int, blocks: int, interleaved: bool, *angles: torch.Tensor
+        ctx: Any,
+        mixed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cos: torch.Tensor | None,
+        k_sin: torch.Tensor | None,
+        heads: int,
+        kv_heads: int,
+        blocks: int,
+        interleaved: bool,
     ) -> Any:
+        angles = [cos, sin] if k_cos is None or k_sin is None else [cos, sin, k_cos, k_sin]
         ctx.save_for_backward(*angles)
-        ctx.blocks, ctx.interleaved, ctx.num_angles = blocks, interleaved, len(angles)
-        return run_op(rope_split, mixed, list(angles), heads, kv_heads, blocks, interleaved)
+        ctx.blocks, ctx.interleaved = blocks, interleaved
+        return run_op(rope_split, mixed, angles, heads, kv_heads, blocks, interleaved)
 
     @staticmethod
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
         dmixed = run_op(rope_join, dq, dk, dv, list(ctx.saved_tensors), ctx.blocks, ctx.interleaved)
-        return (dmixed, None, None, None, None, *[None] * ctx.num_angles)
+        return dmixed, None, None, None, None, None, None, None, None
 
 
 def _cos_sin(

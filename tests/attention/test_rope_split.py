@@ -277,6 +277,17 @@ def test_compiled(layout: str, kind: int, backend: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.compile
+def test_compiled_without_gradients() -> None:
+    """As in decoding; angles that are one tensor, and two."""
+    module = make("bshd", fuse_qkv_params=True)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = draw(BATCH, SIZE, HIDDEN)
+    with torch.no_grad():
+        for freqs in (ANGLES, (ANGLES, 2 * ANGLES)):
+            assert_same([call(x, rotary_pos_emb=freqs)], [module(x, rotary_pos_emb=freqs)])
+
+
 def test_bad_input() -> None:
     module = make("bshd", fuse_qkv_params=True)
     with pytest.raises(ValueError, match=r"the projection of hidden_states has shape .* 'bshd' needs 3 dimensions"):
