@@ -2,11 +2,11 @@
 
 Modules read the state once per call. Delayed scaling: a module that ran in a region waits in `pending`; when the
 outermost region ends, every one of them updates its forward scales in one op, in eager code or inside the graph that
-the region lies in. Over processes the maxima of all modules are reduced in one collective before.
+the region lies in (`functional/delayed.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 
 from mezzotint import hw
 from mezzotint.constants import DType
-from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.distributed.groups import world_size
-from mezzotint.kernels.delayed import delayed_update_
+from mezzotint.functional.delayed import Ending, ScaleState, update_states
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -69,6 +68,7 @@ class State:
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
+    ending: Ending = field(default_factory=Ending)  # where delayed scaling's gradients wait for the end of backward
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -135,20 +135,11 @@ def update_pending(updates: bool) -> None:
         waiting = waiting.before
     if not updates:
         return
-    states = [(module._forward_state(), groups) for module, groups in modules]
-    reduce_amaxes([(history[0], groups) for (_, history, _), groups in states])
-    batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
-    for (scale, history, request), _ in states:
-        if is_own_rule(request):
-            apply_own_rule(history, scale, request, forward=True)
-        else:
-            key = request.amax_compute_algo == "most_recent"
-            scales, histories, tops = batches.setdefault(key, ([], [], []))
-            scales.append(scale)
-            histories.append(history)
-            tops.append(scaled_max(request, True))
-    for most_recent, (scales, histories, tops) in batches.items():
-        delayed_update_(scales, histories, tops, most_recent)
+    states: list[ScaleState] = []
+    for module, groups in modules:
+        scale, history, request = module._forward_state()
+        states.append(ScaleState(scale, history, *update_rule(request, forward=True), groups))
+    update_states(states)
 
 
 def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:
@@ -160,28 +151,13 @@ def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any
     return tuple([group for group in groups if world_size(group) > 1])
 
 
-def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
-    """Take the maxima of modules, FP32 [n] each, over the processes of their groups, in place: one collective for each
-    group, whatever the number of modules."""
-    by_name: dict[str, tuple[Any, list[torch.Tensor]]] = {}
-    for row, groups in rows:
-        for group in groups:
-            by_name.setdefault(group.group_name, (group, []))[1].append(row)
-    for group, members in by_name.values():
-        largest = all_reduce_max(torch.cat(members), group)
-        for row, part in zip(members, largest.split([row.shape[0] for row in members]), strict=True):
-            row.copy_(part)
-
-
-def scaled_max(request: DelayedScalingRequest, forward: bool) -> float:
-    """The format's largest value · 2^-margin."""
+def update_rule(request: DelayedScalingRequest, *, forward: bool) -> tuple[float, bool, Any]:
+    """How scales follow from histories: the format's largest value · 2^-margin, whether the most recent maximum alone
+    counts, and a user's functions where they take the place of both."""
     top = request.fp8_format.value.max_fwd if forward else request.fp8_format.value.max_bwd
-    return float(top) * 2.0**-request.margin
-
-
-def is_own_rule(request: DelayedScalingRequest) -> bool:
-    """Whether a user's functions take the place of the update."""
-    return callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
+    is_own = callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
+    update = partial(apply_own_rule, request=request, forward=forward) if is_own else None
+    return float(top) * 2.0**-request.margin, request.amax_compute_algo == "most_recent", update
 
 
 def apply_own_rule(

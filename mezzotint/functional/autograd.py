@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from mezzotint.distributed.collectives import all_reduce_max
+from mezzotint.functional.delayed import Ending, ScaleState, update_states
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -31,16 +31,11 @@ class Core:
 
 
 @dataclass(slots=True)
-class GradState:
+class GradState(ScaleState):
     """Delayed scaling of gradients: live buffers that backward writes. Never saved, never read by a core."""
 
-    scale: torch.Tensor  # FP32 [n]
-    history: torch.Tensor  # FP32 (L, n)
-    top: float
-    most_recent: bool
-    update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     is_first: bool  # this run of the module was its first since the last update: its backward is the last
-    groups: tuple[Any, ...] = ()  # of processes over which the maxima are taken
+    ending: Ending | None = None  # where it waits for other modules; None in a graph
 
 
 class Saved:
@@ -135,6 +130,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        begin_backward(ctx.grad_state)
         saved = unflatten(ctx.spec, list(ctx.saved_tensors))
         result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
         if ctx.grad_state is not None:
@@ -155,15 +151,21 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     end_backward(state)
 
 
+def begin_backward(state: GradState | None) -> None:
+    """Backward is going to enter what it sees: new scales from what was entered before, if they have waited."""
+    if state is not None and state.ending is not None:
+        state.ending.before(state.scale)
+
+
 def end_backward(state: GradState) -> None:
-    """All that backward saw is entered: new scales, if this was the last backward of the iteration."""
-    if state.is_first:
-        for group in state.groups:
-            state.history[0].copy_(all_reduce_max(state.history[0], group))
-        if state.update is not None:
-            state.update(state.history, state.scale)
-        else:
-            run_op(delayed_update_, [state.scale], [state.history], [state.top], state.most_recent)
+    """All that backward saw is entered: new scales, if this was the last backward of the iteration. Where other
+    processes are asked, at the end of the backward of all modules."""
+    if not state.is_first:
+        return
+    if state.ending is not None and state.groups:
+        state.ending.add(state)
+    else:
+        update_states([state])
 
 
 def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ scaling's buffers are in `state.py`.
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import is_fully_sharded
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.quantization import STATE, Pending, apply_own_rule, is_own_rule, reduction_groups, scaled_max
+from mezzotint.quantization import STATE, Pending, reduction_groups, update_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
@@ -179,15 +178,13 @@ class Layer(ParallelModule):
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
             call.grad_scales = self.scale_bwd.clone()
-            update = partial(apply_own_rule, request=request, forward=False) if is_own_rule(request) else None
             call.grad_state = GradState(
                 self.scale_bwd,
                 self.amax_history_bwd[: request.amax_history_len],
-                scaled_max(request, False),
-                request.amax_compute_algo == "most_recent",
-                update,
-                is_first,
+                *update_rule(request, forward=False),
                 groups,
+                is_first,
+                None if torch.compiler.is_compiling() else STATE.ending,
             )
         return call
 

@@ -1,9 +1,12 @@
 """Quantized tensors that cross a module's boundary: given to it, or asked of it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from mezzotint.quantization import STATE
 from mezzotint.tensor.quantize import quantize
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
@@ -15,7 +18,10 @@ def dequantized(inp: Any) -> torch.Tensor:
 
 def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
     """x, whose gradient is given on quantized."""
-    return _QuantizeGradient.apply(x, module._boundary_quantizer(gemm, "grad_input"))
+    quantizer = module._boundary_quantizer(gemm, "grad_input")
+    if torch.compiler.is_compiling():
+        return _QuantizeGradient.apply(x, quantizer, None)
+    return _QuantizeGradient.apply(x, quantizer, partial(STATE.ending.before, module.scale_bwd))
 
 
 class _Dequantize(torch.autograd.Function):
@@ -30,10 +36,12 @@ class _Dequantize(torch.autograd.Function):
 
 class _QuantizeGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-        ctx.quantizer = quantizer
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Any, before: Callable[[], None] | None) -> torch.Tensor:
+        ctx.quantizer, ctx.before = quantizer, before
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return quantize(grad.detach(), ctx.quantizer), None
+        if ctx.before is not None:  # by the scale that follows from what the module has seen
+            ctx.before()
+        return quantize(grad.detach(), ctx.quantizer), None, None

@@ -172,6 +172,9 @@ class _Function(torch.autograd.Function):
         grad_params: list[Any] = [(None,) * n for n in pipeline.num_params]
         grad_extra_inputs: list[Any] = [()] * count
         channel_grads: dict[str, Any] = {}
+        for run in pipeline.runs:
+            if run is not None:
+                run.begin_backward()
         dy = grad_output
         for op, places in pipeline.backward:
             if places[-1] < pipeline.first:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from mezzotint.functional.autograd import end_backward
+from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Call, Layer, delayed_request
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.ops.quantizing import delayed
@@ -227,6 +227,10 @@ class Run:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+
+    def begin_backward(self) -> None:
+        """Something of the operation's backward is going to be entered."""
+        begin_backward(self.call.grad_state)
 
     def end_backward(self) -> None:
         """The operation's backward is over: delayed scaling takes its new scales, if it was the last one."""

@@ -3,7 +3,6 @@ use is refused."""
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ import mezzotint as mz
 from mezzotint import ops, recipe
 from mezzotint.distributed import reduce_gradients
 from mezzotint.distributed.shards import quantize_shard
-from tests.distributed.parallel import BITWISE, Sent, differing, draw, error, make, part, part_like, step, unit, world
+from tests.distributed.delayed_world import endings, reductions
+from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.quantizer_formats import FORMATS
-from tests.recipes import RECIPES, STATE
+from tests.recipes import RECIPES
 from tests.worlds import Result
 
 
@@ -183,51 +183,6 @@ def compiled_layer(rank: int) -> Result:
         want, got = step(eager, x, dy, RECIPES["delayed"]), step(twin, x, dy, RECIPES["delayed"], call)
         wrong += [f"{key} of step {i}" for key in differing(got, want)]
     return {"wrong": wrong, "graphs": counter.frame_count}
-
-
-def reductions(rank: int) -> Result:
-    """Delayed scaling over `amax_reduction_group`: each process has tokens of its own, all get the scales of all."""
-    group, size, _ = world()
-    delayed = recipe.DelayedScaling(amax_history_len=3)
-
-    def run(compiles: bool, reduces: bool = True, tokens: int = 16) -> tuple[Any, dict[str, int], torch.Tensor]:
-        torch._dynamo.reset()
-        model = torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
-        chosen = delayed if reduces else recipe.DelayedScaling(amax_history_len=3, reduce_amax=False)
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
-        calls: dict[str, int] = {}
-        for i in range(3):
-            x = draw(tokens, 32, seed=10 * i + rank) * (1 + rank)
-            counted = Sent()
-            # A mode of dispatch is not traced.
-            with nullcontext() if compiles else counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
-                y = call(x)
-            calls = counted.calls
-            y.backward(draw(tokens, 32, seed=40 + 10 * i + rank) * (1 + rank))
-        state = [getattr(layer, name) for layer in model for name in STATE]
-        # Of what no scale has touched before: the first input and the last gradient.
-        seen = torch.stack((model[0].amax_history_fwd[:3, 0], model[2].amax_history_bwd[:3, 0]))
-        return torch.cat([tensor.reshape(-1) for tensor in state]), calls, seen
-
-    eager, calls, reduced = run(False)
-    graph, _, _ = run(True)
-    _, none, own = run(False, reduces=False)
-    some, _, _ = run(False, tokens=16 if rank == 0 else 0)
-
-    def is_same(state: torch.Tensor) -> bool:
-        everywhere = [torch.empty_like(state) for _ in range(size)]
-        dist.all_gather(everywhere, state)
-        return all(torch.equal(everywhere[0], other) for other in everywhere)
-
-    return {
-        "calls": calls,
-        "calls without": none,
-        "same everywhere": is_same(eager),
-        "same with some": is_same(some) and bool((some[0] != 1).all()),
-        "compiled": torch.equal(eager, graph),
-        "own": own,
-        "reduced": reduced,
-    }
 
 
 def losses(rank: int) -> Result:
@@ -398,6 +353,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     set_later,
     compiled_layer,
     reductions,
+    endings,
     losses,
     grouped,
     copies,

@@ -70,6 +70,17 @@ def test_maxima_over_a_group(world: World) -> None:
     assert torch.equal(made[0]["reduced"], torch.maximum(own[0], own[1]))
 
 
+def test_gradients_of_all_modules_are_reduced_in_one_collective(world: World) -> None:
+    """More where a module's next gradients, or a gradient that it gives on quantized, come before the end; one for each
+    backward inside of a reentrant checkpoint's."""
+    more = {"regions": 2, "regions of operations": 2, "quantized gradients": 3, "reentrant": 2}
+    for found in results(world, "endings"):
+        assert found.pop("waiting") == 0
+        assert len(found) == 9
+        for way, made in found.items():
+            assert made == {"wrong": [], "buffers": 12, "calls": [more.get(way, 1), 0]}, way
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_of_a_split_vocabulary(world: World, smoothing: float, compiles: bool) -> None:

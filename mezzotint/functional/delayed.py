@@ -1,0 +1,89 @@
+"""Delayed scaling's new scales, of many modules at once: their maxima are taken over processes in one collective.
+
+Forward: when the outermost `autocast` region ends. Backward: in eager code the modules that autograd has gone through
+wait for the end of the backward (`Ending`), and so have one collective for all of them, too. A module whose next maxima
+come before (two regions in one backward) makes those that wait take theirs first. So what is computed is what each
+module would compute on its own, as soon as its backward is over; a graph does just that, and so does a group of one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mezzotint.distributed.collectives import all_reduce_max
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.delayed import delayed_update_
+
+
+@dataclass(slots=True)
+class ScaleState:
+    """One direction of a module: live buffers, and how they are updated."""
+
+    scale: torch.Tensor  # FP32 [n]
+    history: torch.Tensor  # FP32 (L, n)
+    top: float
+    most_recent: bool
+    update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
+    groups: tuple[Any, ...]  # of processes over which the maxima are taken
+
+
+def update_states(states: Sequence[ScaleState]) -> None:
+    """New scales from what was seen, over all processes: one collective for each group, one launch for each rule."""
+    reduce_amaxes([(state.history[0], state.groups) for state in states])
+    batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
+    for state in states:
+        if state.update is not None:
+            state.update(state.history, state.scale)
+        else:
+            scales, histories, tops = batches.setdefault(state.most_recent, ([], [], []))
+            scales.append(state.scale)
+            histories.append(state.history)
+            tops.append(state.top)
+    for most_recent, (scales, histories, tops) in batches.items():
+        run_op(delayed_update_, scales, histories, tops, most_recent)
+
+
+def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
+    """Take the maxima of modules, FP32 [n] each, over the processes of their groups, in place: one collective for each
+    group, whatever the number of modules."""
+    by_name: dict[str, tuple[Any, list[torch.Tensor]]] = {}
+    for row, groups in rows:
+        for group in groups:
+            by_name.setdefault(group.group_name, (group, []))[1].append(row)
+    for group, members in by_name.values():
+        largest = all_reduce_max(torch.cat(members), group)
+        for row, part in zip(members, largest.split([row.shape[0] for row in members]), strict=True):
+            row.copy_(part)
+
+
+@dataclass(slots=True)
+class Ending:
+    """Modules that wait for the end of a backward, in eager code. `quantization.STATE` has the one instance."""
+
+    waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
+    task: int = field(default=-1, compare=False)  # the last backward that will call back
+
+    def add(self, state: ScaleState) -> None:
+        """All that backward saw of a module is entered: new scales at its end; outside of one, now."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            update_states([state])
+            return
+        self.waiting[id(state.scale)] = task, state
+        if task != self.task:
+            self.task = task
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))  # type: ignore[attr-defined]
+
+    def before(self, scale: torch.Tensor) -> None:
+        """Something is going to be entered for a module, or its scale to be read: it must not wait any more."""
+        if id(scale) in self.waiting:
+            self._end(self.waiting[id(scale)][0])
+
+    @torch.no_grad()
+    def _end(self, task: int) -> None:
+        states = [state for of, state in self.waiting.values() if of == task]
+        self.waiting = {key: value for key, value in self.waiting.items() if value[0] != task}
+        if states:
+            update_states(states)

@@ -1,0 +1,112 @@
+"""Delayed scaling over processes: how often they ask each other, and that it is what one process computes."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mezzotint as mz
+from mezzotint import ops, quantization, recipe
+from tests.distributed.parallel import Sent, differing, draw, make, world
+from tests.recipes import STATE
+from tests.worlds import Result
+
+
+def reductions(rank: int) -> Result:
+    """Delayed scaling over `amax_reduction_group`: each process has tokens of its own, all get the scales of all."""
+    group, size, _ = world()
+    delayed = recipe.DelayedScaling(amax_history_len=3)
+
+    def run(compiles: bool, reduces: bool = True, tokens: int = 16) -> tuple[Any, dict[str, int], torch.Tensor]:
+        torch._dynamo.reset()
+        model = torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
+        chosen = delayed if reduces else recipe.DelayedScaling(amax_history_len=3, reduce_amax=False)
+        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        calls: dict[str, int] = {}
+        for i in range(3):
+            x = draw(tokens, 32, seed=10 * i + rank) * (1 + rank)
+            counted = Sent()
+            # A mode of dispatch is not traced.
+            with nullcontext() if compiles else counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
+                y = call(x)
+            calls = counted.calls
+            y.backward(draw(tokens, 32, seed=40 + 10 * i + rank) * (1 + rank))
+        state = [getattr(layer, name) for layer in model for name in STATE]
+        # Of what no scale has touched before: the first input and the last gradient.
+        seen = torch.stack((model[0].amax_history_fwd[:3, 0], model[2].amax_history_bwd[:3, 0]))
+        return torch.cat([tensor.reshape(-1) for tensor in state]), calls, seen
+
+    eager, calls, reduced = run(False)
+    graph, _, _ = run(True)
+    _, none, own = run(False, reduces=False)
+    some, _, _ = run(False, tokens=16 if rank == 0 else 0)
+
+    def is_same(state: torch.Tensor) -> bool:
+        everywhere = [torch.empty_like(state) for _ in range(size)]
+        dist.all_gather(everywhere, state)
+        return all(torch.equal(everywhere[0], other) for other in everywhere)
+
+    return {
+        "calls": calls,
+        "calls without": none,
+        "same everywhere": is_same(eager),
+        "same with some": is_same(some) and bool((some[0] != 1).all()),
+        "compiled": torch.equal(eager, graph),
+        "own": own,
+        "reduced": reduced,
+    }
+
+
+def endings(rank: int) -> Result:
+    """Backward with delayed scaling over a group: one collective for all modules at its end. Both processes have the
+    same tokens, so that the state is that of one process: what differs from it, and how many collectives there were."""
+    group, _, _ = world()
+    found: Result = {}
+
+    def model() -> Any:
+        return torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
+
+    def operations() -> Any:
+        made = [ops.Linear(32, 32, device="cpu", dtype=torch.bfloat16) for _ in range(2)]
+        return ops.Sequential(*made, ops.GELU(), ops.Linear(32, 32, device="cpu", dtype=torch.bfloat16))
+
+    def quantized_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model[2](model[1](model[0](x, fp8_grad=True), fp8_grad=True), fp8_grad=True)
+
+    def recomputed(reentrant: bool) -> Any:
+        return lambda model, x: mz.checkpoint(model[1:], model[0](x), use_reentrant=reentrant)
+
+    ways: dict[str, tuple[Any, Any, int]] = {  # what is made, how it is called, regions in one backward
+        "modules": (model, None, 1),
+        "operations": (operations, None, 1),
+        "regions": (model, None, 2),
+        "regions of operations": (operations, None, 2),
+        "quantized gradients": (model, quantized_gradients, 1),
+        "recomputed": (model, recomputed(False), 1),
+        "reentrant": (model, recomputed(True), 1),
+        "twice": (model, lambda model, x: model(model(x)), 1),
+        "own rule": (model, None, 1),
+    }
+    for way, (make_model, call, regions) in ways.items():
+        states, calls = [], []
+        for reduces in (True, False):
+            torch.manual_seed(0)
+            made = make_model()
+            rule = (lambda history: history.amax(0)) if way == "own rule" else "max"
+            chosen = recipe.DelayedScaling(amax_history_len=3, reduce_amax=reduces, amax_compute_algo=rule)
+            for i in range(3):
+                outputs = []
+                for region in range(regions):
+                    x = (draw(16, 32, seed=10 * i + region) * (1 + i)).requires_grad_()
+                    with mz.autocast(recipe=chosen, amax_reduction_group=group):
+                        outputs.append(made(x) if call is None else call(made, x))
+                with Sent() as counted:
+                    sum(outputs).backward(draw(16, 32, seed=40 + i))
+                # Right after backward: nothing waits, as for a checkpoint.
+                states.append({k: v.clone() for k, v in made.named_buffers() if k.split(".")[-1] in STATE})
+            calls.append(counted.calls.get("all_reduce float32", 0))
+        differ = [f"{name} of step {i}" for i in range(3) for name in differing(states[i], states[3 + i])]
+        found[way] = {"wrong": differ, "buffers": len(states[0]), "calls": calls}
+    found["waiting"] = len(quantization.STATE.ending.waiting)
+    return found
