@@ -49,10 +49,11 @@ def heads_of(mixed: torch.Tensor, heads: int, kv_heads: int, blocks: int) -> tup
 def rope_split_reference(
     mixed: torch.Tensor, angles: list[torch.Tensor], heads: int, kv_heads: int, blocks: int, interleaved: bool
 ) -> tuple[torch.Tensor, ...]:
+    (cos, sin), (k_cos, k_sin) = angles[:2], angles[-2:]
     q, k, v = (part.flatten(2, 3) for part in heads_of(mixed.contiguous(), heads, kv_heads, blocks))
     return (
-        rope_reference(q, *angles[:2], interleaved, False),
-        rope_reference(k, *angles[-2:], interleaved, False),
+        rope_reference(q, cos, sin, interleaved, False),
+        rope_reference(k, k_cos, k_sin, interleaved, False),
         v.clone(memory_format=torch.contiguous_format),
     )
 
@@ -65,13 +66,10 @@ def rope_join_reference(
     blocks: int,
     interleaved: bool,
 ) -> torch.Tensor:
+    (cos, sin), (k_cos, k_sin) = angles[:2], angles[-2:]
+    q, k = rope_reference(dq, cos, sin, interleaved, True), rope_reference(dk, k_cos, k_sin, interleaved, True)
     out = _mixed_like(dq, dk)
-    parts = (
-        rope_reference(dq, *angles[:2], interleaved, True),
-        rope_reference(dk, *angles[-2:], interleaved, True),
-        dv,
-    )
-    for to, part in zip(heads_of(out, dq.shape[2], dk.shape[2], blocks), parts, strict=True):
+    for to, part in zip(heads_of(out, dq.shape[2], dk.shape[2], blocks), (q, k, dv), strict=True):
         to.copy_(part.reshape(to.shape))
     return out
 

@@ -186,7 +186,8 @@ def _launch(
     if whole.numel() == 0:
         return
     A, B, H, D = whole.shape
-    cos, sin, k_cos, k_sin = [*[angle.contiguous() for angle in angles], None, None][:4]
+    dense: list[Any] = [angle.contiguous() for angle in angles]
+    cos, sin, k_cos, k_sin = dense if len(dense) == 4 else (*dense, None, None)
     turned = cos.shape[-1]
     options = rope_config(H, turned // 2, interleaved)
     _rope_kernel[(A * B, cdiv(H, options["BH"]))](
