@@ -27,7 +27,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import E5M2, HIGH_PRECISION
 from mezzotint.kernels import scaled_mm
-from mezzotint.kernels._lib import is_plain, leaf
+from mezzotint.kernels._lib import LIBRARY, is_plain, leaf
 from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
@@ -181,6 +181,24 @@ _gemm_op_ = leaf(
 )
 
 
+def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
+    a, b, bias = _split(arguments)
+    if a.data.is_cuda:
+        made = scaled_mm.as_one_call(choose(a, b), a, b, bias, *arguments[2 * FIELDS + 1 :])
+        if made is not None:
+            return made
+    return _gemm_op(*arguments)
+
+
+# In a graph: PyTorch's own product where it is that alone, which a compiled graph calls without going through Python;
+# else the op. A composite: the compiler sees what it is made of.
+LIBRARY.define(
+    f"gemm_in_graph({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+LIBRARY.impl("gemm_in_graph", _gemm_in_graph, "CompositeImplicitAutograd")
+_gemm_in_graph_op = torch.ops.mezzotint.gemm_in_graph.default
+
+
 def flat(op: Operand) -> tuple:
     """The operand's fields, in the order of the ops' arguments."""
     return (op.data, op.scale, op.amax, op.kind, op.dtype, op.swizzled, op.e4m3_max, op.transposed)
@@ -217,7 +235,7 @@ def gemm_unchecked(
     """As `gemm`, of operands that storages made: nothing to check, and in plain eager code no op to go through."""
     if torch.compiler.is_compiling() or not is_plain(a.data):
         if accumulate is None:
-            return _gemm_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
+            return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
         _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
         return accumulate
     dtype = out_dtype if accumulate is None else accumulate.dtype

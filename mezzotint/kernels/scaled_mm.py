@@ -116,6 +116,24 @@ def nv(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) 
         finish(out, direct, factors(a, b)[1:] if row_scaled else [], bias)
 
 
+def as_one_call(backend: Any, a: Operand, b: Operand, bias: Bias, dtype: torch.dtype, fast_accum: bool) -> Any:
+    """What `backend` writes, as one call of `torch._scaled_mm` that a compiler can take in; None where it is more than
+    one, or where a size that decides about it is not known while a graph is made."""
+    if backend not in (tensor, row, row16) or (bias is not None and bias.dtype != dtype) or dtype == torch.float32:
+        return None
+    for op, multiple in ((a, 1), (b, ALIGN)):
+        height, width = op.data.shape
+        if type(height) is not int or type(width) is not int or height == 0 or width == 0:
+            return None
+        if height % multiple or width % ALIGN or not op.data.is_contiguous() or op.data.storage_offset() % ALIGN:
+            return None
+    assert a.scale is not None
+    assert b.scale is not None
+    scale_a, scale_b = (a.scale, b.scale) if backend is tensor else (a.scale.view(-1, 1), b.scale.view(1, -1))
+    x, y = a.data.view(FP8_TORCH[a.dtype]), b.data.view(FP8_TORCH[b.dtype])
+    return torch._scaled_mm(x, y.t(), scale_a, scale_b, bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+
+
 def _fp8(
     out: torch.Tensor,
     a: Operand,

@@ -41,6 +41,7 @@ ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot
 ELSEWHERE = {
     "gemm": "test_gemm.py",
     "gemm_": "test_gemm.py",
+    "gemm_in_graph": "test_gemm_in_graph.py",
     "grouped_gemm": "test_grouped_gemm.py",
     "grouped_gemm_": "test_grouped_gemm.py",
     "adam_": "test_optimizer.py",
