@@ -128,10 +128,12 @@ def apply_fused_qkv_rotary_pos_emb(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [s, b, g, q + k + v] or [b, s, g, q + k + v], channels of each group side by side, `qkv_split_arg_list` how
     many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned."""
+    if qkv.dim() != 4:
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: give [s, b, groups, channels] or [b, s, groups, channels]")
     if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: give three that add up to {qkv.shape[-1]}")
     groups, (of_q, of_k, of_v) = qkv.shape[2], qkv_split_arg_list
-    if of_q % of_k:
+    if of_k < 1 or of_q % of_k:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: the first is a multiple of the second, a head's")
     check_choice("tensor_format", tensor_format, ("sbhd", "bshd"))
     if of_k == of_v:

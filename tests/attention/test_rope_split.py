@@ -136,11 +136,13 @@ def test_public_function() -> None:
     assert_same([k], [mz.apply_rotary_pos_emb(mixed.split(sizes, -1)[1], long, cp_size=2, cp_rank=1)])
     for message, options in (
         ("the first is a multiple", {"qkv_split_arg_list": [CHANNELS + 2, CHANNELS, 2 * CHANNELS - 2]}),
+        ("the first is a multiple", {"qkv_split_arg_list": [3 * CHANNELS, 0, CHANNELS]}),
         ("freqs turn 8 channels of queries and 4 of keys", {"k_freqs": PAIRED}),
+        ("give .s, b, groups, channels.", {"qkv": mixed[0]}),
     ):
-        given = {"q_freqs": long, "k_freqs": long, "qkv_split_arg_list": sizes, **options}
+        given = {"qkv": mixed, "q_freqs": long, "k_freqs": long, "qkv_split_arg_list": sizes, **options}
         with pytest.raises(ValueError, match=message):
-            apply_fused_qkv_rotary_pos_emb(mixed, **given)
+            apply_fused_qkv_rotary_pos_emb(**given)
 
 
 def make(layout: str, **options: Any) -> mz.MultiheadAttention:
@@ -275,6 +277,18 @@ def test_compiled(layout: str, kind: int, backend: str) -> None:
         x = draw(*LAYOUTS[layout], HIDDEN, seed=seed).requires_grad_()
         assert_same(step(call, module, x, **options), step(module, module, x, **options))
     assert counter.frame_count == 1
+
+
+@pytest.mark.compile
+def test_compiled_for_several_sizes() -> None:
+    module = make("bshd", fuse_qkv_params=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(module, fullgraph=True, backend=counter)
+    for batch, size in ((3, 5), (2, 6), (4, 7)):
+        x = draw(batch, size, HIDDEN).requires_grad_()
+        options = {"rotary_pos_emb": ANGLES}
+        assert_same(step(call, module, x, **options), step(module, module, x, **options))
+    assert counter.frame_count == 2
 
 
 @pytest.mark.compile
