@@ -6,9 +6,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from mezzotint.cli.parallel import Meshes, expert_parameters
-from mezzotint.cli.parts import local_of
 from mezzotint.distributed.collectives import all_reduce
 from mezzotint.distributed.groups import rank_in
+from mezzotint.distributed.parts import local_of
 
 
 @torch.no_grad()

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from mezzotint.cli.checkpoint import ABOUT, as_damaged, checkpoint_path, remove_old, sync, write_json
 from mezzotint.cli.console import CommandError
-from mezzotint.cli.parts import Place
 from mezzotint.cli.world import World, on_first, together
 from mezzotint.distributed.checkpoint import in_one_process, is_complete
 from mezzotint.distributed.groups import is_initialized
+from mezzotint.distributed.parts import Place
 
 # Where a file is not what it was, or is not there. Collectives that fail raise others.
 _ERRORS = (CheckpointException, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError)

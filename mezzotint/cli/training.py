@@ -60,7 +60,7 @@ class Training:
         self.names = [name for name, _ in whole.named_parameters()]
         self.names.sort(key=lambda name: whole.get_parameter(name).dim() <= 1)  # as the optimizer of one process
         self.model = whole.to(self.device) if self.meshes is None else self._make_part(whole, self.meshes)
-        self.places = find_places(self.model, self.meshes)
+        self.places = find_places(self.model)
         self.call: Any = self.model
         if train.compile:
             self._compile()
@@ -69,7 +69,7 @@ class Training:
     def _make_part(self, whole: LanguageModel, meshes: Meshes) -> LanguageModel:
         config, layout = self.config.model, self.config.layout
         model = make_model(config, layout, meshes, self.recipe, device=self.device)
-        places = find_places(model, meshes)
+        places = find_places(model)
         for name, parameter in model.named_parameters():
             places[name].copy_whole(parameter, whole.get_parameter(places[name].name))
         torch.manual_seed(draw_seed(self.config.train.seed, 0, self.world.rank))  # of stochastic rounding

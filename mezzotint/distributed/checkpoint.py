@@ -5,8 +5,10 @@
 
 What is written is `plain_state(model)`: parameters as they are, shards as DTensors; in the place of a quantized weight
 its buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, which hold at every world size the
-same bytes; delayed scaling's state under `…_extra_state`. With torch.save or safetensors: `full_state(model)` gathers
-it, and `load_full_state` gives it back, to a model in shards or to a whole one.
+same bytes; delayed scaling's state under `…_extra_state`. Parts of weights (modules made with `tp_group`) are written
+where they lie in the whole (`parts.py`), and read by any number of processes that share them. With torch.save or
+safetensors: `full_state(model)` gathers shards, and `load_full_state` gives it back, to a model in shards or to a whole
+one.
 
 A checkpoint is there when all of it is: DCP writes `.metadata` last.
 """
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mezzotint.distributed.groups import is_initialized
+from mezzotint.distributed.parts import Parts, Place, find_split, local_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 METADATA = ".metadata"
@@ -62,9 +65,16 @@ def save(
         )
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
-    state = {"model": plain_state(model), "extra": dict(_tensors(extra or {}))}
+    places = _split_places(model)
+    if is_async and places:
+        raise ValueError(
+            f"is_async with parts of weights (tp_group: {min(places)}): they are written where they lie, and training "
+            "would change them meanwhile; save without is_async"
+        )
+    state = {"model": _placed(plain_state(model), places, model), "extra": dict(_tensors(extra or {}))}
     if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        state["optimizer"] = _placed_state(held, places, model)
     where: dict[str, Any] = {"checkpoint_id": str(folder), "process_group": process_group}
     if is_async:
         started = dcp.async_save(state, **where)
@@ -87,20 +97,68 @@ def load(
         raise ValueError(f"{folder} holds no checkpoint, or one that was not written to its end: give another")
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     learnt = {key: _empty(meta) for key, meta in stored.items() if key.startswith("model.") and key.endswith(_LEARNT)}
+    places = _split_places(model)
+    plain = {k: v for k, v in plain_state(model).items() if not k.endswith(_LEARNT)}
     state: dict[str, Any] = {
-        "model": {k: v for k, v in plain_state(model).items() if not k.endswith(_LEARNT)},
+        "model": _placed(plain, places, model),
         "extra": {key.removeprefix("extra."): _empty(m) for key, m in stored.items() if key.startswith("extra.")},
     }
     state["model"].update({key.removeprefix("model."): value for key, value in learnt.items()})
     if optimizer is not None:
         # Before the weights: without state yet, the optimizer takes a step to get one.
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+        state["optimizer"] = _placed_state(held, places, model)
     with in_one_process():
         dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
+        read = state["optimizer"]
+        whole = {key: held[key] if isinstance(value, Parts) else value for key, value in read.items()}
+        set_optimizer_state_dict(model, optimizer, whole, options=_OPTIONS)
     _set_learnt(model, state["model"])
     return state["extra"]
+
+
+def _split_places(model: nn.Module) -> dict[str, Place]:
+    """Where parts of weights (`tp_group`) lie in the whole; those of quantized weights are refused."""
+    places = find_split(model)
+    for name in places:
+        value: Any = model.get_parameter(name)
+        if isinstance(value._local_tensor if isinstance(value, DTensor) else value, QuantizedTensorStorage):
+            raise ValueError(
+                f"{name} is quantized, and a part of a weight (tp_group): its scales are of this part. Keep weights in "
+                "high precision (without quantized_model_init), or save full_state(model) on each process"
+            )
+    return places
+
+
+def _placed(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Module) -> dict[str, Any]:
+    """The state of a model with parts of weights in the places of the whole. A state dict may call a parameter by
+    another name (of operations): then it is known by its memory."""
+    by_memory = {local_of(model.get_parameter(name)).data_ptr(): place for name, place in places.items()}
+    placed = dict(state)
+    for key, value in state.items() if places else ():
+        local = local_of(value)
+        place = places.get(key) or (by_memory.get(local.data_ptr()) if local.numel() else None)
+        if place is not None:
+            placed[key] = place.parts(value)
+    return placed
+
+
+def _placed_state(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Module) -> dict[str, Any]:
+    """The same of an optimizer's, `state.<parameter>.<what>`, which has the parameter's shape or none."""
+    placed = dict(state)
+    for key, value in state.items():
+        name = key.removeprefix("state.").rpartition(".")[0]
+        if not key.startswith("state.") or name not in places or not isinstance(value, torch.Tensor) or not value.dim():
+            continue
+        shape = model.get_parameter(name).shape
+        if value.shape != shape:
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}, a part of a weight (tp_group): "
+                "where such state lies in the whole is not known; keep state in the shape of the parameter"
+            )
+        placed[key] = places[name].parts(value)
+    return placed
 
 
 @contextmanager
@@ -155,11 +213,12 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
 
 def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
     """Delayed scaling's state, or that of the start where none was learnt; kept weights are of other parameters."""
-    for name, module in model.named_modules():
+    for module in model.modules():
         reset = getattr(module, "reset_fp8_meta_tensors", None)
         if reset is not None:
             reset()
-            module.set_extra_state(state.get(f"{name}.{_LEARNT}" if name else _LEARNT))
+    # By torch's way, which knows modules that name it otherwise.
+    model.load_state_dict({key: value for key, value in state.items() if key.endswith(_LEARNT)}, strict=False)
 
 
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:

@@ -67,6 +67,17 @@ class ParallelModule(StatefulModule):
         mode = self._modes[gemm] if self._modes else None
         return None if mode is None else Parallel(mode, self.tp_group, self.tp_size, self.sequence_parallel)
 
+    def _split_parameters(self) -> dict[str, tuple[int, int]]:
+        """Own parameters that are this process's parts, and no DTensors that say so themselves: along which dimension,
+        and of how many weights one below the other."""
+        found: dict[str, tuple[int, int]] = {}
+        weights: Any = self._weights if self._modes else ()
+        for each in weights:
+            if each.mode is not None and not each.is_placed:
+                names = each.weight_names if each.mode == "row" else (*each.weight_names, *each.bias_names)
+                found.update(dict.fromkeys(names, (0 if each.mode == "column" else 1, each.stride)))
+        return found
+
     def _sharing_group(self) -> Any:
         """The processes that hold the other parts of this module's tensors; None: it holds them all."""
         return self.tp_group if self._modes else None

@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, is_complete, load, load_full_state, plain_state, save
 from mezzotint.distributed.fsdp import low_precision_gather
+from mezzotint.distributed.parts import find_places
 from tests.distributed.sharded import model, optimizer, sharded, train
 from tests.recipes import RECIPES
 from tests.worlds import Result
@@ -127,4 +129,82 @@ def with_tensor_parallelism(rank: int) -> Result:
     return found
 
 
-CHECKS = (written_by_two, read_by_four, plain, with_tensor_parallelism)
+def split_model(tp_group: Any = None, **options: Any) -> nn.Sequential:
+    """Split by column, by row, halves of a gated activation, operations; with `tp_group` this process's parts."""
+    torch.manual_seed(0)
+    options = {"device": "cpu", "params_dtype": torch.float32, "tp_group": tp_group, **options}
+    made = {"device": "cpu", "dtype": torch.float32, "tensor_parallel_group": tp_group}
+    return nn.Sequential(
+        mz.LayerNormLinear(64, 128, parallel_mode="column", **options),
+        mz.Linear(128, 64, parallel_mode="row", **options),
+        mz.LayerNormMLP(64, 64, activation="swiglu", set_parallel_mode=True, **options),
+        mz.ops.Sequential(
+            mz.ops.Linear(64, 64, tensor_parallel_mode="column", **made),
+            mz.ops.Linear(64, 64, tensor_parallel_mode="row", **made),
+        ),
+    )
+
+
+def split_steps(made: nn.Module, optim: Any, first: int, count: int) -> list[float]:
+    return train(made, RECIPES["delayed"], count, width=64, first=first, optim=optim, call=lambda x: made(x.float()))
+
+
+def learnt(made: nn.Module, optim: Any) -> Result:
+    """Of each parameter: itself and AdamW's state, what this process has of them, and where that lies in the whole."""
+    found: Result = {}
+    places = find_places(made)
+    for name, parameter in made.named_parameters():
+        for key, value in (("", parameter), *optim.state[parameter].items()):
+            if value.dim():
+                found[f"{name} {key}"] = [(at, part.clone()) for at, part in places[name].parts(value).pieces]
+    return found
+
+
+def parts_of_two(rank: int) -> Result:
+    """Two of the four train; they go on from what they have written."""
+    group = dist.new_group([0, 1])
+    found: Result = {}
+    if rank < 2:
+        made = split_model(group)
+        optim = optimizer(made)
+        split_steps(made, optim, 0, 2)
+        save(folder() / "parts 2", made, optim, process_group=group)
+        found["learnt"] = learnt(made, optim)
+        again = split_model(group)
+        second = optimizer(again)
+        load(folder() / "parts 2", again, second, process_group=group)
+        found["losses"] = [split_steps(which, how, 2, 2) for which, how in ((made, optim), (again, second))]
+        found["extra"] = [full_state(which)["0._extra_state"] for which in (made, again)]
+    dist.barrier()
+    return found
+
+
+def parts_of_four(rank: int) -> Result:
+    """Read by a group of four, by two in shards, each written again; and what is refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
+    found: Result = {}
+    for name, group in (("parts 4", dist.group.WORLD), ("parts in shards", mesh["parts"].get_group())):
+        made = split_model(group)
+        if name == "parts in shards":
+            low_precision_gather(made, RECIPES["delayed"])
+            for block in made:
+                fully_shard(block, mesh=mesh["shards"])
+        optim = optimizer(made)
+        load(folder() / "parts 2", made, optim)
+        save(folder() / name, made, optim)
+        found[name] = learnt(made, optim)
+    with mz.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        quantized = mz.Linear(128, 128, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu")
+    found["refused"] = {}
+    for case, refused, options in (
+        ("quantized", quantized, {}),
+        ("async", split_model(dist.group.WORLD), {"is_async": True, "process_group": dist.group.WORLD}),
+    ):
+        try:
+            save(folder() / case, refused, **options)
+        except ValueError as error:
+            found["refused"][case] = str(error)
+    return found
+
+
+CHECKS = (written_by_two, read_by_four, plain, with_tensor_parallelism, parts_of_two, parts_of_four)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
-from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, steps
+from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, learnt, split_model, steps
 from tests.distributed.sharded import optimizer
 from tests.worlds import World, results, run_world
 
@@ -74,6 +74,36 @@ def test_parts_of_weights_in_shards(world: World) -> None:
         assert len(found) == 3
         for recipe, (plain, gathered) in found.items():
             assert plain == gathered, recipe
+
+
+def test_parts_of_two_to_four_to_one(world: World, folder: Path) -> None:
+    """With `tp_group`: parameters and optimizer are those of the whole, bit for bit, wherever they come from."""
+    two, four = results(world, "parts_of_two"), results(world, "parts_of_four")
+    for name in ("parts 2", "parts 4", "parts in shards"):
+        whole = split_model()
+        optim = optimizer(whole)
+        load(folder / name, whole, optim)
+        everything = learnt(whole, optim)
+        assert float(whole[0].scale_fwd[0]) != 1
+        seen: dict[str, int] = {}
+        for found in [made["learnt"] for made in two[:2]] if name == "parts 2" else [made[name] for made in four]:
+            assert found.keys() == everything.keys()
+            for key, pieces in found.items():
+                ((_, full),) = everything[key]
+                for at, part in pieces:
+                    where = tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))
+                    assert torch.equal(part, full[where]), (name, key)
+                    seen[key] = seen.get(key, 0) + part.numel()
+        assert all(count >= everything[key][0][1].numel() for key, count in seen.items())
+    for found in two[:2]:
+        assert found["losses"][0] == found["losses"][1]
+        assert torch.equal(*found["extra"])
+
+
+def test_parts_that_are_refused(world: World) -> None:
+    for found in results(world, "parts_of_four"):
+        assert found["refused"]["quantized"].startswith("weight is quantized, and a part of a weight (tp_group)")
+        assert found["refused"]["async"].startswith("is_async with parts of weights (tp_group: 0.bias)")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -33,6 +33,8 @@ class Bias(BasicOperation):
         check_features(size=size)
         self.size = size
         self.local_size = local_size("size", size, tensor_parallel_group) if tensor_parallel else size
+        if tensor_parallel:
+            self._init_parallel(tensor_parallel_group, 1, False, "column")
         device = resolve_device(device)
         self.bias = nn.Parameter(torch.empty(self.local_size, device=device, dtype=resolve_dtype(dtype)))
         self.reset_parameters(defer_init=device.type == "meta")
@@ -43,6 +45,9 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.bias = nn.Parameter(torch.empty_like(self.bias, device=resolve_device(None)), self.bias.requires_grad)
         nn.init.zeros_(self.bias)
+
+    def _split_parameters(self) -> dict[str, tuple[int, int]]:
+        return {"bias": (0, 1)} if self._modes else {}
 
     def pre_first_fuser_forward(self) -> None:
         if self.bias.is_meta:
