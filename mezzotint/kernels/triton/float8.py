@@ -54,8 +54,10 @@ def flat_config() -> dict[str, int]:
     return {"BLOCK": 4096, "num_warps": 4}
 
 
-def tile_config(rowwise: bool) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone."""
+def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
+    """Tile of the two-way cast, and of the transposed one alone; of halves a smaller one: a program holds two."""
+    if halves:
+        return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
         return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
     return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 4}
@@ -161,21 +163,22 @@ def _cast_tile_kernel(
     pid = tl.program_id(0)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
-    row, col = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, N, BM, BN, GROUP)
+    row, tile = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
-    c = col * BN + tl.arange(0, BN)
-    first, second = load_halves(x, given, r, c, M, K, stride, SOURCE, EVEN, False)
+    first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
     scale = _scale(source, first, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     for part in tl.static_range(PARTS):
+        col = part * (N // BN) + tile
+        c = col * BN + tl.arange(0, BN)
         value = (first if part == 0 else second).to(tl.float32)
-        store_sums(given, value, row, part * N + c, K, SOURCE)
+        store_sums(given, value, row, c, K, SOURCE)
         code = cast_fp8(value * scale, DTYPE)
         if data is not None:
-            store_tile(data, code, r, part * N + c, M, K, EVEN)
+            store_tile(data, code, r, c, M, K, EVEN)
         if transpose is not None:
-            store_transposed(transpose, code, row, part * (N // BN) + col, M, K, BM, BN, SPAN, EVEN)
+            store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
     if SCALED:
         raise_amax(amax, first if PARTS == 1 else larger(first, second))
 
@@ -226,7 +229,7 @@ def _cast(
             enable_fp_fusion=False,
         )
         return
-    options = config or tile_config(rowwise)
+    options = config or tile_config(rowwise, source.columns() < K)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
@@ -268,7 +271,7 @@ def quantize(
     """Current scaling."""
     given = amax is not None
     alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
-    how = way(x, "delayed" if given or alone else "current", _width(rowwise, config))
+    how = way(x, "delayed" if given or alone else "current", _width(config))
     if isinstance(x, Made) and how == "first":
         (x, amax), how, given = write_with_amax(x), "before", True
     source = read(x, how)
@@ -312,9 +315,9 @@ def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -
     return flat if x.is_contiguous() else tile
 
 
-def _width(rowwise: bool, config: dict[str, int] | None) -> int:
-    """Of the tiles."""
-    return (config or tile_config(rowwise)).get("BN", 0)
+def _width(config: dict[str, int] | None) -> int:
+    """Of the tiles of halves."""
+    return (config or tile_config(True, halves=True)).get("BN", 0)
 
 
 def quantize_scaled(
@@ -333,7 +336,7 @@ def quantize_scaled(
     else:
         _clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-    source = read(x, way(x, "delayed", _width(rowwise, config)))
+    source = read(x, way(x, "delayed", _width(config)))
     _cast(source, out, noop, scale, rowwise, columnwise, config, **constants)
 
 
@@ -361,8 +364,10 @@ _CURRENT = {
 }
 _GIVEN = {"DTYPE": E5M2, "POW2": True, "FOR_INF": for_inf(torch.float32, True), "SCALED": False, "BP": 0}
 _DELAYED = {"DTYPE": E4M3, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-_TILE = tile_config(True)
-_TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
+_TILE, _HALVES = (
+    options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
+    for options in (tile_config(True), tile_config(True, halves=True))
+)
 
 AHEAD = [
     ahead(_clear_kernel, "fp32 fp32"),
@@ -384,11 +389,11 @@ AHEAD = [
         )
     ),
     *(
-        ahead(_cast_tile_kernel, f"bf16 {out} fp32 fp32 fp32 -", BACKWARD, SOURCE=kind, **_DELAYED, **_TILE, EVEN=even)
-        for out, kind, even in (
-            ("u8 -", ("activation_backward", "gelu"), False),
-            ("u8 u8", ("halves", "silu"), True),
-            ("- u8", ("halves", "silu"), False),
+        ahead(_cast_tile_kernel, f"bf16 {out} fp32 fp32 fp32 -", BACKWARD, SOURCE=kind, **_DELAYED, **tile, EVEN=even)
+        for out, kind, tile, even in (
+            ("u8 -", ("activation_backward", "gelu"), _TILE, False),
+            ("u8 u8", ("halves", "silu"), _HALVES, True),
+            ("- u8", ("halves", "silu"), _HALVES, False),
         )
     ),
     ahead(
@@ -397,7 +402,7 @@ AHEAD = [
         SCALED_BACKWARD,
         SOURCE=("halves", "silu"),
         **{**_CURRENT, "BP": 0},
-        **_TILE,
+        **_HALVES,
         EVEN=True,
     ),
     ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),

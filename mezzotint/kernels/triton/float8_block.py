@@ -35,18 +35,20 @@ from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNOR
 TAKES_SOURCES = True
 
 
-def tile_config(two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False) -> dict[str, Any]:
+def tile_config(
+    two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False, halves: bool = False
+) -> dict[str, Any]:
     """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. ONCE: see `load_tile`.
 
-    A source needs registers of its own, hence more threads.
+    A source needs registers of its own, hence more threads; halves, twice as many.
     """
     if two_d:
         return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8, "ONCE": rowwise and columnwise}
     if not columnwise:
-        return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 2, "ONCE": True}
+        return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 4 if halves else 2, "ONCE": True}
     if not rowwise:
-        return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 4, "ONCE": False}
-    return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 8 if sourced else 4, "ONCE": False}
+        return {"BM": 128, "BN": 64, "GROUP": 1, "num_warps": 8 if halves else 4, "ONCE": False}
+    return {"BM": 128, "BN": 128, "GROUP": 2, "num_warps": 16 if halves else 8 if sourced else 4, "ONCE": False}
 
 
 @Fast
@@ -176,7 +178,7 @@ def quantize(
         return
     data, scales = out[:2] if rowwise else (None, None)
     transpose, col_scales = out[-2:] if columnwise else (None, None)
-    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None))
+    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None, source.columns() < K))
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     partials = source.partials(cdiv(M, options["BM"]))
     kernel = _square_kernel if two_d else _block_kernel
@@ -222,7 +224,8 @@ def _case(
     kernel: Any, pointers: str, pow2: bool, given: str | None = None, kind: tuple[Any, ...] | None = None
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     x, data, _, transpose, *_ = pointers.split()
-    options = tile_config(kernel is _square_kernel, data != "-", transpose != "-", kind is not None)
+    halves = kind is not None and kind[0] == "halves"
+    options = tile_config(kernel is _square_kernel, data != "-", transpose != "-", kind is not None, halves)
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     maximum = for_inf(torch.float16 if x == "fp16" else torch.float32, pow2)
     constants: dict[str, Any] = {"DTYPE": E4M3 if pow2 else E5M2, "POW2": pow2, "FOR_INF": maximum, **options}
@@ -244,6 +247,7 @@ AHEAD = [
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, ACTIVATION, ("activation", "silu", True)),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "silu")),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("halves", "silu")),
+    _case(_block_kernel, "bf16 u8 fp32 - - -", True, BACKWARD, ("halves", "silu")),
     _case(_block_kernel, "fp16 - - u8 fp32 -", False, BACKWARD.replace("bf16", "fp16"), ("halves", "clamped_swiglu")),
     _case(_block_kernel, "bf16 u8 fp32 - - -", False, RMSNORM, ("norm", True)),
     _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "gelu")),

@@ -12,6 +12,8 @@ Column-wise, or both: a column's scale needs all of x, hence three launches and 
 A source (`_jit_source.py`) is computed in both passes, or in the first, which then writes it, or before.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -56,9 +58,10 @@ def rows_config(K: int) -> dict[str, int]:
     return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
 
 
-def partial_config() -> dict[str, int]:
-    """Rows at a time, columns, rows per strip, and loads under way."""
-    return {"BM": 32, "BN": 128, "STRIP": 256, "STAGES": 3, "num_warps": 4}
+def partial_config(kind: tuple[Any, ...] | None = None) -> dict[str, int]:
+    """Rows at a time, fewer where an activation needs registers, columns, rows per strip, and loads under way."""
+    BM = 32 if kind is None or kind[0] == "norm" else 16
+    return {"BM": BM, "BN": 128, "STRIP": 256, "STAGES": 3, "num_warps": 4}
 
 
 def finish_config() -> dict[str, int]:
@@ -66,8 +69,10 @@ def finish_config() -> dict[str, int]:
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
-def tile_config(rowwise: bool) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone."""
+def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
+    """Tile of the two-way cast, and of the transposed one alone; of halves a smaller one: a program holds two."""
+    if halves:
+        return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
         return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
     return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 8}
@@ -287,8 +292,8 @@ def quantize(
     """`config` overrides the cast's, or with row-wise alone the only kernel's."""
     check_col_amax(col_amax, x.shape)
     kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
-    width = max(partial_config()["BN"], (config or tile_config(rowwise)).get("BN", 0)) if columnwise else 0
-    how = way(x, kind, width)
+    width = max(partial_config()["BN"], (config or tile_config(rowwise, halves=True)).get("BN", 0))
+    how = way(x, kind, width if columnwise else 0)
     source = read(x, how)
     x, M, K = source.x, source.M, source.K
     data, row_inv = out[:2] if rowwise else (None, None)
@@ -317,7 +322,7 @@ def quantize(
             sum_columns(source, source.sums)
         return
     transpose, col_inv = out[-2:]
-    options = partial_config()
+    options = partial_config(source.kind)
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
     sizes = [0 if col_amax is not None else strips * K, K, *((tiles * M, M) if rowwise else ())]
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
@@ -365,7 +370,7 @@ def quantize(
             enable_fp_fusion=False,
         )
     if M * K:
-        options = config or tile_config(rowwise)
+        options = config or tile_config(rowwise, source.columns() < K)
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
         grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
         partials = source.partials(cdiv(M, options["BM"]))
@@ -425,8 +430,10 @@ def dequantize(
 
 _POW2 = {"DTYPE": E4M3, "POW2": True, "FOR_INF": for_inf(torch.float32, True)}
 _EXACT = {"DTYPE": E5M2, "POW2": False, "FOR_INF": for_inf(torch.float32, False)}
-_TILE = tile_config(True)
-_TILE["SPAN"] = natural_span(_TILE["BM"], _TILE["BN"], _TILE["num_warps"])
+_TILE, _HALVES = (
+    options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
+    for options in (tile_config(True), tile_config(True, halves=True))
+)
 
 AHEAD = [
     ahead(_rows_kernel, "bf16 u8 fp32 -", **_POW2, WHOLE=True, **rows_config(4096)),
@@ -453,7 +460,7 @@ AHEAD = [
     ),
     ahead(_partial_kernel, "bf16 fp32 fp32 - -", RMSNORM, SOURCE=("norm", False), **partial_config()),
     *(
-        ahead(_partial_kernel, f"bf16 fp32 fp32 {out} -", given, SOURCE=kind, **partial_config())
+        ahead(_partial_kernel, f"bf16 fp32 fp32 {out} -", given, SOURCE=kind, **partial_config(kind))
         for out in ("-", "bf16")
         for given, kind in (
             (ACTIVATION, ("activation", "silu", True)),
@@ -466,8 +473,12 @@ AHEAD = [
             (NORM, ("norm", False)),
             (ACTIVATION, ("activation", "silu", True)),
             (BACKWARD, ("activation_backward", "gelu")),
-            (BACKWARD, ("halves", "silu")),
-            (SCALED_BACKWARD, ("halves", "silu")),
         )
+    ),
+    *(
+        ahead(
+            _cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=("halves", "silu"), DTYPE=E4M3, **_HALVES, EVEN=True
+        )
+        for given in (BACKWARD, SCALED_BACKWARD)
     ),
 ]

@@ -46,13 +46,17 @@ from mezzotint.kernels.triton._produce import (
 TAKES_SOURCES = True
 
 
-def tile_config(two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False) -> dict[str, int]:
+def tile_config(
+    two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False, halves: bool = False
+) -> dict[str, int]:
     """Rows alone: BM rows by BN columns. Else: 32 rows by BN columns for each warp; EIGHTS: see `eights`.
 
-    A source needs registers of its own, hence fewer elements for each thread.
+    A source needs registers of its own, hence fewer elements for each thread; of halves it holds two tiles.
     """
     if not two_d and not columnwise:
         return {"BM": 8, "BN": 1024, "num_warps": 4}
+    if halves:
+        return {"BN": 32, "num_warps": 8, "EIGHTS": False}
     if not two_d and not rowwise and not sourced:
         return {"BN": 128, "num_warps": 4, "EIGHTS": True}
     return {"BN": 64, "num_warps": 8, "EIGHTS": False}
@@ -287,15 +291,14 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    options = dict(config or tile_config(two_d, rowwise, columnwise, True))
-    source = read(x, way(x, "mxfp8", options["BN"] * options["num_warps"] if columnwise else 0))
+    halves = config or tile_config(two_d, rowwise, columnwise, halves=True)
+    source = read(x, way(x, "mxfp8", halves["BN"] * halves["num_warps"] if columnwise else 0))
     x, M, K = source.x, source.M, source.K
     if M * K == 0 or not out:
         return
     data, scales = out[:2] if rowwise else (None, None)
     col_data, col_scales = out[-2:] if columnwise else (None, None)
-    if config is None and source.kind is None:
-        options = tile_config(two_d, rowwise, columnwise)
+    options = dict(config or tile_config(two_d, rowwise, columnwise, source.kind is not None, source.columns() < K))
     constants = {
         "SOURCE": source.kind,
         "DTYPE": dtype,
@@ -384,7 +387,8 @@ def _case(
     constants["SOURCE"] = kind
     if len(rest) == 1:
         return ahead(_rows_kernel, pointers, given, **constants, **tile_config(False, True, False))
-    options = tile_config(two_d, data != "-", rest[0] != "-", kind is not None)
+    halves = kind is not None and kind[0] == "halves"
+    options = tile_config(two_d, data != "-", rest[0] != "-", kind is not None, halves)
     if not options.pop("EIGHTS"):
         constants["zero"] = None
     return ahead(_groups_kernel, pointers, given, **constants, **options, TWO_D=two_d, GROUPS=options["num_warps"])
