@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import _get_default_store
 
 
 def is_initialized() -> bool:
@@ -63,10 +64,40 @@ def check_agreed(group: Any, **values: str) -> None:
     found: list[Any] = [None] * world_size(group)
     torch.distributed.all_gather_object(found, values, group)
     for name in values:
-        given = [other[name] for other in found]
-        if any(other != given[0] for other in given):
-            listed = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(given))
-            raise ValueError(
-                f"{name} is not the same on the {len(given)} processes of the group: {listed}. Their parts belong to "
-                "one tensor: give all of them the same"
-            )
+        _check_same(name, [other[name] for other in found])
+
+
+def check_changed(group: Any, name: str, value: str) -> None:
+    """The same of something that changes while the processes run, and may do so on some of them only: they meet in
+    torch.distributed's store, since those that go on as before would take a collective for one of theirs. A process
+    that finds itself alone raises after the timeout of the default group."""
+    if torch.distributed.get_backend(group) == "fake":
+        return
+    store = torch.distributed.PrefixStore(f"mezzotint/{group.group_name}", _get_default_store())
+    rank, count = rank_in(group), world_size(group)
+    number = store.add(f"{rank}", 1)  # how often this process has asked
+    keys = [f"{number}/{other}" for other in range(count)]
+    store.set(keys[rank], value)
+    try:
+        store.wait(keys)
+    except RuntimeError:
+        others = ", ".join(f"rank {other}" for other in range(count) if not store.check([keys[other]]))
+        store.delete_key(keys[rank])
+        store.add(f"{rank}", -1)
+        raise ValueError(
+            f"{name} has become {value} on rank {rank} of the {count} processes of the group, and has not changed on "
+            f"{others}: change it on all of them at the same step"
+        ) from None
+    given = [store.get(key).decode() for key in keys]
+    if number > 1:
+        store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
+    _check_same(name, given)
+
+
+def _check_same(name: str, given: list[str]) -> None:
+    if any(other != given[0] for other in given):
+        listed = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(given))
+        raise ValueError(
+            f"{name} is not the same on the {len(given)} processes of the group: {listed}. Their parts belong to one "
+            "tensor: give all of them the same"
+        )

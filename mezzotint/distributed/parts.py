@@ -65,7 +65,7 @@ def find_split(model: nn.Module) -> dict[str, Place]:
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, how in split.items():
-            group: Any = module._sharing_group()  # type: ignore[operator]
+            group: Any = module._sharing_group()
             name = f"{path}.{own}" if path else own
             found[name] = _place_of_part(name, getattr(module, own), group, *how)
     return found

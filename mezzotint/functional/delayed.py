@@ -74,7 +74,7 @@ class Ending:
         self.waiting[id(state.scale)] = task, state
         if task != self.task:
             self.task = task
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
     def before(self, scale: torch.Tensor) -> None:
         """Something is going to be entered for a module, or its scale to be read: it must not wait any more."""

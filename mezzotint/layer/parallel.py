@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import check_agreed, check_group, resolve_size, world_size
+from mezzotint.distributed.groups import check_agreed, check_changed, check_group, resolve_size, world_size
 from mezzotint.functional.parallel import Parallel
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
@@ -85,7 +85,8 @@ class ParallelModule(StatefulModule):
     def _meet(self, inp: torch.Tensor) -> None:
         """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
 
-        In eager code the first call, and each with another recipe, asks all processes what they run.
+        In eager code the first call asks all processes what they run, and so does each with another recipe than before.
+        Only some may come to that: the first such call of a region meets the others where those are not disturbed.
         """
         if not self._modes:
             return
@@ -109,7 +110,11 @@ class ParallelModule(StatefulModule):
             values["inp"] = f"{tuple(inp.shape)} of {inp.dtype}"
             values["sequence_parallel"] = str(self.sequence_parallel)
             values["module"] = str(self)
-        check_agreed(self.tp_group, **values)
+        if agreed is None or self.tp_group.group_name in STATE.changed:
+            check_agreed(self.tp_group, **values)
+        else:
+            check_changed(self.tp_group, "recipe", values["recipe"])
+            STATE.changed = (*STATE.changed, self.tp_group.group_name)
         self._agreed = (recipe,)
 
     def _check_tokens(self, inp: torch.Tensor) -> None:

@@ -3,6 +3,7 @@ use is refused."""
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -346,6 +347,32 @@ def wrong_use(rank: int) -> Result:
     return found
 
 
+def changes(rank: int) -> Result:
+    """Recipes that change: on all processes, then on the second alone, which finds out; the first is not disturbed."""
+    group, _, _ = world()
+    made: dict[str, Any] = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": True}
+    stack = torch.nn.Sequential(make(mz.Linear, 64, 64, **made), make(mz.Linear, 32, 64, **made))
+    x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
+    chosen = [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), None, recipe.Float8BlockScaling()]
+    first = [step(stack, x, dy, each) for each in chosen]
+    again = [step(stack, x, dy, each) for each in chosen]
+    error = ""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if rank == 1:
+        patience = store.timeout
+        store.set_timeout(timedelta(seconds=1))
+        try:
+            step(stack, x, dy, recipe.NVFP4BlockScaling())
+        except ValueError as refused:
+            error = str(refused)
+        store.set_timeout(patience)
+    dist.barrier()
+    last = step(stack, x, dy, chosen[1])
+    wrong = [key for a, b in zip(first, again, strict=True) for key in differing(a, b)]
+    return {"error": error, "wrong": wrong + differing(last, first[1])}
+
+
 CHECKS: tuple[Callable[[int], Result], ...] = (
     norms,
     norm_outputs,
@@ -359,5 +386,6 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     copies,
     stochastic,
     dynamic,
+    changes,
     wrong_use,
 )

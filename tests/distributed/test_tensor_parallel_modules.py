@@ -113,6 +113,18 @@ def test_numbers_of_tokens_share_a_graph(world: World) -> None:
         assert found == {"wrong": [], "later graphs": 0}
 
 
+def test_a_recipe_that_changes_on_one_process_only(world: World) -> None:
+    """Others, which have not got there, are not disturbed; what all change goes on."""
+    first, second = results(world, "changes")
+    assert first == {"error": "", "wrong": []}
+    assert second["wrong"] == []
+    assert second["error"].startswith("recipe has become NVFP4BlockScaling(")
+    assert second["error"].endswith(
+        "on rank 1 of the 2 processes of the group, and has not changed on rank 0: change it on all of them at the "
+        "same step"
+    )
+
+
 REFUSED = {
     "size": "tp_size is 3, tp_group has 2 processes",
     "no group": "tp_size is 2 and there is no group: give tp_group, or call set_tensor_parallel_group",
