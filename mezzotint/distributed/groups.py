@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.distributed_c10d import _get_default_store
 
 
 def is_initialized() -> bool:
@@ -73,7 +72,9 @@ def check_changed(group: Any, name: str, value: str) -> None:
     that finds itself alone raises after the timeout of the default group."""
     if torch.distributed.get_backend(group) == "fake":
         return
-    store = torch.distributed.PrefixStore(f"mezzotint/{group.group_name}", _get_default_store())
+    shared = torch.distributed.distributed_c10d._get_default_store()
+    members = torch.distributed.get_process_group_ranks(group)
+    store = torch.distributed.PrefixStore(f"mezzotint/{group.group_name}/{members}", shared)
     rank, count = rank_in(group), world_size(group)
     number = store.add(f"{rank}", 1)  # how often this process has asked
     keys = [f"{number}/{other}" for other in range(count)]
