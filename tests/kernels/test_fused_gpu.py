@@ -11,6 +11,8 @@ import torch
 
 from mezzotint.kernels.norm import norm_stats
 from mezzotint.kernels.quantize_ops import fused
+from mezzotint.kernels.triton import _jit_source
+from mezzotint.kernels.triton._jit_source import WAYS
 from tests.formats import HIGH, VARIANTS, Variant, variants_of
 from tests.kernels.test_fused import check, draw, sources
 from tests.values import as_view, raw
@@ -45,6 +47,24 @@ def test_fused_is_one_after_the_other(variant: Variant, case: str) -> None:
             got = fused(variant.quantize, source)(*on_cuda(args), *variant.arguments("cuda", usage))
             for a, b in zip(got, fused(variant.quantize, source)(*args, *options), strict=True):
                 assert torch.equal(raw(a.cpu()), raw(b)), (shape, usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *product(("current", "rowwise"), ("inside", "first", "before")),
+        *product(("delayed", "block", "mxfp8"), ("inside", "before")),
+    ],
+)
+def test_every_way(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
+    """Whichever `WAYS` may name; halves are whole tiles, and rows are cut."""
+    monkeypatch.setattr(_jit_source, "WAYS", {**WAYS, name: dict.fromkeys(WAYS[name], how)})
+    formats = {"current": "float8", "delayed": "float8_scaled", "rowwise": "float8_rowwise", "block": "float8_block"}
+    variant = variants_of(formats.get(name, name))[0]
+    for shape in ((256, 1024), (72, 2048)):
+        for case in ("swiglu", "dgelu", "dclamped", "dswiglu", "dswiglu_scaled"):
+            source, args = sources(shape, torch.bfloat16)[case]
+            check(variant, source, on_cuda(args), variant.usages()[-1])
 
 
 def test_empty() -> None:
