@@ -16,7 +16,6 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.parallel import ParallelModule
-from mezzotint.layer.state import is_fully_sharded
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import STATE, Pending, reduction_groups, update_rule
@@ -209,7 +208,7 @@ class Layer(ParallelModule):
     def _weights_q(self, call: Call, weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
         # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
-        keeps = call.caches and not is_fully_sharded(self)
+        keeps = call.caches and not self._is_fully_sharded
         held = self._workspaces if call.reuses and keeps else None
         quantized: list[Any] = []
         kept: list[Any] = []

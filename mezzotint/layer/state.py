@@ -45,6 +45,7 @@ class StatefulModule(nn.Module):
         self._workspaces: tuple[Any, ...] | None = None
         self._weight_scales: torch.Tensor | None = None
         self._is_pending = False
+        self._is_fully_sharded = False
         self._request: DelayedScalingRequest | None = None
         self._recipe: Recipe | None = None
         self._resolved: Any = None  # (recipe, what it was resolved for, quantizers, request): a memo of eager code
@@ -157,6 +158,11 @@ class StatefulModule(nn.Module):
             self._reset_state()
         return made
 
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """FSDP2 puts one here for each parameter of this module itself that it holds: the only sign it leaves."""
+        self._is_fully_sharded |= "FSDPParam" in getattr(hook, "__qualname__", "")
+        return super().register_load_state_dict_post_hook(hook)
+
     # Checkpoints
 
     def get_extra_state(self) -> torch.Tensor | None:
@@ -211,13 +217,3 @@ class StatefulModule(nn.Module):
         state = dict(self.__dict__)
         state.update(_workspaces=None, _weight_scales=None, _resolved=None, _is_pending=False)
         return state
-
-
-def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2 holds parameters of this module itself: it has put a hook there for each."""
-    hooks = module._load_state_dict_post_hooks.values()
-    return any("FSDPParam" in getattr(hook, "__qualname__", "") for hook in hooks)
-
-
-# What `torch.compiler.assume_constant_result` does, which imports the whole compiler to do it.
-is_fully_sharded._dynamo_marked_constant = True  # type: ignore[attr-defined]
