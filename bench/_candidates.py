@@ -14,6 +14,7 @@ from torch import nn
 import mezzotint as mz
 from bench._peers import quiet_import
 from mezzotint import recipe
+from mezzotint.dynamo import skip_own_guards
 from mezzotint.recipe import Recipe
 
 BASE = "bf16"
@@ -71,9 +72,9 @@ def missing(candidate: Candidate) -> str:
     return "torchao is not installed" if candidate.kind == "torchao" and not quiet_import() else ""
 
 
-def called(model: nn.Module, mode: str, backend: str) -> Callable[..., Any]:
+def called(model: nn.Module, mode: str, backend: str, candidate: Candidate | None = None) -> Callable[..., Any]:
     """What a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and candidates that
-    shared it would look through each other's."""
+    shared it would look through each other's. Ours are compiled with `skip_own_guards`, as their documentation says."""
 
     def call(x: torch.Tensor, **kwargs: Any) -> Any:
         return model(x, **kwargs)
@@ -81,7 +82,12 @@ def called(model: nn.Module, mode: str, backend: str) -> Callable[..., Any]:
     if MODES[mode] is None:
         return model
     own = types.FunctionType(call.__code__.replace(), globals(), call.__name__, None, call.__closure__)
-    options = {"mode": MODES[mode]} if backend == "inductor" else {}
+    options: dict[str, Any] = {}
+    if backend == "inductor":
+        options = dict(torch._inductor.list_mode_options(MODES[mode]))
+        if candidate is not None and candidate.kind == "mezzotint":
+            options["guard_filter_fn"] = skip_own_guards
+        options = {"options": options}
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, **options)
 
 

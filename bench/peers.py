@@ -8,8 +8,9 @@
 a) one Linear; b) two layers of a Llama 3 8B, and the same with four micro-batches, over which ours keeps the quantized
 weights; c) quantization against a device copy (`bench quantize`); d) a grouped linear of 8 experts, balanced and
 ragged. Forward and backward, random data; inputs change from repetition to repetition. `compiled` is torch.compile, one
-whole graph; `graphs` is the same with CUDA graphs (reduce-overhead), for the smallest linear. Times are medians of CUDA
-events after a warm-up. The candidates of a case take turns; BF16 runs again at its end (`bf16-again`), which shows the
+whole graph, ours with `mezzotint.dynamo.skip_own_guards`; `graphs` is the same with CUDA graphs (reduce-overhead), for
+the smallest linear. Times are medians of CUDA events after a warm-up. The candidates of a case take turns, each long
+enough for the card's clock to settle; BF16 runs again at its end (`bf16-again`), which shows the
 drift of the card. In d BF16 is PyTorch's grouped product, `bf16-loop` one expert after the other, and the faster of
 them is what others are compared with; torchao is left out there: what it has for experts is a prototype.
 
@@ -123,7 +124,7 @@ class Bench:
     def prepare(self, candidate: Candidate, case: Case, mode: str, inputs: Any) -> tuple[Runner, Row]:
         """Compiled where asked and warm; graphs, seconds of compilation, memory."""
         model = candidate.build(case.models)
-        call = called(model, mode, self.backend)
+        call = called(model, mode, self.backend, candidate)
         runner = Runner(candidate, model, call, inputs, case.micro_batches, graphs=mode == "graphs")
         stats = torch._dynamo.utils.counters["stats"]
         graphs, seconds = stats["unique_graphs"], []

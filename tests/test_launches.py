@@ -257,8 +257,8 @@ KERNELS: dict[str, str] = {
         norm_stats                                     _stats_kernel
         float8_rowwise_quantize                        _partial_kernel _finish_kernel _cast_kernel
         float8_rowwise_quantize_of_norm                _partial_kernel _finish_kernel _cast_kernel
-        float8_rowwise_quantize_of_activation          activation_forward _partial_kernel _finish_kernel _cast_kernel
-        float8_rowwise_quantize_of_activation_backward activation_backward _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize_of_activation          _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize_of_activation_backward _partial_kernel _finish_kernel _cast_kernel
         gemm                                           _scaled_mm
         norm_backward                                  _backward_kernel _finish_kernel""",
     "block": """
@@ -266,7 +266,7 @@ KERNELS: dict[str, str] = {
         float8_block_quantize                        _block_kernel | _square_kernel
         float8_block_quantize_of_norm                _block_kernel
         float8_block_quantize_of_activation          _block_kernel
-        float8_block_quantize_of_activation_backward _block_kernel
+        float8_block_quantize_of_activation_backward activation_backward _block_kernel
         gemm                                         _scaled_mm_v2
         norm_backward                                _backward_kernel _finish_kernel""",
     "mxfp8": """

@@ -1,5 +1,6 @@
 """What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
 
+from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
 
@@ -11,6 +12,7 @@ __all__ = [
     "TensorSpec",
     "is_value_opaque_quantizer",
     "register_value_opaque_quantizer",
+    "skip_own_guards",
     "to_tensor_proto",
     "to_tensor_spec",
 ]

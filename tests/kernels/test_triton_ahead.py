@@ -116,15 +116,19 @@ def test_what_a_quantization_takes_in() -> None:
     x, sums = torch.empty(4, 512), torch.empty(512)
     norm = Made("norm", (x, None, None, None, None, False, True))
     assert {way(norm, quantization) for quantization in WAYS} == {"inside"}
-    for name in ("gelu", "swiglu"):
+    for name, is_gated in (("gelu", False), ("swiglu", True)):
         forward = Made("activation", (x, None, name, (), None))
         backward = Made("activation_backward", (x, x, None, name, (), None))
         summed = Made("activation_backward", backward.args, sums)
-        for quantization in ("delayed", "block", "mxfp8"):
-            assert way(forward, quantization, 128) == way(backward, quantization, 128) == "inside"
-            assert way(summed, quantization, 128) == ("inside" if name == "swiglu" else "before")
-        assert {way(made, "current", 128) for made in (forward, backward, summed)} == {"first"}
-        assert {way(made, "rowwise", 128) for made in (forward, backward, summed)} == {"before"}
+        assert {way(forward, quantization, 128) for quantization in ("delayed", "block", "mxfp8")} == {"inside"}
+        for quantization in ("delayed", "mxfp8"):
+            assert way(backward, quantization, 128) == "inside"
+            assert way(summed, quantization, 128) == ("inside" if is_gated else "before")
+        assert way(backward, "block", 128) == ("before" if is_gated else "inside")
+        assert way(summed, "block", 128) == "before"
+        assert way(forward, "current", 128) == "first"
+        assert {way(made, "current", 128) for made in (backward, summed)} == {"inside" if is_gated else "first"}
+        assert {way(made, "rowwise", 128) for made in (forward, backward, summed)} == {"first"}
 
 
 def test_what_has_one_way() -> None:

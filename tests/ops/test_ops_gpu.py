@@ -31,7 +31,7 @@ BOUNDS = {
     "nvfp4": 0.5,
     "custom": 0.05,
 }
-LONGER = {"mix": 2, "activations": 4}  # chains of more operations, each of which makes more of a difference
+LONGER = {"mix": 3, "activations": 4}  # chains of more operations, each of which makes more of a difference
 
 
 def given(name: str, seed: int, rows: int = ROWS, device: str = "cuda") -> tuple[torch.Tensor, tuple[Any, ...]]:

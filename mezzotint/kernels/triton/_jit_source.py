@@ -240,6 +240,10 @@ class Input(NamedTuple):
         """Those that programs share out: K, or the half of which each program takes two tiles."""
         return self.K // 2 if self.kind is not None and self.kind[0] == "halves" else self.K
 
+    def is_wide(self) -> bool:
+        """Whether a tile is made of two of x: halves, or a gated activation."""
+        return self.kind is not None and (self.kind[0] == "halves" or self.kind[::2] == ("activation", True))
+
     def partials(self, tiles: int) -> torch.Tensor | None:
         """Where `store_sums` writes, for this many rows of tiles."""
         return None if self.sums is None else self.x.new_empty((tiles, self.K), dtype=torch.float32)
@@ -249,21 +253,23 @@ class Input(NamedTuple):
 # which writes it for the second to read; "before", by a launch of the source's own.
 Way = Literal["inside", "first", "before"]
 
-_KINDS = ("activation", "gradient", "gradient, sums", "gated", "gated gradient", "gated gradient, sums")
-_ONCE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_KINDS, "inside"), "gradient, sums": "before"}
-_TWICE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_KINDS, "before")}
+_ACTIVATIONS = ("activation", "gradient", "gated", "gated gradient", "gated gradient, sums")
+_INSIDE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_ACTIVATIONS, "inside"), "gradient, sums": "before"}
+_WRITTEN: dict[str, Way] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "first")}
+_BEFORE: dict[str, Way] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "before")}
 
-# Quantization → what is quantized → the fastest way, as measured on an H200 (`dev/LOG.md`); not yet so where a gated
-# gradient is "inside". A norm is cheap. An activation pays inside where it is computed once; a gradient with sums holds
-# the partial sums of a tile as well.
+# Quantization → what is quantized → the fastest way, as measured on an H200 (`dev/LOG.md`). A norm is cheap. An
+# activation pays inside where it is computed once; twice, only a gated gradient under a scale that needs no second look
+# at rows and columns does. A gradient with sums holds the partial sums of a tile as well, two halves under 1x128 scales
+# too much of everything.
 WAYS: dict[str, dict[str, Way]] = {
-    "delayed": _ONCE,
-    "current": {"norm": "inside", **dict.fromkeys(_KINDS, "first")},
-    "block": _ONCE,
-    "mxfp8": _ONCE,
-    "rowwise": _TWICE,
-    "rows": {**_ONCE, "gated gradient": "before", "gated gradient, sums": "before"},  # row-wise alone
-    "long rows": _TWICE,
+    "delayed": _INSIDE,
+    "current": _WRITTEN | {"gated gradient": "inside", "gated gradient, sums": "inside"},
+    "block": _INSIDE | {"gated gradient": "before", "gated gradient, sums": "before"},
+    "mxfp8": _INSIDE,
+    "rowwise": _WRITTEN,
+    "rows": _INSIDE | {"gated gradient": "before", "gated gradient, sums": "before"},  # row-wise alone
+    "long rows": _BEFORE,
 }
 
 

@@ -54,9 +54,9 @@ def flat_config() -> dict[str, int]:
     return {"BLOCK": 4096, "num_warps": 4}
 
 
-def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone; of halves a smaller one: a program holds two."""
-    if halves:
+def tile_config(rowwise: bool, wide: bool = False) -> dict[str, int]:
+    """Tile of the two-way cast, and of the transposed one alone; a smaller one where a program reads two of x."""
+    if wide:
         return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
         return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
@@ -229,7 +229,7 @@ def _cast(
             enable_fp_fusion=False,
         )
         return
-    options = config or tile_config(rowwise, source.columns() < K)
+    options = config or tile_config(rowwise, source.is_wide())
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
@@ -317,7 +317,7 @@ def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -
 
 def _width(config: dict[str, int] | None) -> int:
     """Of the tiles of halves."""
-    return (config or tile_config(True, halves=True)).get("BN", 0)
+    return (config or tile_config(True, wide=True)).get("BN", 0)
 
 
 def quantize_scaled(
@@ -366,7 +366,7 @@ _GIVEN = {"DTYPE": E5M2, "POW2": True, "FOR_INF": for_inf(torch.float32, True), 
 _DELAYED = {"DTYPE": E4M3, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
 _TILE, _HALVES = (
     options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
-    for options in (tile_config(True), tile_config(True, halves=True))
+    for options in (tile_config(True), tile_config(True, wide=True))
 )
 
 AHEAD = [
