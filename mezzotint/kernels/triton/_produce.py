@@ -71,14 +71,14 @@ def _sums_kernel(
     BN: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """partials[strip, c]: FP32 sums of STRIP rows."""
+    """partials[strip, c]: FP32 sums of STRIP rows; cast where there is one strip, and they are the result."""
     strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
     c = tile * BN + tl.arange(0, BN)
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, STRIP, BM):
         r = strip * STRIP + start + tl.arange(0, BM)
         total += load_input(x, given, r, c, M, K, stride, SOURCE, False, False)
-    tl.store(partials + strip * K + c, tl.sum(total, 0), mask=c < K)
+    tl.store(partials + strip * K + c, tl.sum(total, 0).to(partials.dtype.element_ty), mask=c < K)
 
 
 @Fast
@@ -126,7 +126,8 @@ def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
     """FP32 sums over the rows, cast to `out`, [K]."""
     options = sums_config()
     strips = cdiv(source.M, options["STRIP"])
-    partials = source.x.new_empty((strips, source.K), dtype=torch.float32)
+    is_whole = strips == 1 and source.K > 0  # the sums of the one strip are those of all
+    partials = out if is_whole else source.x.new_empty((strips, source.K), dtype=torch.float32)
     if partials.numel():
         _sums_kernel[(strips * cdiv(source.K, options["BN"]),)](
             source.x,
@@ -139,7 +140,7 @@ def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
             **options,
             enable_fp_fusion=False,
         )
-    return finish_sums(partials, out)
+    return out if is_whole else finish_sums(partials, out)
 
 
 def finish_source(source: Input, partials: torch.Tensor | None) -> None:
@@ -196,6 +197,7 @@ AHEAD = [
         for scales in ("-", "*fp32")
     ),
     ahead(_sums_kernel, "bf16 fp32", **sums_config()),
+    ahead(_sums_kernel, "bf16 bf16", **sums_config()),
     ahead(_sums_kernel, "bf16 fp32", BACKWARD, SOURCE=("activation_backward", "silu"), **sums_config()),
     ahead(_sums_kernel, "bf16 fp32", "- *fp32 *fp32 *bf16 i32", SOURCE=("norm_gamma", None), **sums_config()),
     ahead(_finish_kernel, "fp32 bf16", **finish_config()),
