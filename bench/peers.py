@@ -1,6 +1,7 @@
 """Against the peers: BF16, torchao's recipes and ours, in one run, eager and compiled.
 
-    python -m bench peers [--parts a,b,c,d] [--shapes 16384x4096x4096,...] [--recipes delayed,torchao-rowwise]
+    python -m bench peers [--parts a,b,c,d] [--cases layers,...] [--shapes 16384x4096x4096,...]
+                          [--recipes delayed,torchao-rowwise]
                           [--modes eager,compiled,graphs] [--reps 11] [--budget SECONDS] [--small]
                           [--json out.json] [--markdown out.md] [--figure out.png]
     python -m bench peers --load a.json,b.json [--markdown out.md] [--figure out.png]
@@ -204,6 +205,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench peers", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="of a (linear), b (layers), c (quantization), d (MoE)")
+    parser.add_argument("--cases", default="", help="those alone that have one of these in their names")
     parser.add_argument("--shapes", help=f"of a: tokens x in x out; {SHAPES}")
     parser.add_argument("--recipes", default=",".join(CANDIDATES), help=f"beside {BASE}, of " + ", ".join(CANDIDATES))
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
@@ -260,6 +262,8 @@ def measure(args: argparse.Namespace) -> Row:
     try:
         for part in parts:
             for case in cases.get(part, []):
+                if not any(text.strip() in case.name for text in args.cases.split(",")):
+                    continue
                 taken = [mode for mode in modes if mode != "graphs" or case.is_small]
                 report["rows"] += bench.measure(case, taken, candidates)
                 _save(report, args.json, begin, f"{part}: {case.name}")
