@@ -306,7 +306,7 @@ def quantize(
 def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -> bool:
     """Whether the program of the cast sees all of x, and can take the amax itself: no first launch."""
     *rows, K = x.shape
-    M, options = math.prod(rows), tile_config(rowwise)
+    M, options = math.prod(rows), tile_config(rowwise, wide=isinstance(x, Made))  # the smaller, whatever it is made of
     tile, flat = options["BM"] >= M and options["BN"] >= K, flat_config()["BLOCK"] >= M * K
     if M * K == 0 or columnwise:
         return M * K > 0 and tile
