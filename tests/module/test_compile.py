@@ -193,27 +193,29 @@ def test_two_factories_inside_one_function() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_stack_of_layers_compiled_one_by_one() -> None:
-    """Layers share their code: a region that counts its modules must not make a graph for each of them."""
+@pytest.mark.parametrize("microbatches", [(None, None), (True, False)], ids=["batches", "microbatches"])
+def test_a_stack_of_layers_compiled_one_by_one(microbatches: tuple[bool | None, ...]) -> None:
+    """Layers share their code: a region that counts its modules must not make a graph for each of them, nor may what a
+    layer keeps from one micro-batch to the next."""
     layers = nn.ModuleList([make("layernorm_mlp") for _ in range(6)])
     eager = nn.ModuleList([make("layernorm_mlp") for _ in range(6)])
     counter = CompileCounterWithBackend("aot_eager")
     for layer in layers:
         layer.compile(fullgraph=True, backend=counter)
-    for seed in range(2):
+    for seed, first in enumerate(microbatches):
         results = []
         for stack in (layers, eager):
             x = sample(seed=seed).requires_grad_()
             with mz.autocast(recipe=RECIPES["delayed"]):
                 y = x
                 for layer in stack:
-                    y = y + layer(y)
+                    y = y + layer(y, is_first_microbatch=first)
             gradient(y).backward()
             results.append({"output": y.detach(), "input": x.grad})
             results[-1] |= {f"scale {i}": layer.scale_fwd.clone() for i, layer in enumerate(stack)}
             stack.zero_grad()
         assert_equal(*results)
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= (2 if microbatches[0] is None else 4)
 
 
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
