@@ -38,7 +38,7 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import Input, larger, load_halves, read, store_sums, way
+from mezzotint.kernels.triton._jit_source import Input, Way, larger, load_halves, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, SCALED_BACKWARD, finish_source
 from mezzotint.kernels.triton.activation import amax_of, write_with_amax
@@ -271,12 +271,16 @@ def quantize(
     """Current scaling."""
     given = amax is not None
     alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
-    how = way(x, "delayed" if given or alone else "current", _width(config))
+    how: Way = "before"
+    if isinstance(x, Made):
+        how = way(x, "delayed" if given or alone else "current", _width(config))
     if isinstance(x, Made) and how == "first":
         (x, amax), how, given = write_with_amax(x), "before", True
     source = read(x, how)
     if alone:
         amax = out[-1]  # not read
+        if source.kind is not None:  # the tile that all of x fits in
+            config = tile_config(rowwise, source.columns() < source.K)
     elif amax is None:
         if source.kind is None:
             source = source._replace(x=source.x.contiguous())
@@ -301,6 +305,9 @@ def quantize(
         SCALED=False,
         BP=-1 if alone else 0 if given else PARTIALS,
     )
+
+
+_ONE_PROGRAM = 1 << 14  # elements: more than any tile has
 
 
 def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -> bool:
