@@ -137,13 +137,14 @@ def update_pending(updates: bool) -> None:
         waiting.module._is_pending = False
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
-    if not updates:
+    if not (updates and modules):
         return
     states: list[ScaleState] = []
     for module, groups in modules:
         scale, history, request = module._forward_state()
         states.append(ScaleState(scale, history, *update_rule(request, forward=True), groups))
-    update_states(states)
+    with torch.no_grad():
+        update_states(states)
 
 
 def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:

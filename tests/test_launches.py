@@ -110,13 +110,11 @@ TransformerLayer backward     8         3        0       1           0         0
 """
 
 # Beside these: for each module with parameters, delayed scaling notes the amaxes that were seen (`saw`) and, in
-# backward, updates scales and histories; NVFP4 draws random numbers for each gradient that it rounds.
+# backward, updates scales and histories as well (`step`); NVFP4 draws random numbers for each gradient that it rounds.
 MODULES = {"LayerNormLinear": 1, "LayerNormMLP": 1, "TransformerLayer": 3}
 STATE: dict[tuple[str, str], Callable[[int, int], Counter[str]]] = {
     ("delayed", "forward"): lambda modules, gradients: Counter(saw=modules, copy_=modules),
-    ("delayed", "backward"): lambda modules, gradients: Counter(
-        saw=modules, update=modules, copy_=2 * modules, clone=modules
-    ),
+    ("delayed", "backward"): lambda modules, gradients: Counter(step=modules, copy_=2 * modules, clone=modules),
     ("nvfp4", "backward"): lambda modules, gradients: Counter(draw_rng=gradients),
 }
 
@@ -136,7 +134,7 @@ KINDS = {  # how an operator's name ends → its column
     "activation_forward": "act",
     "activation_backward": "act",
     "delayed_saw_": "saw",
-    "delayed_update_": "update",
+    "delayed_step_": "step",
 }
 ATTENTION = "_scaled_dot_product_"  # how PyTorch's operators for it begin, on every device
 

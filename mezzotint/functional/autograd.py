@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mezzotint.functional.delayed import Ending, ScaleState, update_states
+from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -147,7 +147,11 @@ class _Apply(torch.autograd.Function):
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     """Enter what backward saw, and update after the last backward of the iteration."""
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
-    run_op(delayed_saw_, state.history[0], [amax for amax in amaxes if amax is not None], slots)
+    seen = [amax for amax in amaxes if amax is not None]
+    if state.is_first and not state.groups and state.update is None:
+        step(state, seen, slots)
+        return
+    run_op(delayed_saw_, state.history[0], seen, slots)
     end_backward(state)
 
 

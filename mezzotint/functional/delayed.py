@@ -3,7 +3,8 @@
 Forward: when the outermost `autocast` region ends. Backward: in eager code the modules that autograd has gone through
 wait for the end of the backward (`Ending`), and so have one collective for all of them, too. A module whose next maxima
 come before (two regions in one backward) makes those that wait take theirs first. So what is computed is what each
-module would compute on its own, as soon as its backward is over; a graph does just that, and so does a group of one.
+module would compute on its own, as soon as its backward is over; a graph does just that, and so does a group of one:
+`step` enters and updates in one launch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 
 from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_update_
+from mezzotint.kernels.delayed import delayed_step_, delayed_update_
 
 
 @dataclass(slots=True)
@@ -31,7 +32,10 @@ class ScaleState:
 
 def update_states(states: Sequence[ScaleState]) -> None:
     """New scales from what was seen, over all processes: one collective for each group, one launch for each rule."""
-    reduce_amaxes([(state.history[0], state.groups) for state in states])
+    reduce_amaxes([(state.history[0], state.groups) for state in states if state.groups])
+    if len(states) == 1 and states[0].update is None:
+        step(states[0], [], [])
+        return
     batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
     for state in states:
         if state.update is not None:
@@ -43,6 +47,11 @@ def update_states(states: Sequence[ScaleState]) -> None:
             tops.append(state.top)
     for most_recent, (scales, histories, tops) in batches.items():
         run_op(delayed_update_, scales, histories, tops, most_recent)
+
+
+def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
+    """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
+    run_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
 
 
 def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:

@@ -43,6 +43,19 @@ def delayed_update_reference(
         history.copy_(torch.where(last != 0, rolled, history))
 
 
+def delayed_step_reference(
+    scale: torch.Tensor,
+    history: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    slots: Sequence[int],
+    top: float,
+    most_recent: bool,
+) -> None:
+    """One state that waits for no other: what was seen enters, and it is updated. One launch on CUDA."""
+    delayed_saw_reference(history[0], amaxes, slots)
+    delayed_update_reference([scale], [history], [top], most_recent)
+
+
 _late = Late("delayed:update", lambda device, *args: delayed_update_reference(*args))
 
 
@@ -64,4 +77,12 @@ delayed_update_ = define(
     lambda scales, histories, tops, most_recent: None,
     delayed_update_reference,
     _update_on_cuda,
+)
+
+delayed_step_ = leaf(
+    "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, float top, bool most_recent)"
+    " -> ()",
+    fake=lambda scale, history, amaxes, slots, top, most_recent: None,
+    cpu=delayed_step_reference,
+    cuda="delayed:step",
 )

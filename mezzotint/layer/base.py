@@ -16,6 +16,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.parallel import ParallelModule
+from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import STATE, Pending, reduction_groups, update_rule
@@ -179,7 +180,7 @@ class Layer(ParallelModule):
             call.grad_scales = self.scale_bwd.clone()
             call.grad_state = GradState(
                 self.scale_bwd,
-                self.amax_history_bwd[: request.amax_history_len],
+                first_rows(self.amax_history_bwd, request.amax_history_len),
                 *update_rule(request, forward=False),
                 groups,
                 is_first,

@@ -30,6 +30,11 @@ class MetaTensors:
     amax_history: torch.Tensor
 
 
+def first_rows(history: torch.Tensor, length: int) -> torch.Tensor:
+    """Those that a request uses; mostly all of them, and then no view."""
+    return history if history.shape[0] == length else history[:length]
+
+
 class StatefulModule(nn.Module):
     """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
 
@@ -98,6 +103,8 @@ class StatefulModule(nn.Module):
 
     def _use_history(self, request: DelayedScalingRequest) -> None:
         """From now on this request's rows. Those behind them are cleared: a longer history would find them again."""
+        if not torch.compiler.is_compiling() and self._request is request:
+            return
         length = request.amax_history_len
         self._grow_history(length)
         # A graph clears them always: what was before it is state that it would have to guard on.
@@ -109,7 +116,7 @@ class StatefulModule(nn.Module):
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
         """Scale, history, and the request that they serve: what the end of an autocast region updates."""
         assert self._request is not None
-        return self.scale_fwd, self.amax_history_fwd[: self._request.amax_history_len], self._request
+        return self.scale_fwd, first_rows(self.amax_history_fwd, self._request.amax_history_len), self._request
 
     def _recipe_in_use(self) -> Recipe | None:
         """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
 
 FLT_MAX = float(np.finfo(np.float32).max)
 TOPS = {"e4m3": 448.0, "e5m2": 57344.0, "margin": 448.0 / 8}
@@ -107,13 +107,45 @@ def test_many_states_of_all_sizes() -> None:
     check(states, [(448.0, 57344.0, 56.0)[i % 3] for i in range(len(states))], False)
 
 
+def check_step(
+    state: tuple[torch.Tensor, torch.Tensor], seen: dict[int, float], most_recent: bool, device: str = "cpu"
+) -> None:
+    """Row 0 raised to what was seen in these slots, then the rules."""
+    scale, history = state
+    raised = history.clone()
+    for slot, value in seen.items():
+        raised[0, slot] = max(raised[0, slot].item(), value)
+    want = expected(scale, raised, 448.0, most_recent)
+    scale, history = scale.to(device, copy=True), history.to(device, copy=True)
+    amaxes = [torch.tensor([value], device=device) for value in seen.values()]
+    delayed_step_(scale, history, amaxes, list(seen), 448.0, most_recent)
+    assert torch.equal(scale.cpu(), want[0])
+    assert torch.equal(history.cpu(), want[1])
+
+
+SEEN: list[dict[int, float]] = [
+    {},
+    {0: 0.0},
+    {1: 20.0},
+    {0: math.inf},
+    {2: 0.25, 0: 7.0},
+    {slot: 2.0 * slot for slot in range(6)},
+]
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 16])
+def test_step(length: int, most_recent: bool) -> None:
+    for seen in SEEN:
+        check_step(draw_state(length, 6, length), seen, most_recent)
+
+
 def test_the_window_forgets() -> None:
     """A peak counts for L updates, then no longer."""
     scale, history = torch.ones(1), torch.zeros(4, 1)
     seen = []
     for amax in (8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        delayed_saw_(history[0], [torch.tensor([amax])], [0])
-        delayed_update_([scale], [history], [448.0], False)
+        delayed_step_(scale, history, [torch.tensor([amax])], [0], 448.0, False)
         seen.append(scale.item())
     assert seen == [56.0] * 4 + [448.0] * 2
 

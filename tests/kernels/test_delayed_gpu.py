@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mezzotint.kernels.delayed import delayed_saw_, delayed_update_
-from tests.kernels.test_delayed import COLUMNS, TOPS, check, draw_state
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
+from tests.kernels.test_delayed import COLUMNS, SEEN, TOPS, check, check_step, draw_state
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,14 @@ def test_one_state_is_updated_in_place(length: int) -> None:
         check([draw_state(length, slots, slots)], [448.0], False, "cuda")
 
 
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 513, 1024])
+def test_step(length: int, most_recent: bool) -> None:
+    """One launch for few amaxes, two for many."""
+    for seen in SEEN:
+        check_step(draw_state(length, 6, length), seen, most_recent, "cuda")
+
+
 def test_many_states() -> None:
     """More than one launch of `torch._foreach_copy_` takes, of all sizes."""
     states = [draw_state(length, slots, slots) for length in (1, 2, 16, 1024) for slots in (2, 3, 6, 33)] * 20
@@ -49,15 +57,15 @@ def test_no_host_synchronization() -> None:
     amaxes = [torch.ones(1, device="cuda") for _ in range(2)]
     delayed_saw_(histories[0][0], amaxes, [0, 2])
     delayed_update_(scales, histories, [448.0] * 4, False)
+    delayed_step_(scales[0], histories[0], amaxes, [0, 2], 448.0, False)
 
 
 def test_a_graph_captures_it() -> None:
-    """A CUDA graph replays both ops on the same buffers."""
+    """A CUDA graph replays the op on the same buffers."""
     amax, scale, history = (torch.zeros(size, device="cuda") for size in ((1,), (1,), (4, 1)))
 
     def step() -> None:
-        delayed_saw_(history[0], [amax], [0])
-        delayed_update_([scale], [history], [448.0], False)
+        delayed_step_(scale, history, [amax], [0], 448.0, False)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()

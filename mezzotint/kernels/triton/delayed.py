@@ -2,20 +2,23 @@
 
 A model has hundreds of small states. They are put side by side, updated by one launch, and copied back: a handful of
 launches for all of them, no wait for the GPU, and nothing that a CUDA graph could not capture. One alone, as a module's
-gradients have it, is updated where it is.
+gradients have it, is updated where it is, and by the launch that enters what was seen.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from mezzotint.constants import FP32_MAX, cdiv
+from mezzotint.kernels.delayed import delayed_saw_reference, delayed_step_reference
 from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._launch import Fast
 
 _FP32_MAX = tl.constexpr(FP32_MAX)
+MOST_AMAXES = 4  # that the update itself takes
 
 
 def update_config() -> dict[str, int]:
@@ -26,12 +29,27 @@ def update_config() -> dict[str, int]:
 @Fast
 @triton.jit
 def _update_kernel(
-    scale, history, new_scale, new_history, L, n, top, RECENT: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr
+    scale,
+    history,
+    new_scale,
+    new_history,
+    given,
+    L,
+    n,
+    top,
+    COUNT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RECENT: tl.constexpr,
+    BL: tl.constexpr,
+    BN: tl.constexpr,
 ):
-    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin."""
+    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin. `given`:
+    COUNT amaxes that row 0 has not seen, of these SLOTS."""
     c = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     wide = c < n
     last = tl.load(history + c, mask=wide, other=0.0)
+    for k in tl.static_range(COUNT):
+        last = tl.where(c == SLOTS[k], tl.maximum(last, tl.load(given[k])), last)
     seen = last != 0
     tops = tl.zeros([BL, BN], tl.float32)
     for start in range(0, L, BL):
@@ -46,7 +64,7 @@ def _update_kernel(
         rolled = tl.where((i == 0)[:, None], 0.0, rolled)
         tl.debug_barrier()  # in place: all have read before one writes
         tl.store(new_history + i[:, None] * n + c[None, :], tl.where(seen[None, :], rolled, value), mask=mask)
-    amax = last if RECENT else tl.max(tops, 0)
+    amax = last if RECENT else tl.maximum(tl.max(tops, 0), last)
     fresh = tl.div_rn(tl.cast(top, tl.float32), amax)
     fresh = tl.where(fresh == float("inf"), _FP32_MAX, fresh)
     keep = tl.load(scale + c, mask=wide, other=0.0)
@@ -65,8 +83,7 @@ def update(
     groups: dict[tuple[int, float], list[int]] = {}
     for index, (history, top) in enumerate(zip(histories, tops, strict=True)):
         groups.setdefault((history.shape[0], top), []).append(index)
-    options = update_config()
-    for (length, top), members in groups.items():
+    for (_, top), members in groups.items():
         old_scales, old_histories = [scales[i] for i in members], [histories[i] for i in members]
         alone = len(members) == 1 and old_scales[0].is_contiguous() and old_histories[0].is_contiguous()
         if alone:
@@ -74,12 +91,7 @@ def update(
         else:
             scale, history = torch.cat(old_scales), torch.cat(old_histories, 1)
             fresh, rolled = torch.empty_like(scale), torch.empty_like(history)
-        n = scale.numel()
-        if n == 0 or length == 0:
-            continue
-        _update_kernel[(cdiv(n, options["BN"]),)](
-            scale, history, fresh, rolled, length, n, top, RECENT=most_recent, **options, enable_fp_fusion=False
-        )
+        _launch(scale, history, fresh, rolled, top, most_recent)
         if alone:
             continue
         sizes = [s.numel() for s in old_scales]
@@ -87,7 +99,61 @@ def update(
         torch._foreach_copy_(old_histories, rolled.split(sizes, 1))
 
 
+def step(
+    scale: torch.Tensor,
+    history: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    slots: Sequence[int],
+    top: float,
+    most_recent: bool,
+) -> None:
+    """One state, where it is. Many amaxes, as those of experts, enter by a launch of their own: each count of them
+    would be another kernel."""
+    if len(amaxes) > MOST_AMAXES:
+        delayed_saw_reference(history[0], amaxes, slots)
+        amaxes, slots = (), ()
+    if scale.is_contiguous() and history.is_contiguous():
+        _launch(scale, history, scale, history, top, most_recent, tuple(amaxes), tuple(slots))
+    else:
+        delayed_step_reference(scale, history, amaxes, slots, top, most_recent)
+
+
+def _launch(
+    scale: torch.Tensor,
+    history: torch.Tensor,
+    fresh: torch.Tensor,
+    rolled: torch.Tensor,
+    top: float,
+    most_recent: bool,
+    amaxes: tuple[torch.Tensor, ...] = (),
+    slots: tuple[int, ...] = (),
+) -> None:
+    length, n = history.shape
+    if n == 0 or length == 0:
+        return
+    options = update_config()
+    _update_kernel[(cdiv(n, options["BN"]),)](
+        scale,
+        history,
+        fresh,
+        rolled,
+        amaxes or None,
+        length,
+        n,
+        top,
+        COUNT=len(slots),
+        SLOTS=slots or None,
+        RECENT=most_recent,
+        **options,
+        enable_fp_fusion=False,
+    )
+
+
+_NONE: dict[str, Any] = {"COUNT": 0, "SLOTS": None, **update_config()}
+_TWO: dict[str, Any] = {"COUNT": 2, "SLOTS": (0, 2), **update_config()}
+
 AHEAD = [
-    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=False, **update_config()),
-    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=True, **update_config()),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=False, **_NONE),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=True, **_NONE),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32", "*fp32 *fp32", RECENT=False, **_TWO),
 ]

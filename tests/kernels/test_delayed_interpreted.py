@@ -1,0 +1,57 @@
+"""Delayed scaling's update in Triton's interpreter, on the CPU: every index and mask, with the reference's bytes.
+
+The interpreter is chosen before Triton is imported: another process.
+"""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from tests.kernels.test_delayed import COLUMNS, draw_state
+
+
+def test_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_delayed_interpreted"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(scale: torch.Tensor, history: torch.Tensor, slots: list[int], most_recent: bool) -> None:
+    """What is seen now: nothing in the first slot, then less and less, so that the history and it win in turn."""
+    from mezzotint.kernels.delayed import delayed_step_reference
+    from mezzotint.kernels.triton import delayed
+
+    amaxes = [torch.tensor([12.0 / k if k else 0.0]) for k in range(len(slots))]
+    want = scale.clone(), history.clone()
+    delayed_step_reference(*want, amaxes, slots, 448.0, most_recent)
+    delayed.step(scale, history, amaxes, slots, 448.0, most_recent)
+    case = tuple(history.shape), slots, most_recent
+    assert torch.equal(scale, want[0]), case
+    assert torch.equal(history, want[1]), case
+
+
+def main() -> None:
+    from mezzotint.kernels.triton.delayed import MOST_AMAXES
+
+    for most_recent in (False, True):
+        rules = torch.tensor(COLUMNS).t().contiguous()
+        check(torch.linspace(0.5, 2.0, len(COLUMNS)), rules, [0, 1, 8], most_recent)
+        for length in (1, 2, 16, 513):
+            for n, slots in (
+                (1, [0]),
+                (2, [0]),
+                (3, [0, 1]),
+                (6, [5, 0, 3]),
+                (6, []),
+                (9, list(range(MOST_AMAXES + 1))),
+            ):
+                check(*draw_state(length, n, length), slots, most_recent)
+    scale, history = draw_state(4, 6, 0)
+    check(scale[::2], history[:, ::2], [0, 2], False)  # of another state
+
+
+if __name__ == "__main__":
+    main()
