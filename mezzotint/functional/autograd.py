@@ -111,7 +111,7 @@ class _Fields:
 
 class _Apply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, core: Core, args: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, core: Core, args: Any, kept: list[Any] | None, *tensors: Any) -> Any:
         rest = list(tensors)
         for name in core.diff:
             value = getattr(args, name)
@@ -125,6 +125,9 @@ class _Apply(torch.autograd.Function):
         ctx.spec = flatten(core.setup(args, made), flat)
         ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
         ctx.save_for_backward(*flat)
+        if kept is not None:
+            kept.extend(extras)
+            return outputs
         ctx.mark_non_differentiable(*extras)
         return (*outputs, *extras)
 
@@ -141,7 +144,7 @@ class _Apply(torch.autograd.Function):
                 flat.extend(gradient)
             else:
                 flat.append(gradient)
-        return (None, None, *flat)
+        return (None, None, None, *flat)
 
 
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
@@ -151,7 +154,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     if state.is_first and not state.groups and state.update is None:
         step(state, seen, slots)
         return
-    run_op(delayed_saw_, state.history[0], seen, slots)
+    run_op(delayed_saw_, state.history, seen, slots)
     end_backward(state)
 
 
@@ -184,4 +187,7 @@ def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
             tensors.extend(value)
         else:
             tensors.append(value)
-    return _Apply.apply(core, args, *tensors)
+    if torch.compiler.is_compiling():
+        return _Apply.apply(core, args, None, *tensors)
+    kept: list[Any] = []  # extras are no outputs here: autograd would launch zeros as the gradient of each
+    return (*_Apply.apply(core, args, kept, *tensors), *kept)

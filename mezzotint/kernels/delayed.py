@@ -17,12 +17,13 @@ from mezzotint.kernels._lib import Late, define, leaf
 from mezzotint.kernels.elements import div
 
 
-def delayed_saw_reference(seen: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
-    """seen [n], a history's row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots.
+def delayed_saw_reference(history: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+    """Row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots.
 
     One launch on CUDA, without waiting for it.
     """
     if amaxes:
+        seen = history[0]
         torch._foreach_maximum_([seen.narrow(0, slot, 1) for slot in slots], list(amaxes))
 
 
@@ -52,7 +53,7 @@ def delayed_step_reference(
     most_recent: bool,
 ) -> None:
     """One state that waits for no other: what was seen enters, and it is updated. One launch on CUDA."""
-    delayed_saw_reference(history[0], amaxes, slots)
+    delayed_saw_reference(history, amaxes, slots)
     delayed_update_reference([scale], [history], [top], most_recent)
 
 
@@ -66,9 +67,10 @@ def _update_on_cuda(
 
 
 delayed_saw_ = leaf(
-    "delayed_saw_(Tensor(a!) seen, Tensor[] amaxes, int[] slots) -> ()",
-    fake=lambda seen, amaxes, slots: None,
+    "delayed_saw_(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
+    fake=lambda history, amaxes, slots: None,
     cpu=delayed_saw_reference,
+    cuda="delayed:saw",
 )
 
 # At least one state: without a tensor there is no device.

@@ -122,7 +122,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
                 slots.append(slot(gemm, "weight"))
         if slots:
             with torch.no_grad():
-                run_op(delayed_saw_, self.amax_history_fwd[0], seen, slots)
+                run_op(delayed_saw_, self.amax_history_fwd, seen, slots)
 
     def _is_calibrating(self) -> bool:
         return STATE.calibrating and not STATE.enabled

@@ -26,7 +26,7 @@ class DelayedQuantizer:
 
     def __init__(self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int) -> None:
         self.quantizer, self.scale = quantizer, scale
-        self.history, self.slot = history, slot  # FP32 [n], its current row; None for a run that enters nothing
+        self.history, self.slot = history, slot  # FP32 (L, n); None for a run that enters nothing
 
     def takes_scale(self) -> bool:
         return True
@@ -49,9 +49,9 @@ def delayed(op: Any, call: Call, gemm: int, tensor_type: str, quantizer: Any) ->
     if quantizer is None or not quantizer.takes_scale():
         return quantizer
     if tensor_type in FORWARD_TENSORS:
-        scales, history = call.scales, op.amax_history_fwd[0] if call.records else None
+        scales, history = call.scales, op.amax_history_fwd if call.records else None
     else:
-        scales, history = call.grad_scales, op.amax_history_bwd[0]
+        scales, history = call.grad_scales, op.amax_history_bwd
     return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type))
 
 

@@ -151,16 +151,10 @@ def test_the_window_forgets() -> None:
 
 
 def test_saw() -> None:
-    seen = torch.tensor([0.0, 5.0, 1.0, 2.0])
+    history = torch.tensor([[0.0, 5.0, 1.0, 2.0], [9.0] * 4])
     amaxes = [torch.tensor([v]) for v in (3.0, 4.0, math.inf)]
-    delayed_saw_(seen, amaxes, [0, 1, 3])
-    assert seen.tolist() == [3.0, 5.0, 1.0, math.inf]
-    delayed_saw_(seen, [], [])
-    delayed_saw_(seen, [torch.tensor([9.0])], [2])
-    assert seen.tolist() == [3.0, 5.0, 9.0, math.inf]
-
-
-def test_saw_a_row_of_a_history() -> None:
-    history = torch.zeros(3, 4)
-    delayed_saw_(history[0], [torch.tensor([2.5])], [1])
-    assert history.tolist() == [[0, 2.5, 0, 0], [0] * 4, [0] * 4]
+    delayed_saw_(history, amaxes, [0, 1, 3])
+    assert history.tolist() == [[3.0, 5.0, 1.0, math.inf], [9.0] * 4]
+    delayed_saw_(history, [], [])
+    delayed_saw_(history, [torch.tensor([9.0])], [2])
+    assert history.tolist() == [[3.0, 5.0, 9.0, math.inf], [9.0] * 4]

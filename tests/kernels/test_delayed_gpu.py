@@ -55,7 +55,7 @@ def test_no_host_synchronization() -> None:
     scales = [torch.ones(3, device="cuda") for _ in range(4)]
     histories = [torch.ones(8, 3, device="cuda") for _ in range(4)]
     amaxes = [torch.ones(1, device="cuda") for _ in range(2)]
-    delayed_saw_(histories[0][0], amaxes, [0, 2])
+    delayed_saw_(histories[0], amaxes, [0, 2])
     delayed_update_(scales, histories, [448.0] * 4, False)
     delayed_step_(scales[0], histories[0], amaxes, [0, 2], 448.0, False)
 
@@ -80,6 +80,10 @@ def test_a_graph_captures_it() -> None:
 
 
 def test_saw() -> None:
-    seen = torch.tensor([0.0, 5.0, 1.0, 2.0], device="cuda")
-    delayed_saw_(seen, [torch.tensor([v], device="cuda") for v in (3.0, 4.0, math.inf)], [0, 1, 3])
-    assert seen.tolist() == [3.0, 5.0, 1.0, math.inf]
+    for length in (1, 3):
+        history = torch.tensor([[0.0, 5.0, 1.0, 2.0, 0.0, 0.0]] * length, device="cuda")
+        delayed_saw_(history, [torch.tensor([v], device="cuda") for v in (3.0, 4.0, math.inf)], [0, 1, 3])
+        assert history[0].tolist() == [3.0, 5.0, 1.0, math.inf, 0.0, 0.0]
+        delayed_saw_(history, [torch.tensor([float(v)], device="cuda") for v in range(6)], list(range(6)))
+        assert history[0].tolist() == [3.0, 5.0, 2.0, math.inf, 4.0, 5.0]
+        assert history[1:].tolist() == [[0.0, 5.0, 1.0, 2.0, 0.0, 0.0]] * (length - 1)

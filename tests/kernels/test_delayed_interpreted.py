@@ -21,14 +21,18 @@ def test_interpreted() -> None:
 
 def check(scale: torch.Tensor, history: torch.Tensor, slots: list[int], most_recent: bool) -> None:
     """What is seen now: nothing in the first slot, then less and less, so that the history and it win in turn."""
-    from mezzotint.kernels.delayed import delayed_step_reference
+    from mezzotint.kernels.delayed import delayed_saw_reference, delayed_step_reference
     from mezzotint.kernels.triton import delayed
 
     amaxes = [torch.tensor([12.0 / k if k else 0.0]) for k in range(len(slots))]
+    case = tuple(history.shape), slots, most_recent
+    raised, seen = history.clone(), history.clone()
+    delayed_saw_reference(raised, amaxes, slots)
+    delayed.saw(seen, amaxes, slots)
+    assert torch.equal(seen, raised), case
     want = scale.clone(), history.clone()
     delayed_step_reference(*want, amaxes, slots, 448.0, most_recent)
     delayed.step(scale, history, amaxes, slots, 448.0, most_recent)
-    case = tuple(history.shape), slots, most_recent
     assert torch.equal(scale, want[0]), case
     assert torch.equal(history, want[1]), case
 

@@ -257,7 +257,7 @@ def test_delayed() -> None:
     state = torch.ones(3), torch.rand(4, 3, generator=torch.Generator().manual_seed(0))
     other = torch.ones(2), torch.rand(1, 2, generator=torch.Generator().manual_seed(1))
     amaxes = [torch.tensor([5.0]), torch.tensor([0.25])]
-    torch.library.opcheck(delayed_saw_, (torch.zeros(3), amaxes, [0, 2]), test_utils=ALL)
+    torch.library.opcheck(delayed_saw_, (torch.zeros(2, 3), amaxes, [0, 2]), test_utils=ALL)
     arguments = ([state[0], other[0]], [state[1], other[1]], [448.0, 57344.0], False)
     torch.library.opcheck(delayed_update_, arguments, test_utils=ALL)
     torch.library.opcheck(delayed_step_, (*state, amaxes, [0, 2], 448.0, False), test_utils=ALL)

@@ -18,7 +18,16 @@ from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._launch import Fast
 
 _FP32_MAX = tl.constexpr(FP32_MAX)
-MOST_AMAXES = 4  # that the update itself takes
+MOST_AMAXES = 4  # that a kernel takes: each count of them, and each choice of slots, is another kernel
+
+
+@Fast
+@triton.jit
+def _saw_kernel(history, given, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+    """Row 0 of history (L, n) is raised to COUNT amaxes of these SLOTS."""
+    for k in tl.static_range(COUNT):
+        at = history + SLOTS[k]
+        tl.store(at, tl.maximum(tl.load(at), tl.load(given[k])))
 
 
 def update_config() -> dict[str, int]:
@@ -99,6 +108,15 @@ def update(
         torch._foreach_copy_(old_histories, rolled.split(sizes, 1))
 
 
+def saw(history: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+    """Few amaxes by a kernel that takes their addresses; many as PyTorch does it, in one launch as well."""
+    if 0 < len(amaxes) <= MOST_AMAXES and history.is_contiguous():
+        options = {"COUNT": len(amaxes), "SLOTS": tuple(slots), "num_warps": 1}
+        _saw_kernel[(1,)](history, tuple(amaxes), **options, enable_fp_fusion=False)
+    else:
+        delayed_saw_reference(history, amaxes, slots)
+
+
 def step(
     scale: torch.Tensor,
     history: torch.Tensor,
@@ -107,10 +125,9 @@ def step(
     top: float,
     most_recent: bool,
 ) -> None:
-    """One state, where it is. Many amaxes, as those of experts, enter by a launch of their own: each count of them
-    would be another kernel."""
+    """One state, where it is. Many amaxes, as those of experts, enter by a launch of their own."""
     if len(amaxes) > MOST_AMAXES:
-        delayed_saw_reference(history[0], amaxes, slots)
+        delayed_saw_reference(history, amaxes, slots)
         amaxes, slots = (), ()
     if scale.is_contiguous() and history.is_contiguous():
         _launch(scale, history, scale, history, top, most_recent, tuple(amaxes), tuple(slots))
@@ -153,6 +170,7 @@ _NONE: dict[str, Any] = {"COUNT": 0, "SLOTS": None, **update_config()}
 _TWO: dict[str, Any] = {"COUNT": 2, "SLOTS": (0, 2), **update_config()}
 
 AHEAD = [
+    ahead(_saw_kernel, "fp32", "*fp32 *fp32", COUNT=2, SLOTS=(0, 1), num_warps=1),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=False, **_NONE),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=True, **_NONE),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32", "*fp32 *fp32", RECENT=False, **_TWO),

@@ -225,4 +225,4 @@ def enter_weights(op: Any, call: Call, amaxes: Sequence[torch.Tensor | None]) ->
     slots = [slot(gemm, "weight") for gemm, amax in enumerate(amaxes) if amax is not None]
     if call.records and slots:
         with torch.no_grad():
-            run_op(delayed_saw_, op.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
+            run_op(delayed_saw_, op.amax_history_fwd, [amax for amax in amaxes if amax is not None], slots)

@@ -172,7 +172,7 @@ class GroupedLinear(BasicOperation):
         """The maxima of each group's input, into delayed scaling's history."""
         slots = [slot(group, "input") for group, amax in enumerate(amaxes) if amax is not None]
         if run.call.records and slots:
-            run_op(delayed_saw_, self.amax_history_fwd[0], [amax for amax in amaxes if amax is not None], slots)
+            run_op(delayed_saw_, self.amax_history_fwd, [amax for amax in amaxes if amax is not None], slots)
 
     def fuser_forward_compute(
         self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **given: Any
@@ -236,7 +236,7 @@ class GroupedLinear(BasicOperation):
     def _finish(self, grads: Any, amaxes: Any, leading: Any) -> tuple[Any, tuple[Any, ...]]:
         slots = [slot(group, "grad_output") for group, amax in enumerate(amaxes) if amax is not None]
         if slots:
-            run_op(delayed_saw_, self.amax_history_bwd[0], [amax for amax in amaxes if amax is not None], slots)
+            run_op(delayed_saw_, self.amax_history_bwd, [amax for amax in amaxes if amax is not None], slots)
         dx, dws, dbs = grads
         if dx is not None:
             dx = dx.view(*leading, dx.shape[1])
