@@ -72,6 +72,7 @@ from mezzotint.tensor.float8_rowwise import (
     Float8RowwiseTensor,
     Float8RowwiseTensorStorage,
 )
+from mezzotint.tensor.grouped import GroupedTensor, GroupedTensorStorage
 from mezzotint.tensor.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from mezzotint.tensor.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
@@ -107,6 +108,8 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
+    "GroupedTensor",
+    "GroupedTensorStorage",
     "HybridQuantizedTensor",
     "HybridQuantizedTensorStorage",
     "HybridQuantizer",

@@ -20,6 +20,8 @@ from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 
+_ONE_FOR_EACH = "single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False"
+
 
 class GroupedLinear(TransformerEngineBaseModule):
     """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
@@ -66,9 +68,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             ub_overlap_ag=ub_overlap_ag,
         )
         if single_grouped_weight or single_grouped_bias:
-            raise NotImplementedError(
-                "single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False"
-            )
+            raise NotImplementedError(_ONE_FOR_EACH)
         self._init_parallel(tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode
         if self.tp_size > 1 and bias:
@@ -95,6 +95,9 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         raise ValueError("GroupedLinear is not split by styles: give each process some experts (distributed/expert.py)")
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        raise NotImplementedError(_ONE_FOR_EACH)
 
     def _add_gradients(self, store: int, gradients: Any) -> None:
         for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all

@@ -1,0 +1,430 @@
+"""GroupedTensor: many matrices of one format in one buffer, with one more for each kind of scales.
+
+Members lie one behind the other, nothing between them, each as its quantizer lays it out alone: a member is made of
+views, and writing it writes the whole. `.shape` and plain values are those of the members put together, as
+`grouped_shapes.py` says.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.grouped_shapes import (
+    Shape,
+    check_count,
+    check_shapes,
+    differ,
+    divide,
+    first_dims,
+    join,
+    last_dims,
+    logical_shape,
+    numel,
+    offsets,
+    shapes_of_dims,
+    whole_shape,
+)
+from mezzotint.tensor.quantize import assemble, check_noop, check_shape, update_quantized
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+__all__ = ["GroupedTensor", "GroupedTensorStorage"]
+
+aten = torch.ops.aten
+
+# Where a direction's buffers go, by their place in the declaration of the format. What both directions share (the one
+# scale of FP8 per tensor) goes under the row-wise name.
+_ROW = ("rowwise_data", "scale_inv", "amax_rowwise")
+_COLUMN = ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
+
+
+class GroupedTensorStorage(QuantizedTensorStorage):
+    """Flat buffers of all members. `shapes` and the quantizer say what is where; without a quantizer, values are plain.
+
+    `first_dims`, `last_dims`: int64 [num], None where all are equal. `tensor_offsets`: int64 [num + 1], the element at
+    which each member begins, None where all shapes are equal.
+    """
+
+    _FLATTEN_TENSOR_BUFFERS = (
+        ("rowwise_data", "data"),
+        ("columnwise_data", "columnwise_data"),
+        ("scale_inv", "scale_inv"),
+        ("columnwise_scale_inv", "columnwise_scale_inv"),
+        ("amax_rowwise", "amax"),
+        ("amax_columnwise", "columnwise_amax"),
+        ("first_dims", "first_dims"),
+        ("last_dims", "last_dims"),
+        ("tensor_offsets", "tensor_offsets"),
+    )
+    _VALUES = (("shapes", "shapes", ()), ("_quantizer", "quantizer", None))
+    _ROWWISE = ("rowwise_data",)
+    _COLUMNWISE = ("columnwise_data",)
+    _READS_QUANTIZER = True
+
+    rowwise_data: torch.Tensor | None
+    columnwise_data: torch.Tensor | None
+    scale_inv: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
+    amax_rowwise: torch.Tensor | None  # not `amax`, which is a method of torch.Tensor
+    amax_columnwise: torch.Tensor | None
+    first_dims: torch.Tensor | None
+    last_dims: torch.Tensor | None
+    tensor_offsets: torch.Tensor | None
+    shapes: tuple[Shape, ...]
+
+    # Making one
+
+    @staticmethod
+    def make_grouped_tensor(
+        num_tensors: int,
+        first_dims: torch.Tensor | Sequence[int] | None,
+        last_dims: torch.Tensor | Sequence[int] | None,
+        logical_first_dim: int,
+        logical_last_dim: int,
+        quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """An uninitialised group of the logical shape (see above); dims are None where all members share them.
+
+        The sizes of members are read on the host: dims on a GPU are waited for. See `make_grouped_tensor_with_shapes`.
+        """
+        shapes = shapes_of_dims(num_tensors, first_dims, last_dims, logical_first_dim, logical_last_dim)
+        return _allocate(shapes, quantizer, device, dtype)
+
+    @staticmethod
+    def make_grouped_tensor_with_shapes(
+        num_tensors: int,
+        shapes: Sequence[Sequence[int]],
+        quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """An uninitialised group of members of these shapes (M_i, K_i)."""
+        return _allocate(check_shapes(num_tensors, shapes), quantizer, device, dtype)
+
+    @staticmethod
+    def make_grouped_tensor_from_rowwise_data(
+        *,
+        num_tensors: int,
+        tensor_shape: Sequence[int],
+        rowwise_data: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        internal: bool = False,
+    ) -> Any:
+        """Plain members of one shape, (M, K) or (n,), over memory that is there: nothing is copied."""
+        check_count(num_tensors)
+        shape = tuple([int(size) for size in tensor_shape])
+        if len(shape) not in (1, 2) or any(size < 0 for size in shape):
+            raise ValueError(f"tensor_shape is {shape}: give (rows, columns) or (elements,), none of them negative")
+        if not isinstance(rowwise_data, torch.Tensor):
+            raise TypeError(f"rowwise_data is {type(rowwise_data).__name__}: give a torch.Tensor")
+        if rowwise_data.numel() != num_tensors * numel(shape) or not rowwise_data.is_contiguous():
+            raise ValueError(
+                f"rowwise_data has shape {tuple(rowwise_data.shape)}, strides {rowwise_data.stride()}: give a "
+                f"contiguous tensor of {num_tensors * numel(shape)} elements, {num_tensors} times {shape}"
+            )
+        if dtype not in (None, rowwise_data.dtype):
+            raise ValueError(f"dtype is {dtype}, rowwise_data has {rowwise_data.dtype}: members are views of it")
+        _check_dtype(rowwise_data.dtype)
+        buffers = {"data": rowwise_data.detach().view(-1)}
+        return _hold((shape,) * num_tensors, None, internal, rowwise_data.dtype, buffers)
+
+    # Shapes
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def tensor_shapes(self) -> list[Shape]:
+        """As `shapes`, under upstream's name."""
+        return list(self.shapes)
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What members are quantized by; None: they are plain."""
+        return self._quantizer
+
+    @property
+    def logical_shape(self) -> tuple[int, int]:
+        """Of all members as one matrix."""
+        return logical_shape(self.shapes)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Elements before each member, and in all: `tensor_offsets` on the host."""
+        return offsets(self.shapes)
+
+    def all_same_first_dim(self) -> bool:
+        return not differ(first_dims(self.shapes))
+
+    def all_same_last_dim(self) -> bool:
+        return not differ(last_dims(self.shapes))
+
+    def all_same_shape(self) -> bool:
+        return self.all_same_first_dim() and self.all_same_last_dim()
+
+    def varying_both_dims(self) -> bool:
+        return not self.all_same_first_dim() and not self.all_same_last_dim()
+
+    def get_common_first_dim(self) -> int:
+        if not self.all_same_first_dim():
+            raise ValueError(f"members have first dimensions {first_dims(self.shapes)}: there is none in common")
+        return first_dims(self.shapes)[0]
+
+    def get_common_last_dim(self) -> int:
+        if not self.all_same_last_dim():
+            raise ValueError(f"members have last dimensions {last_dims(self.shapes)}: there is none in common")
+        return last_dims(self.shapes)[0]
+
+    def get_dtype(self) -> torch.dtype:
+        """The nominal dtype."""
+        return self._dtype
+
+    def has_data(self) -> bool:
+        return self.rowwise_data is not None
+
+    def has_columnwise_data(self) -> bool:
+        return self.columnwise_data is not None
+
+    def _logical_shape(self) -> Shape:
+        return whole_shape(self.shapes)
+
+    # Members
+
+    def split_into_quantized_tensors(self) -> list[Any]:
+        """Members over these buffers: plain without a quantizer, storages of an internal one, else quantized tensors.
+
+        They are outside of autograd: a gradient does not go from a member to the group.
+        """
+        # Of an alias, as `update_quantized` does: what is written to an argument's own buffers shows in the graph late.
+        held = self.detach() if isinstance(self, torch.Tensor) else self
+        quantizer, dtype = self._quantizer, self._dtype
+        starts = dict.fromkeys(_ROW + _COLUMN, 0)
+        members = []
+        for shape in self.shapes:
+            views = []
+            for slot, (size, kind) in _describe(shape, quantizer, dtype).items():
+                whole = getattr(held, slot)
+                if whole is None:
+                    raise ValueError(f"{type(self).__name__} holds no {slot}: its buffers were let go of; restore them")
+                if whole.dtype != kind:
+                    raise ValueError(
+                        f"{slot} is {whole.dtype}, members of {quantizer} have {kind}: the quantizer that made them is "
+                        "not here; a graph carries none that holds tensors, but for groups of an internal one"
+                    )
+                count = numel(size)
+                views.append(whole.narrow(0, starts[slot], count).view(size))
+                starts[slot] += count
+            made = views[0] if quantizer is None else assemble(views, quantizer, quantizer.internal, shape, dtype)
+            members.append(made)
+        return members
+
+    @property
+    def quantized_tensors(self) -> list[Any]:
+        """As `split_into_quantized_tensors()`."""
+        return self.split_into_quantized_tensors()
+
+    def quantize(self, tensors: Sequence[torch.Tensor], noop_flag: torch.Tensor | None = None) -> list[Any]:
+        """Each tensor into its member, by the quantizer (a copy without one); gives the members.
+
+        Nothing changes where `noop_flag` is 1.
+        """
+        if isinstance(tensors, torch.Tensor) or len(tensors) != self.num_tensors:
+            given = "one tensor" if isinstance(tensors, torch.Tensor) else f"{len(tensors)} tensors"
+            raise ValueError(f"tensors is {given}: give a list of {self.num_tensors}, one for each member")
+        for place, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"tensors[{place}] has shape {tuple(tensor.shape)}, its member {shape}")
+        if noop_flag is not None:
+            check_noop(noop_flag)
+        members = self.split_into_quantized_tensors()
+        with torch.no_grad():
+            for tensor, member in zip(tensors, members, strict=True):
+                if self._quantizer is not None:
+                    update_quantized(tensor, member, self._quantizer, noop_flag=noop_flag)
+                elif noop_flag is None:
+                    member.copy_(tensor)
+                else:
+                    member.copy_(torch.where(noop_flag.view(()) == 1, member, tensor))
+        return members
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Quantize what `dequantize()` would give, all members in one tensor of `.shape`, in place."""
+        if tuple(tensor.shape) != whole_shape(self.shapes):
+            raise ValueError(f"tensor has shape {tuple(tensor.shape)}, the group {whole_shape(self.shapes)}")
+        self.quantize(divide(tensor, self.shapes), noop_flag)
+        return self
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        members = self.split_into_quantized_tensors()
+        if self._quantizer is not None:
+            members = [member.dequantize(dtype=dtype) for member in members]
+        return join(members, self.shapes).to(dtype)
+
+    def gemm_operand(self, columnwise: bool) -> Operand:
+        raise TypeError(
+            f"{type(self).__name__} is no side of one product: multiply its members, split_into_quantized_tensors()"
+        )
+
+    # Directions
+
+    def get_usages(self) -> dict[str, bool]:
+        asked = {"rowwise": True, "columnwise": False} if self._quantizer is None else self._quantizer.get_usages()
+        held = self.has_data() or self.has_columnwise_data()
+        return {usage: held and asked[usage] for usage in asked}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop directions that are not wanted; none is made, since it would be no view of one buffer."""
+        usages = self.get_usages()
+        rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
+        columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
+        for name, wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if wanted and not usages[name]:
+                raise ValueError(f"{name}_usage is True and the group holds no such data: make it with {name}=True")
+        if not (rowwise or columnwise):
+            raise ValueError("rowwise_usage and columnwise_usage are False: nothing would be left; call clear()")
+        if self._quantizer is None:
+            return
+        self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+        kept = _describe((1, 1), self._quantizer, self._dtype)
+        for slot in _ROW + _COLUMN:
+            if slot not in kept:
+                setattr(self, slot, None)
+
+    def keep(self, *, rowwise: bool, columnwise: bool) -> "GroupedTensorStorage":
+        made = self.copy()
+        made.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
+        return made
+
+    def copy(self) -> Any:
+        """Another holder of the same buffers."""
+        return type(self)._build(self.shape, self._dtype, self.get_metadata())
+
+    def has_form_of(self, other: QuantizedTensorStorage) -> bool:
+        if not isinstance(other, GroupedTensorStorage) or self.shapes != other.shapes:
+            return False
+        if self._quantizer is None or other._quantizer is None:
+            return self._quantizer is other._quantizer and self._dtype == other._dtype
+        mine, theirs = self.split_into_quantized_tensors()[0], other.split_into_quantized_tensors()[0]
+        return mine.has_form_of(theirs)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(num_tensors={self.num_tensors}, shapes={self.tensor_shapes}, "
+            f"logical_shape={self.logical_shape}, dtype={self._dtype}, quantizer={self._quantizer})"
+        )
+
+
+class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
+    """A group as one tensor. Operations on it are on the plain values, as of any quantized tensor."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return GroupedTensorStorage.__repr__(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        options = kwargs or {}
+        if func is aten.empty_like.default:
+            dtype, device = options.get("dtype") or args[0].dtype, options.get("device") or args[0].device
+            return _allocate(args[0].shapes, args[0]._quantizer, device, dtype)
+        if func in (aten.new_empty.default, aten.new_zeros.default):
+            # Plain: a size does not say how it is grouped.
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# Layout
+
+
+def _describe(shape: Shape, quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Where each buffer of one member goes, and what it is there, in the quantizer's order."""
+    if quantizer is None:
+        return {_ROW[0]: (shape, dtype)}
+    rowwise, columnwise, _ = quantizer._targets()
+    described = quantizer.for_dtype(dtype)._describe_buffers(shape)
+    slots: dict[str, tuple[Shape, torch.dtype]] = {}
+    for name, spec in described.items():
+        for slot_names, declared in ((_ROW, rowwise), (_COLUMN, columnwise)):
+            if f"_{name}" in declared[: len(slot_names)]:
+                slots[slot_names[declared.index(f"_{name}")]] = spec
+                break
+        else:
+            raise ValueError(
+                f"quantizer is {type(quantizer).__name__}, which makes a buffer {name!r}: a group holds data, scales "
+                "and amax of each direction"
+            )
+    return slots
+
+
+def _allocate(
+    shapes: tuple[Shape, ...], quantizer: Quantizer | None, device: Any, dtype: torch.dtype | None
+) -> "GroupedTensorStorage":
+    """Uninitialised buffers in their holder."""
+    dtype = torch.float32 if dtype is None else dtype
+    _check_dtype(dtype)
+    _check_quantizer(quantizer)
+    sizes: dict[str, int] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for shape in shapes:
+        for slot, (size, kind) in _describe(shape, quantizer, dtype).items():
+            sizes[slot] = sizes.get(slot, 0) + numel(size)
+            dtypes[slot] = kind
+    kwargs = dict(GroupedTensorStorage._FLATTEN_TENSOR_BUFFERS)
+    buffers = {kwargs[slot]: torch.empty(size, dtype=dtypes[slot], device=device) for slot, size in sizes.items()}
+    internal = quantizer is not None and quantizer.internal
+    return _hold(shapes, quantizer, internal, dtype, buffers)
+
+
+def _hold(
+    shapes: tuple[Shape, ...],
+    quantizer: Quantizer | None,
+    internal: bool,
+    dtype: torch.dtype,
+    fields: dict[str, Any],
+) -> Any:
+    """Buffers and shapes → storage or tensor, with a copy of the quantizer."""
+    device = fields[next(iter(fields))].device
+    first, last = first_dims(shapes), last_dims(shapes)
+    for name, values, is_needed in (
+        ("first_dims", first, differ(first)),
+        ("last_dims", last, differ(last)),
+        ("tensor_offsets", offsets(shapes), differ(first) or differ(last)),
+    ):
+        fields[name] = torch.tensor(values, dtype=torch.int64, device=device) if is_needed else None
+    fields["shapes"] = shapes
+    # As `assemble`: one that holds tensors is no constant of a graph, and is put on what is finished.
+    is_constant = quantizer is not None and quantizer._is_constant()
+    if is_constant:
+        fields["quantizer"] = quantizer.copy()  # type: ignore[union-attr]
+    cls: Any = GroupedTensorStorage if internal else GroupedTensor
+    made = cls._build(whole_shape(shapes), dtype, fields)
+    if quantizer is not None and not is_constant:
+        made._quantizer = quantizer.copy()
+    return made
+
+
+# Arguments
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"dtype is {dtype}: members stand for float32, float16 or bfloat16")
+
+
+def _check_quantizer(quantizer: Any) -> None:
+    if quantizer is None:
+        return
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"quantizer is {type(quantizer).__name__}: give a Quantizer, or None for plain members")
+    if quantizer.is_custom():
+        raise ValueError(
+            f"quantizer is {type(quantizer).__name__}, which makes objects of its own: a group holds buffers that "
+            "`_describe_buffers` tells; quantize tensors one by one"
+        )
+    check_shape((1, 1), quantizer)
