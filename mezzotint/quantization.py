@@ -15,7 +15,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import DType
 from mezzotint.distributed.groups import world_size
-from mezzotint.functional.delayed import Ending, ScaleState, update_states
+from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -50,6 +50,15 @@ class Pending:
 
     def __init__(self, module: Any, groups: tuple[Any, ...], before: Any) -> None:
         self.module, self.groups, self.before = module, groups, before
+
+
+class Turn:
+    """Whether a module is `Pending`. Of its own: to set an attribute of an `nn.Module` is slow."""
+
+    __slots__ = ("is_pending",)
+
+    def __init__(self) -> None:
+        self.is_pending = False
 
 
 @dataclass(slots=True)
@@ -134,7 +143,7 @@ def update_pending(updates: bool) -> None:
     waiting, STATE.pending = STATE.pending, None
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # all of them before anything can go wrong
-        waiting.module._is_pending = False
+        waiting.module._turn.is_pending = False
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
     if not (updates and modules):
@@ -143,8 +152,11 @@ def update_pending(updates: bool) -> None:
     for module, groups in modules:
         scale, history, request = module._forward_state()
         states.append(ScaleState(scale, history, *update_rule(request, forward=True), groups))
-    with torch.no_grad():
-        update_states(states)
+    if len(states) == 1 and states[0].is_alone():
+        step(states[0], [], [])
+    else:
+        with torch.no_grad():
+            update_states(states)
 
 
 def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:

@@ -151,7 +151,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     """Enter what backward saw, and update after the last backward of the iteration."""
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
     seen = [amax for amax in amaxes if amax is not None]
-    if state.is_first and not state.groups and state.update is None:
+    if state.is_first and state.is_alone():
         step(state, seen, slots)
         return
     run_op(delayed_saw_, state.history, seen, slots)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mezzotint.distributed.collectives import all_reduce_max
-from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._lib import run_op, write_op
 from mezzotint.kernels.delayed import delayed_step_, delayed_update_
 
 
@@ -28,6 +28,10 @@ class ScaleState:
     most_recent: bool
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
+
+    def is_alone(self) -> bool:
+        """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
+        return not self.groups and self.update is None
 
 
 def update_states(states: Sequence[ScaleState]) -> None:
@@ -51,7 +55,7 @@ def update_states(states: Sequence[ScaleState]) -> None:
 
 def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
-    run_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
+    write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
 
 
 def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:

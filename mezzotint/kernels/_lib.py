@@ -68,11 +68,25 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
     return cuda(*args) if first.is_cuda else cpu(*args)
 
 
+def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
+    """An op that writes into state, of which autograd knows nothing; the way there is that of `run_op`, whether
+    gradients are enabled or not."""
+    if not torch.compiler.is_compiling() and _is_bare(written):
+        cpu, cuda = _IMPLEMENTATIONS[op]
+        (cuda if written.is_cuda else cpu)(written, *args)
+    else:
+        with torch.no_grad():
+            op(written, *args)
+
+
 def is_plain(x: Any) -> bool:
     """Whether nothing stands between a call on `x` and its implementation: no graph, no mode, no transform, no fake."""
+    return not torch.is_grad_enabled() and _is_bare(x)
+
+
+def _is_bare(x: Any) -> bool:
     return (
-        not torch.is_grad_enabled()
-        and type(x) in _PLAIN
+        type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

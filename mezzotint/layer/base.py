@@ -160,7 +160,7 @@ class Layer(ParallelModule):
             )
         self._use_history(request)
         recomputation = STATE.recomputation
-        is_first = not self._is_pending
+        is_first = not self._turn.is_pending
         groups = reduction_groups(request, self._sharing_group())
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
@@ -174,7 +174,7 @@ class Layer(ParallelModule):
             if recomputation is not None:
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
             if is_first and STATE.depth > 0:
-                self._is_pending = True
+                self._turn.is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
             call.grad_scales = self.scale_bwd.clone()

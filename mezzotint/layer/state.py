@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mezzotint.layer.parameters import attributes_of, restore_attributes
-from mezzotint.quantization import STATE
+from mezzotint.quantization import STATE, Turn
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 
 HISTORY_LENGTH = 1024
@@ -49,7 +49,7 @@ class StatefulModule(nn.Module):
         self.num_gemms = 1
         self._workspaces: tuple[Any, ...] | None = None
         self._weight_scales: torch.Tensor | None = None
-        self._is_pending = False
+        self._turn = Turn()
         self._is_fully_sharded = False
         self._request: DelayedScalingRequest | None = None
         self._recipe: Recipe | None = None
@@ -222,5 +222,5 @@ class StatefulModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _is_pending=False)
+        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
         return state

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
@@ -121,8 +121,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
                 seen.append(weight_amax)
                 slots.append(slot(gemm, "weight"))
         if slots:
-            with torch.no_grad():
-                run_op(delayed_saw_, self.amax_history_fwd, seen, slots)
+            write_op(delayed_saw_, self.amax_history_fwd, seen, slots)
 
     def _is_calibrating(self) -> bool:
         return STATE.calibrating and not STATE.enabled

@@ -387,6 +387,7 @@ def test_apply() -> None:
     y, extra = apply(scale_core(seen), ScaleArgs(x, tuple(others), 2.0), True)
     assert y.requires_grad
     assert not extra.requires_grad
+    assert len(y.grad_fn._input_metadata) == 1  # autograd makes no gradient of zeros for the extra
     y.backward(torch.ones(4), retain_graph=True)
     total = others[0] + others[1] + others[2]
     torch.testing.assert_close(x.grad, 2 * total.detach())

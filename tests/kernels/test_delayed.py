@@ -1,11 +1,15 @@
 """Delayed scaling's state against the rules of the history written out slot by slot in plain Python."""
 
 import math
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
 
 FLT_MAX = float(np.finfo(np.float32).max)
@@ -138,6 +142,27 @@ SEEN: list[dict[int, float]] = [
 def test_step(length: int, most_recent: bool) -> None:
     for seen in SEEN:
         check_step(draw_state(length, 6, length), seen, most_recent)
+
+
+def test_written_with_gradients_enabled() -> None:
+    """State is written past the dispatcher, except where a mode wants to know; either way the same."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    made = []
+    for mode in (nullcontext(), Names()):
+        scale, history = draw_state(4, 3, 0)
+        with mode:
+            write_op(delayed_step_, scale, history, [torch.tensor([20.0])], [1], 448.0, False)
+        made.append((scale, history))
+    assert names.count("mezzotint::delayed_step_") == 1
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+    assert made[0][0][1] == np.float32(448) / np.float32(20)
 
 
 def test_the_window_forgets() -> None:
