@@ -89,7 +89,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """An uninitialised group of the logical shape (see above); dims are None where all members share them.
+        """An uninitialised group of that logical shape (`grouped_shapes.py`); dims are None where all members share them.
 
         The sizes of members are read on the host: dims on a GPU are waited for. See `make_grouped_tensor_with_shapes`.
         """
@@ -197,20 +197,20 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     # Members
 
+    # A method, not a property: the compiler takes what a property gives for arguments of their own, and what is written
+    # to them would show in this tensor when the graph has ended.
     def split_into_quantized_tensors(self) -> list[Any]:
         """Members over these buffers: plain without a quantizer, storages of an internal one, else quantized tensors.
 
         They are outside of autograd: a gradient does not go from a member to the group.
         """
-        # Of an alias, as `update_quantized` does: what is written to an argument's own buffers shows in the graph late.
-        held = self.detach() if isinstance(self, torch.Tensor) else self
         quantizer, dtype = self._quantizer, self._dtype
         starts = dict.fromkeys(_ROW + _COLUMN, 0)
         members = []
         for shape in self.shapes:
             views = []
             for slot, (size, kind) in _describe(shape, quantizer, dtype).items():
-                whole = getattr(held, slot)
+                whole = getattr(self, slot)
                 if whole is None:
                     raise ValueError(f"{type(self).__name__} holds no {slot}: its buffers were let go of; restore them")
                 if whole.dtype != kind:
@@ -225,11 +225,6 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             members.append(made)
         return members
 
-    @property
-    def quantized_tensors(self) -> list[Any]:
-        """As `split_into_quantized_tensors()`."""
-        return self.split_into_quantized_tensors()
-
     def quantize(self, tensors: Sequence[torch.Tensor], noop_flag: torch.Tensor | None = None) -> list[Any]:
         """Each tensor into its member, by the quantizer (a copy without one); gives the members.
 
@@ -239,6 +234,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             given = "one tensor" if isinstance(tensors, torch.Tensor) else f"{len(tensors)} tensors"
             raise ValueError(f"tensors is {given}: give a list of {self.num_tensors}, one for each member")
         for place, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"tensors[{place}] is {type(tensor).__name__}: give a torch.Tensor")
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"tensors[{place}] has shape {tuple(tensor.shape)}, its member {shape}")
         if noop_flag is not None:

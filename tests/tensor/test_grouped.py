@@ -266,7 +266,7 @@ def products(xs: list[torch.Tensor], weight: torch.Tensor, quantizer: Quantizer)
 
 
 @pytest.mark.compile
-@over_formats("float8_delayed", "mxfp8", "nvfp4_rht_stochastic")
+@over_formats("float8_delayed", "nvfp4_rht_stochastic")
 def test_storage_compiles_whole(fmt: Format) -> None:
     xs, weight = samples(((32, 32), (0, 32), (5, 32))), sample((16, 32), torch.bfloat16)
     counter = CompileCounterWithBackend("aot_eager")
@@ -282,7 +282,7 @@ def test_storage_compiles_whole(fmt: Format) -> None:
 
 
 @pytest.mark.compile
-@over_formats("float8_current", "hybrid")
+@over_formats("hybrid")
 def test_tensor_compiles_whole(fmt: Format) -> None:
     """As an argument: what is written to it, and to its members, shows in the same graph."""
 
@@ -290,6 +290,7 @@ def test_tensor_compiles_whole(fmt: Format) -> None:
         first = grouped.quantize(xs)[0]
         before = grouped.dequantize()
         first.quantize_(first.dequantize() * 2)
+        grouped.split_into_quantized_tensors()[-1].mul_(3)
         return before, grouped + 1
 
     xs, counter = samples(GROUPS["rows"]), CompileCounterWithBackend("aot_eager")
@@ -360,6 +361,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"tensors is one tensor: give a list",
     ),
     "too few": (lambda: make(GROUPS["equal"]).quantize([DATA]), ValueError, r"tensors is 1 tensors: give a list of 2"),
+    "no tensor": (
+        lambda: make(GROUPS["one"]).quantize([1.0]),
+        TypeError,
+        r"tensors\[0\] is float: give a torch.Tensor",
+    ),
     "shape": (
         lambda: make(GROUPS["equal"]).quantize([DATA[0], DATA[0]]),
         ValueError,
