@@ -89,7 +89,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """An uninitialised group of that logical shape (`grouped_shapes.py`); dims are None where all members share them.
+        """An uninitialised group of that logical shape (`grouped_shapes.py`); dims are None where members share them.
 
         The sizes of members are read on the host: dims on a GPU are waited for. See `make_grouped_tensor_with_shapes`.
         """
