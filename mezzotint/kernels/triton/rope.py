@@ -2,7 +2,6 @@
 
 Heads lie side by side, as a projection writes them, or in up to three tensors of their own: one kernel goes from the
 former to the latter, or back with the inverse turn. Heads of one kind alone are the case without keys and values.
-Run in Triton's interpreter and compiled ahead; on a GPU not yet.
 """
 
 from typing import Any
