@@ -34,7 +34,7 @@ class Fast:
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
-        key = (device, _kinds(args), *constants.items())
+        key = (device, _kinds(args), tuple(constants), tuple(constants.values()))
         found = self.found.get(key)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
@@ -74,7 +74,8 @@ def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
             kinds.append(arg.dtype)
             kinds.append(arg.data_ptr() & 15 == 0)
         elif kind is int:
-            kinds.append((arg == 1, arg & 15 == 0, -0x80000000 <= arg < 0x80000000))
+            is_short = -0x80000000 <= arg < 0x80000000
+            kinds.append(1 if arg == 1 else 16 if is_short and arg & 15 == 0 else (arg & 15 == 0, is_short))
         elif kind is float:
             kinds.append(float)
         elif kind is tuple:
