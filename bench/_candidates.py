@@ -72,7 +72,7 @@ def missing(candidate: Candidate) -> str:
     return "torchao is not installed" if candidate.kind == "torchao" and not quiet_import() else ""
 
 
-def called(model: nn.Module, mode: str, backend: str, candidate: Candidate | None = None) -> Callable[..., Any]:
+def called(model: nn.Module, mode: str, backend: str, candidate: Candidate) -> Callable[..., Any]:
     """What a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and candidates that
     shared it would look through each other's. Ours are compiled with `skip_own_guards`, as their documentation says."""
 
@@ -85,7 +85,7 @@ def called(model: nn.Module, mode: str, backend: str, candidate: Candidate | Non
     options: dict[str, Any] = {}
     if backend == "inductor":
         options = dict(torch._inductor.list_mode_options(MODES[mode]))
-        if candidate is not None and candidate.kind == "mezzotint":
+        if candidate.kind == "mezzotint":
             options["guard_filter_fn"] = skip_own_guards
         options = {"options": options}
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, **options)

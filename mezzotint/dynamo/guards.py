@@ -1,8 +1,8 @@
 """Fewer guards on a compiled call.
 
 Before each call of a compiled function Dynamo looks whether all is as it was when it made the graph: every function of
-this package that it traced, every class, every constant. They never change; a few hundred looks cost a tenth of a
-millisecond, which a small model waits for. `skip_own_guards` leaves them out:
+this package that it traced, every class, every constant. They never change, and there are hundreds of them: 346 guards
+for one Linear, 134 without. `skip_own_guards` leaves them out:
 
     torch.compile(model, fullgraph=True, options={"guard_filter_fn": mezzotint.dynamo.skip_own_guards})
 

@@ -35,7 +35,7 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, store_sums, way
+from mezzotint.kernels.triton._jit_source import Input, load_halves, load_input, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
@@ -329,20 +329,7 @@ def quantize(
     rows, row_scale = more or (None, None)
     written = x.new_empty(M, K) if how == "first" else None
     if strips * tiles and (rowwise or col_amax is None or written is not None):
-        _partial_kernel[(strips * cdiv(source.columns(), options["BN"]),)](
-            x,
-            rows,
-            cols if col_amax is None else None,
-            written,
-            noop,
-            source.given(),
-            M,
-            K,
-            x.stride(0),
-            SOURCE=source.kind,
-            **options,
-            enable_fp_fusion=False,
-        )
+        _take_maxima(source, rows, cols if col_amax is None else None, written, noop)
     if written is not None:
         if source.sums is not None:
             sum_columns(read(written), source.sums)
@@ -394,6 +381,31 @@ def quantize(
         finish_source(source, partials)
 
 
+def _take_maxima(
+    source: Input,
+    rows: torch.Tensor | None,
+    cols: torch.Tensor | None,
+    written: torch.Tensor | None,
+    noop: torch.Tensor | None,
+) -> None:
+    """The first pass: partial maxima of rows and columns, and what the source makes, where they are asked for."""
+    options = partial_config(source.kind)
+    _partial_kernel[(cdiv(source.M, options["STRIP"]) * cdiv(source.columns(), options["BN"]),)](
+        source.x,
+        rows,
+        cols,
+        written,
+        noop,
+        source.given(),
+        source.M,
+        source.K,
+        source.x.stride(0),
+        SOURCE=source.kind,
+        **options,
+        enable_fp_fusion=False,
+    )
+
+
 def amax(x: torch.Tensor) -> torch.Tensor:
     """FP32 [K]: max |x| of each column, NaN dropped."""
     source = read(x)
@@ -404,20 +416,7 @@ def amax(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(K, dtype=torch.float32)
     cols = x.new_empty(strips, K, dtype=torch.float32)
     if tiles:
-        _partial_kernel[(strips * tiles,)](
-            x,
-            None,
-            cols,
-            None,
-            None,
-            source.given(),
-            M,
-            K,
-            x.stride(0),
-            SOURCE=source.kind,
-            **options,
-            enable_fp_fusion=False,
-        )
+        _take_maxima(source, None, cols, None, None)
     return cols.amax(0)
 
 

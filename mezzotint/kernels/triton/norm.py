@@ -189,6 +189,7 @@ def add_stats(
         return norm_add_stats_reference(x, branch, bias, eps, rms)
     total = x.new_empty(x.shape)
     # All as dense and at least as wide as the sum: threads share out its rows as `stats` does, and add in its order.
+    # Compiled by Triton 3.6 for an H200 the statistics of some shapes differ from its in the last bit all the same.
     branch = branch.to(torch.promote_types(branch.dtype, x.dtype)).contiguous()
     bias = None if bias is None else bias.contiguous()
     return total, *_launch_stats(as_rows(x.contiguous()), branch, bias, total, eps, rms)
