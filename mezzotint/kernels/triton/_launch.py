@@ -34,7 +34,8 @@ class Fast:
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
-        key = (device, _kinds(args), tuple(constants), tuple(constants.values()))
+        kinds, raw = _prepared(args)
+        key = (device, kinds, tuple(constants), tuple(constants.values()))
         found = self.found.get(key)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
@@ -54,7 +55,7 @@ class Fast:
             None,
             None,
             None,
-            *args,
+            *raw,
             *rest,
         )
 
@@ -65,23 +66,29 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _kinds(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a compiled kernel depends on. Written out in one loop: it runs at each launch."""
+def _prepared(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What a compiled kernel depends on, and its arguments with addresses in place of tensors, which the driver is then
+    not asked about one by one. Written out in one loop: it runs at each launch."""
     kinds: list[Any] = []
+    raw: list[Any] = []
     for arg in args:
-        kind = type(arg)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if isinstance(arg, torch.Tensor):
+            address = arg.data_ptr()
             kinds.append(arg.dtype)
-            kinds.append(arg.data_ptr() & 15 == 0)
-        elif kind is int:
+            kinds.append(address & 15 == 0)
+            kinds.append(arg.is_cuda)  # Triton looks at the first of a kind, and refuses another device's
+            raw.append(address)
+            continue
+        raw.append(arg)
+        kind = type(arg)
+        if kind is int:
             is_short = -0x80000000 <= arg < 0x80000000
             kinds.append(1 if arg == 1 else 16 if is_short and arg & 15 == 0 else (arg & 15 == 0, is_short))
         elif kind is float:
             kinds.append(float)
         elif kind is tuple:
-            kinds.append(_kinds(arg))
-        elif isinstance(arg, torch.Tensor):
-            kinds.append((arg.dtype, arg.data_ptr() & 15 == 0))
+            inner, raw[-1] = _prepared(arg)
+            kinds.append(inner)
         else:
             kinds.append(arg)
-    return tuple(kinds)
+    return tuple(kinds), tuple(raw)
