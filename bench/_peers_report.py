@@ -36,7 +36,8 @@ COLOURS = {
 
 def title(report: dict[str, Any]) -> str:
     peer = "without torchao" if report["torchao"] is None else f"torchao {report['torchao']}"
-    return f"{report['device']}, torch {report['torch']}, {peer}, {report['date']}, medians of {report['reps']}"
+    told = [report["device"], f"torch {report['torch']}", peer, report["date"], f"medians of {report['reps']}"]
+    return ", ".join([*told, "backward in one thread"] if report["one_thread"] else told)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -10,6 +10,8 @@ import torch
 
 SETTLED_MS, MOST_BEFORE = 60.0, 40  # of its own work, before a step is timed in its turn
 
+ONE_THREAD = "run backward in the thread that calls it, for all (torch.autograd.set_multithreading_enabled(False))"
+
 
 def cuda_ms(call: Callable[[torch.Tensor], Any], inputs: Sequence[torch.Tensor], warmup: int, reps: int) -> float:
     """Median milliseconds of `call`, the inputs taken in turn.

@@ -1,6 +1,7 @@
 """Eager overhead: microseconds of one small Linear, forward and backward, and where they go.
 
-    python -m bench overhead [--device cuda] [--features 64] [--tokens 64] [--repeat 300] [--json out.json]
+    python -m bench overhead [--device cuda] [--features 64] [--tokens 64] [--repeat 300] [--one-thread]
+                             [--json out.json]
 
 A 64x64 Linear on 64 tokens computes next to nothing: what is measured is Python, the dispatcher and launches. Times are
 medians of wall-clock blocks, interleaved over the candidates; the split comes from one profile of each. `ops` is the
@@ -23,6 +24,7 @@ from rich.table import Table
 
 import mezzotint as mz
 from bench._peers import quiet_import
+from bench._timing import ONE_THREAD
 from mezzotint import recipe
 
 OPERATORS = ("aten::", "mezzotint::")
@@ -46,11 +48,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=300, help="steps of each candidate")
+    parser.add_argument("--one-thread", action="store_true", help=ONE_THREAD)
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args(argv)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    report = measure(args.device, args.features, args.tokens, args.repeat)
+    with torch.autograd.set_multithreading_enabled(not args.one_thread):
+        report = measure(args.device, args.features, args.tokens, args.repeat)
+    report["one_thread"] = args.one_thread
     show(report)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
@@ -171,6 +176,7 @@ def _is_root(event: Any) -> bool:
 def show(report: dict[str, Any]) -> None:
     """One table."""
     title = f"Linear {report['features']}x{report['features']}, {report['tokens']} tokens, forward + backward, eager"
+    title += ", one thread" if report["one_thread"] else ""
     table = Table(title=f"{title}: {report['device']}, torch {report['torch']}", title_justify="left")
     for name in ("", "us", "of nn.Linear", "ops us", "launch us", "python us", "operators", "launches"):
         table.add_column(name, justify="left" if not name else "right")

@@ -2,7 +2,7 @@
 
     python -m bench peers [--parts a,b,c,d] [--cases layers,...] [--shapes 16384x4096x4096,...]
                           [--recipes delayed,torchao-rowwise]
-                          [--modes eager,compiled,graphs] [--reps 11] [--budget SECONDS] [--small]
+                          [--modes eager,compiled,graphs] [--reps 11] [--budget SECONDS] [--one-thread] [--small]
                           [--json out.json] [--markdown out.md] [--figure out.png]
     python -m bench peers --load a.json,b.json [--markdown out.md] [--figure out.png]
 
@@ -27,6 +27,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -40,7 +41,7 @@ from bench._candidates import BASE, CANDIDATES, MODES, Candidate, Runner, called
 from bench._floors import FORMATS, Products, least_bytes
 from bench._models import LlamaSizes
 from bench._peers_cases import Case, expert_cases, linear_cases, llama_cases
-from bench._timing import turns_ms
+from bench._timing import ONE_THREAD, turns_ms
 
 PARTS = ("a", "b", "c", "d")
 SHAPES = "16384x4096x4096,16384x4096x14336,16384x14336x4096,16384x8192x8192,2048x2048x2048"
@@ -70,9 +71,8 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def measure(self, case: Case, modes: list[str], candidates: list[Candidate]) -> list[Row]:
-        """A row for each candidate in each mode."""
-        rows: list[Row] = []
+    def measure(self, case: Case, modes: list[str], candidates: list[Candidate]) -> Iterator[list[Row]]:
+        """Mode by mode, a row for each candidate."""
         taking = [candidate for candidate in candidates if candidate.kind in case.models]
         torch.manual_seed(0)
         inputs = case.inputs(self.device)
@@ -80,7 +80,7 @@ class Bench:
         for mode in modes:
             torch._dynamo.reset()
             gc.collect()
-            rows += [
+            yield [
                 {"part": case.part, "case": case.name, "mode": mode, **row}
                 for row in self.measure_mode(case, mode, taking, inputs, floors)
             ]
@@ -88,7 +88,6 @@ class Bench:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        return rows
 
     def measure_mode(
         self, case: Case, mode: str, candidates: list[Candidate], inputs: Any, floors: dict[str, Row]
@@ -193,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.figure and find_spec("matplotlib") is None:
         raise SystemExit("--figure needs matplotlib: pip install matplotlib, or draw elsewhere with --load")
-    report = load(args.load.split(",")) if args.load else measure(args)
+    with torch.autograd.set_multithreading_enabled(not args.one_thread):
+        report = load(args.load.split(",")) if args.load else measure(args)
     _peers_report.show(report)
     if args.markdown:
         Path(args.markdown).write_text(_peers_report.markdown(report))
@@ -211,9 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--reps", type=int, help=f"timed steps of each candidate; {REPS}")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which nothing new is begun")
+    parser.add_argument("--one-thread", action="store_true", help=ONE_THREAD)
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU: shows that everything runs")
     parser.add_argument("--backend", help="of torch.compile; inductor, with --small aot_eager")
-    parser.add_argument("--json", help="write the numbers to this file, too, after each case")
+    parser.add_argument("--json", help="write the numbers to this file, too, after each mode of a case")
     parser.add_argument("--markdown", help="write a page with the tables")
     parser.add_argument("--figure", help="draw the ratios to BF16 as a PNG; needs matplotlib")
     parser.add_argument("--load", metavar="JSON,...", help="measure nothing: show what earlier runs wrote")
@@ -224,7 +225,7 @@ def load(paths: list[str]) -> Row:
     """What one run wrote, or several that each measured a part of it on the same machine and day."""
     first, *others = [json.loads(Path(path).read_text()) for path in paths]
     for path, other in zip(paths[1:], others, strict=True):
-        for key in ("device", "torch", "torchao", "backend", "reps"):
+        for key in ("device", "torch", "torchao", "backend", "reps", "one_thread"):
             if other[key] != first[key]:
                 raise SystemExit(f"--load: {key} is {other[key]} in {path} and {first[key]} in {paths[0]}")
         first["rows"] += other["rows"]
@@ -257,6 +258,7 @@ def measure(args: argparse.Namespace) -> Row:
         "date": datetime.date.today().isoformat(),
         "backend": backend,
         "reps": reps,
+        "one_thread": args.one_thread,
         "rows": [],
     }
     try:
@@ -265,8 +267,9 @@ def measure(args: argparse.Namespace) -> Row:
                 if not any(text.strip() in case.name for text in args.cases.split(",")):
                     continue
                 taken = [mode for mode in modes if mode != "graphs" or case.is_small]
-                report["rows"] += bench.measure(case, taken, candidates)
-                _save(report, args.json, begin, f"{part}: {case.name}")
+                for mode, rows in zip(taken, bench.measure(case, taken, candidates), strict=True):
+                    report["rows"] += rows
+                    _save(report, args.json, begin, f"{part}: {case.name}, {mode}")
             if part == "c" and not bench.is_over():
                 report["quantize"] = (
                     quantize.on_cpu((64, 128), torch.bfloat16, "amax", True)

@@ -70,7 +70,7 @@ def test_micro_batches_compile_to_two_graphs() -> None:
     (case,) = linear_cases([(32, 32, 32)], "cpu")
     bench = peers.Bench("cpu", "aot_eager", 1, math.inf)
     chosen = [CANDIDATES["bf16"], CANDIDATES["current"]]
-    rows = bench.measure(dataclasses.replace(case, micro_batches=4), ["compiled"], chosen)
+    (rows,) = bench.measure(dataclasses.replace(case, micro_batches=4), ["compiled"], chosen)
     assert [row.get("graphs") for row in rows] == [1, 2, None]
     assert rows[1]["products"] == 3  # those of one micro-batch, whose time counts four times
 
@@ -103,7 +103,7 @@ def test_who_fails_or_is_not_there(
 
 
 def test_what_was_measured_apart_is_shown_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--parts", "a", "--recipes", "current", "--modes", "eager", "--shapes")
+    asked = ("--parts", "a", "--recipes", "current", "--modes", "eager", "--one-thread", "--shapes")
     paths = []
     for shape in ("32x32x32", "32x32x64"):
         run(tmp_path, *asked, shape)
@@ -113,6 +113,8 @@ def test_what_was_measured_apart_is_shown_together(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert "32x32x32" in shown
     assert "32x32x64" in shown
+    assert "backward in one thread" in shown
+    assert torch._C._is_multithreading_enabled()  # as before
     changed = json.loads(Path(paths[1]).read_text()) | {"torch": "1.0"}
     Path(paths[1]).write_text(json.dumps(changed))
     with pytest.raises(SystemExit, match=r"torch is 1\.0 in .*32x32x64"):
@@ -177,7 +179,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     made = case.inputs("cpu")
     monkeypatch.setattr(Case, "inputs", lambda self, device: made)
     bench = peers.Bench("cuda", "aot_eager", 3, math.inf)
-    rows = bench.measure(case, ["eager"], [CANDIDATES["bf16"], CANDIDATES["current"]])
+    (rows,) = bench.measure(case, ["eager"], [CANDIDATES["bf16"], CANDIDATES["current"]])
     assert [row["ms"] for row in rows] == [1.0] * 3
     assert [(row["held"], row["peak"]) for row in rows[:2]] == [(10, 1000), (10, 980)]
     assert rows[1]["floor_ms"] == 1.0 + rows[1]["least_bytes"] / (2 * made[0][0].nbytes)
