@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mezzotint.distributed.collectives import all_reduce, all_reduce_max
 from mezzotint.distributed.groups import rank_in, world_size
@@ -41,6 +42,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counts, loss, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, index, here, counts, total = ctx.saved_tensors
         scale = torch.where(counts, grads[0], 0.0)[:, None]

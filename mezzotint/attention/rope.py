@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
 from mezzotint.kernels._lib import run_op
@@ -110,6 +111,7 @@ class _Rope(torch.autograd.Function):
         return run_op(rope, t, cos, sin, interleaved, False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         return run_op(rope, dy, cos, sin, ctx.interleaved, True), None, None, None
@@ -216,6 +218,7 @@ class _Split(torch.autograd.Function):
         return run_op(rope_split, mixed, angles, heads, kv_heads, blocks, interleaved)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Any:
         dmixed = run_op(rope_join, dq, dk, dv, list(ctx.saved_tensors), ctx.blocks, ctx.interleaved)
         return dmixed, None, None, None, None, None, None, None, None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
 from mezzotint.kernels._lib import run_op
@@ -132,6 +133,7 @@ class _Apply(torch.autograd.Function):
         return (*outputs, *extras)
 
     @staticmethod
+    @once_differentiable  # kernels have no gradient of their own: a second derivative would be zero, in silence
     def backward(ctx: Any, *grads: Any) -> Any:
         begin_backward(ctx.grad_state)
         saved = unflatten(ctx.spec, list(ctx.saved_tensors))

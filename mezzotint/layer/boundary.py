@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mezzotint.quantization import STATE
 from mezzotint.tensor.quantize import quantize
@@ -41,6 +42,7 @@ class _QuantizeGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.before is not None:  # by the scale that follows from what the module has seen
             ctx.before()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import flatten, unflatten
 from mezzotint.layer.base import activation_dtype
@@ -162,6 +163,7 @@ class _Function(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable  # as in `functional/autograd.py`
     def backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Any) -> Any:
         pipeline: Pipeline = func_ctx.pipeline
         wiring, count = pipeline.wiring, len(pipeline.basic_ops)
