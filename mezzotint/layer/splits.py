@@ -15,7 +15,7 @@ def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
         raise TypeError(f"m_splits is {type(m_splits).__name__}: give a list or a tensor, the rows of each group")
     splits = tuple(m_splits)
     for size in splits:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 0:
             raise ValueError(f"m_splits holds {size!r}: give the number of rows of each group, an int of 0 or more")
     if len(splits) != groups:
         raise ValueError(f"m_splits has {len(splits)} entries: this module has {groups} groups")
