@@ -91,7 +91,8 @@ class FP8GlobalStateManager:
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
         """One element, FP32: 1 for kept weights (`is_first_microbatch`) that are not to be quantized again, else 0."""
         if STATE.skip_weight_update is None:
-            STATE.skip_weight_update = torch.empty(1, device="cuda" if torch.cuda.is_available() else "cpu")
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
         STATE.skip_weight_update.fill_(float(skip))
 
     @classmethod

@@ -45,7 +45,7 @@ class _Captured(nn.Module):
         self.module, self.region = module, region
         self.forward_of = module.forward  # before it is replaced
         device = next((p.device for p in module.parameters()), None)
-        self.flag = torch.zeros(1, device=device) if caches else None
+        self.flag = torch.zeros(1, dtype=torch.float32, device=device) if caches else None
         self.more = {"is_first_microbatch": True} if caches else {}
 
     def forward(self, *args: Any) -> Any:

@@ -49,8 +49,9 @@ class RecipeState:
         if any(request != requests[0] for request in requests):
             raise ValueError("the roles ask for different delayed scaling: the requests of one state must be equal")
         if requests:
-            self.scale = torch.ones(num_quantizers, device=device)
-            self.amax_history = torch.zeros(requests[0].amax_history_len, num_quantizers, device=device)
+            self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
+            shape = requests[0].amax_history_len, num_quantizers
+            self.amax_history = torch.zeros(shape, dtype=torch.float32, device=device)
 
     @staticmethod
     def create(

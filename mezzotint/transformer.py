@@ -45,7 +45,7 @@ class DropPath(nn.Module):
         if self.drop_prob == 0.0 or not self.training:
             return hidden_state
         shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
-        keeps = torch.rand(shape, device=hidden_state.device) >= self.drop_prob
+        keeps = torch.rand(shape, dtype=torch.float32, device=hidden_state.device) >= self.drop_prob
         return hidden_state * (keeps / (1.0 - self.drop_prob)).to(hidden_state.dtype)
 
 

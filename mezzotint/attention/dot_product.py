@@ -324,7 +324,7 @@ class DotProductAttention(nn.Module):
 
     def _sink(self, device: torch.device) -> torch.Tensor | None:
         if self.softmax_type == "off-by-one":
-            return torch.zeros(self.num_attention_heads, device=device)
+            return torch.zeros(self.num_attention_heads, dtype=torch.float32, device=device)
         return self.softmax_offset
 
     def extra_repr(self) -> str:

@@ -47,6 +47,14 @@ class RotaryPositionEmbedding(nn.Module):
         exponent = torch.arange(0, turned, 2, dtype=torch.float32, device=resolve_device(None)) / turned
         self.register_buffer("inv_freq", torch.div(1.0, rotary_base**exponent))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """A model that is cast to 16 bits keeps its frequencies in FP32: their rounding grows with the position."""
+        before = self.inv_freq
+        made = super()._apply(fn, recurse)
+        if self.inv_freq.dtype != before.dtype:
+            self.inv_freq = before.to(self.inv_freq.device)
+        return made
+
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Positions `offset` to `offset + max_seq_len` → angles FP32 [max_seq_len, 1, 1, turned channels]."""
         place = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset

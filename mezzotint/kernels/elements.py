@@ -147,7 +147,8 @@ def cast_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     """uint8 codes 0..15 → FP32, exact."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
+    values = E2M1_VALUES + tuple(-v for v in E2M1_VALUES)
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     return table[codes.int()]
 
 

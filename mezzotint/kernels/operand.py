@@ -164,7 +164,7 @@ def exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
         return op.data.view(FP8_TORCH[op.dtype]).to(dtype)
     if op.kind == "nv":
         # amax = 6E cancels the unit 1/(6E): dequantize then gives code · block scale, 6 bits wide.
-        unit = torch.full((1,), FP4_MAX * op.e4m3_max, device=op.data.device)
+        unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
         return dequantize(replace(op, amax=unit), size, torch.bfloat16).to(dtype)
     return dequantize(op, size, dtype)
 

@@ -70,7 +70,7 @@ def row16(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: boo
 
 def row_unit(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
     """As `row` where no kernel takes a scale per row: codes alone, to FP32, and the scales on the product."""
-    one = torch.ones(1, device=out.device)
+    one = torch.ones(1, dtype=torch.float32, device=out.device)
     product = torch.empty_like(out, dtype=torch.float32)
     _fp8(product, a, b, one, one, None, fast_accum)
     finish(out, product, factors(a, b), bias)
@@ -105,7 +105,8 @@ def nv(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) 
     x, scale_x = _nv_side(a, rows(a), size)
     y, scale_y = _nv_side(b, rup(rows(b), ALIGN), size)
     row_scaled = a.amax.numel() > 1 or b.amax.numel() > 1
-    unit = torch.full((1,), 1.0 / (FP4_MAX * FP4_MAX * a.e4m3_max * b.e4m3_max), device=x.device)
+    factor = 1.0 / (FP4_MAX * FP4_MAX * a.e4m3_max * b.e4m3_max)
+    unit = torch.full((1,), factor, dtype=torch.float32, device=x.device)
     top = torch.ones_like(unit) if row_scaled else a.amax * b.amax
     direct = out if out.dtype != torch.float16 and not row_scaled else torch.empty_like(out, dtype=torch.float32)
     target, dtype, inside, after = _plan(direct, x, y, None if direct is not out else bias)

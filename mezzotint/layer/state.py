@@ -60,8 +60,9 @@ class StatefulModule(nn.Module):
         self.num_gemms = num_gemms
         for direction, per_gemm in (("fwd", len(FORWARD_TENSORS)), ("bwd", len(BACKWARD_TENSORS))):
             n = per_gemm * num_gemms
-            self.register_buffer(f"scale_{direction}", torch.ones(n, device=device), persistent=False)
-            history = torch.zeros(HISTORY_LENGTH, n, device=device)
+            scale = torch.ones(n, dtype=torch.float32, device=device)  # whatever torch's default dtype is
+            self.register_buffer(f"scale_{direction}", scale, persistent=False)
+            history = torch.zeros(HISTORY_LENGTH, n, dtype=torch.float32, device=device)
             self.register_buffer(f"amax_history_{direction}", history, persistent=False)
 
     def _reset_state(self) -> None:

@@ -225,7 +225,7 @@ def multi_tensor_sgd(
             buffer.copy_(torch.where(skip, buffer, 0.0))
     grads = [grad.float().contiguous() * scale for grad in grads]
     device = params[0].device
-    count = torch.full((), 0.0 if first_run else 1.0, device=device)
+    count = torch.full((), 0.0 if first_run else 1.0, dtype=torch.float32, device=device)
     found_inf = skip.to(device, torch.float32).view(1)
     numbers = (float(lr), momentum, dampening, wd)
     used = held if momentum != 0 else []
