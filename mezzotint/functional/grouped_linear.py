@@ -1,7 +1,8 @@
 """One linear for each group of rows (expert): the linear's functions over the grouped GEMM.
 
 Rows of x are split by `splits`; each group is quantized on its own, padded inside, and multiplied by its own weight. A
-group may be empty: its weight gradient is zero.
+group may be empty: its weight gradient is zero. Autograd sees parameters, one for each group or one (G, …) that holds
+those of all: what is computed is of groups (`groups_of`), and only gradients are put together again.
 """
 
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from mezzotint.functional.linear import (
     needs_original,
     present,
 )
+from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.grouped_gemm import grouped_gemm, grouped_gemm_packed
+from mezzotint.tensor.grouped import GroupedTensorStorage
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -38,8 +41,8 @@ class GroupedLinearFwdArgs:
     """`x` (M, K); G weights (N, K), with `weights_q` as the GEMMs take them; M = Σ splits."""
 
     x: torch.Tensor
-    weights: tuple[torch.Tensor, ...]
-    biases: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]  # parameters: G, or one (G, N, K)
+    biases: tuple[torch.Tensor, ...]  # G, or one (G, N); or none
     weights_q: tuple[Any, ...]
     splits: tuple[int, ...]
     needs: Needs
@@ -65,6 +68,7 @@ class GroupedLinearBwdArgs(Saved):
     numerics: Numerics
     wgrads: tuple[WeightGrad, ...]
     bias_dtypes: tuple[torch.dtype, ...]
+    stacks_bias: bool  # one parameter holds all biases
     saves_original_input: bool
 
     SAVED = ("xs", "weights", "grad_scales", "input_scales")
@@ -74,6 +78,27 @@ class GroupedLinearBwdArgs(Saved):
 class GroupedLinearMade:
     xs_q: tuple[Any, ...]
     amaxes: tuple[torch.Tensor | None, ...]
+
+
+def is_stack(parameters: tuple[Any, ...], dims: int) -> bool:
+    """Whether one parameter holds what has `dims` dimensions in each group."""
+    return len(parameters) == 1 and len(parameters[0].shape) > dims
+
+
+def groups_of(parameters: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
+    """A tensor of `dims` dimensions for each group, a storage where it is quantized: the parameters, or slices of the
+    one that holds all, which are outside of autograd."""
+    if not is_stack(parameters, dims):
+        return parameters
+    whole = as_storage(parameters[0])
+    return tuple(whole.split_into_storages() if isinstance(whole, GroupedTensorStorage) else whole.detach().unbind())
+
+
+def as_parameters(gradients: tuple[Any, ...], stacks: bool) -> tuple[Any, ...]:
+    """Gradients of groups → of the parameters; a group has none where the others have none."""
+    if not stacks or not gradients:
+        return gradients
+    return (None if gradients[0] is None else torch.stack(gradients),)
 
 
 def _quantized(
@@ -97,7 +122,7 @@ def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, Group
     else:
         xs_q = a.xs_q
     weights = [in_high_precision(w, a.numerics) for w in a.weights_q]
-    y = _products(list(xs_q), weights, False, a.numerics.dtype, a.biases, a.numerics.fast_fprop)
+    y = _products(list(xs_q), weights, False, a.numerics.dtype, groups_of(a.biases, 1), a.numerics.fast_fprop)
     return y, GroupedLinearMade(xs_q, amaxes)
 
 
@@ -110,8 +135,7 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
         xs = a.x if is_whole else tuple([kept(x, columnwise=override is None) for x in made.xs_q])
     if a.needs.input:
         if override == "high_precision":
-            pairs = zip(a.weights, a.weights_q, strict=True)
-            weights = tuple([w_q if isinstance(w, QuantizedTensorStorage) else w for w, w_q in pairs])
+            weights = a.weights_q if isinstance(a.weights[0], QuantizedTensorStorage) else a.weights
         else:
             weights = tuple([kept(w, columnwise=override is None) for w in a.weights_q])
     return GroupedLinearBwdArgs(
@@ -124,7 +148,8 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
         a.quantizers,
         a.numerics,
         a.wgrads,
-        tuple([bias.dtype for bias in a.biases]),
+        tuple([bias.dtype for bias in groups_of(a.biases, 1)]),
+        is_stack(a.biases, 1),
         a.saves_original_input,
     )
 
@@ -142,9 +167,10 @@ def _saved_inputs(b: GroupedLinearBwdArgs) -> list[Any]:
 def grouped_linear_backward(
     b: GroupedLinearBwdArgs, dy: Any, dys_q: tuple[Any, ...] | None = None, dbs: tuple[Any, ...] | None = None
 ) -> tuple[Any, ...]:
-    """dx (M, K), dW_i (N, K) each, db_i [N] each; the amaxes of dy, group by group.
+    """dx (M, K), the gradients of the weights and of the biases, parameter by parameter; the amaxes of dy, group by
+    group.
 
-    `dys_q`, `dbs`: the groups of dy, and the gradients of the biases, where a producer has made them.
+    `dys_q`, `dbs`: the groups of dy, and the gradients of their biases, where a producer has made them.
     """
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
@@ -160,33 +186,34 @@ def grouped_linear_backward(
         dbs = tuple([run_op(column_sum, part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
     dx = None
     if b.needs.input:
-        weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in b.weights]
+        weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in groups_of(b.weights, 2)]
         dx = _products(list(gs), weights, True, b.numerics.dtype, (), b.numerics.fast_dgrad)
-    dws: tuple[Any, ...] = (None,) * len(b.wgrads)
+    dws = as_parameters((None,) * len(b.wgrads), b.wgrads[0].is_slice)
     if b.needs.weight:
         source = list(parts) if b.numerics.keeps_wgrad else list(gs)
         dws = grouped_weight_gradients(b.wgrads, source, _saved_inputs(b), b.numerics.fast_wgrad)
     per_slot = [item for amax in amaxes for item in (amax, None)]
-    return (dx, dws, dbs), tuple(per_slot)
+    return (dx, dws, as_parameters(dbs, b.stacks_bias)), tuple(per_slot)
 
 
 def grouped_weight_gradients(
     wgrads: tuple[WeightGrad, ...], dys: list[Any], xs: list[Any], fast: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """dW of each group, or None where it went elsewhere."""
+    """dW of each parameter, or None where it went elsewhere."""
     if wgrads[0].store is not None:
         wgrads[0].store.put(wgrads, dys, xs, fast)
-        return (None,) * len(wgrads)
+        return as_parameters((None,) * len(wgrads), wgrads[0].is_slice)
     return compute_grouped_weight_gradients(wgrads, dys, xs, fast)
 
 
 def compute_grouped_weight_gradients(
     wgrads: tuple[WeightGrad, ...], dys: list[Any], xs: list[Any], fast: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Groups with a `main_grad` are added into it, the others are returned."""
+    """Groups with a `main_grad` are added into it, the others are returned, parameter by parameter."""
+    stacks = wgrads[0].is_slice
     if is_custom(dys[0]) or any(wgrad.overwrites for wgrad in wgrads):
         groups = zip(wgrads, dys, xs, strict=True)
-        return tuple([compute_weight_gradient(wgrad, dy, x, fast) for wgrad, dy, x in groups])
+        return as_parameters(tuple([compute_weight_gradient(wgrad, dy, x, fast) for wgrad, dy, x in groups]), stacks)
     made: list[torch.Tensor | None] = [None] * len(wgrads)
     a, b = [operand(dy, True) for dy in dys], [operand(x, True) for x in xs]
     added = [i for i, wgrad in enumerate(wgrads) if wgrad.main_grad is not None]
@@ -197,10 +224,13 @@ def compute_grouped_weight_gradients(
     rest = [i for i, wgrad in enumerate(wgrads) if wgrad.main_grad is None]
     if rest:
         pair = [a[i] for i in rest], [b[i] for i in rest]
-        parts = grouped_gemm(*pair, out_dtype=wgrads[rest[0]].dtype, fast_accum=fast)
-        for i, part in zip(rest, parts, strict=True):
+        packed = grouped_gemm_packed(*pair, out_dtype=wgrads[rest[0]].dtype, fast_accum=fast)
+        parts = packed.view(len(rest), -1, packed.shape[1])
+        if stacks:
+            return (parts,)  # as the products lie
+        for i, part in zip(rest, parts.unbind(), strict=True):
             made[i] = part
-    return tuple(made)
+    return as_parameters(tuple(made), stacks)
 
 
 def _products(

@@ -86,6 +86,7 @@ class WeightGrad:
     overwrites: bool = False  # main_grad is written, not added to
     store: Any = None  # takes the operands, for later
     parts: tuple[MainGrad, ...] = ()  # in the place of main_grad: the weight is in parts, one below the other
+    is_slice: bool = False  # the weight is one group's of a parameter, which has one gradient
 
 
 @dataclass(slots=True)

@@ -112,17 +112,6 @@ def high_precision_init(parameter: nn.Parameter, value: torch.Tensor) -> None:
     parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
 
 
-def quantized_parameter(
-    value: torch.Tensor, quantizer: Any, preserves: bool, requires_grad: bool = True
-) -> nn.Parameter:
-    """A parameter that holds the weight quantized in both directions."""
-    with torch.no_grad():
-        parameter = nn.Parameter(quantizer.quantize(value), requires_grad)
-    if preserves:
-        high_precision_init(parameter, value)
-    return parameter
-
-
 def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
     """What users put on parameters (main_grad, tensor_model_parallel, …), by parameter name."""
     return {name: dict(vars(p)) for name, p in module._parameters.items() if p is not None and vars(p)}
@@ -138,3 +127,12 @@ def restore_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]])
             if key not in vars(parameter) and not key.startswith("_"):
                 is_elsewhere = isinstance(value, torch.Tensor) and value.device != parameter.device
                 setattr(parameter, key, value.to(parameter.device) if is_elsewhere else value)
+
+
+def replace_parameter(module: nn.Module, name: str, value: torch.Tensor) -> nn.Parameter:
+    """Another tensor in the place of a parameter, with what users have put on that."""
+    old = getattr(module, name)
+    attributes, made = {name: dict(vars(old))}, nn.Parameter(value, old.requires_grad)
+    setattr(module, name, made)
+    restore_attributes(module, attributes)
+    return made

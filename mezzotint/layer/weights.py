@@ -13,10 +13,10 @@ from mezzotint.layer.parameters import (
     Place,
     default_init,
     forked_rng,
+    high_precision_init,
     local_features,
-    quantized_parameter,
+    replace_parameter,
     resolve_device,
-    restore_attributes,
     split_names,
 )
 from mezzotint.quantization import STATE
@@ -33,6 +33,13 @@ def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
         stride=parameter.stride(),
     )
     return whole.detach()
+
+
+@torch.no_grad()
+def accumulate(parameter: Any, gradient: torch.Tensor | None) -> None:
+    """Add to the gradient of a parameter, as autograd does."""
+    if gradient is not None and parameter.requires_grad:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class Weights:
@@ -126,14 +133,20 @@ class Weights:
                 setattr(module, name, nn.Parameter(value, parameter.requires_grad))
         with torch.no_grad(), forked_rng(self.tracker, self.tracker_name):
             for name in self.weight_names:
-                value = getattr(module, name)
                 if self.is_quantized:
                     self._reset_quantized(module, name, gemm, init)
                 else:
-                    self._draw(value.data, module, init)
+                    self._reset_plain(module, name, init)
             for name in self.bias_names:
                 getattr(module, name).data.zero_()
         self._mark(module)
+
+    def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """What of a parameter, or of another tensor of its shape, is this GEMM's."""
+        return value
+
+    def _reset_plain(self, module: Any, name: str, init: Callable[[torch.Tensor], Any]) -> None:
+        self._draw(getattr(module, name).data, module, init)
 
     def _draw(self, value: torch.Tensor, module: Any, init: Callable[[torch.Tensor], Any]) -> None:
         """A part of a weight is drawn as that part of the whole, so that processes with one seed have the weights of
@@ -168,9 +181,9 @@ class Weights:
         self._draw(value, module, init)
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
-        attributes = {name: dict(vars(old))}
-        setattr(module, name, quantized_parameter(value, quantizer, self.preserves, old.requires_grad))
-        restore_attributes(module, attributes)
+        parameter = replace_parameter(module, name, quantizer.quantize(value))
+        if self.preserves:
+            high_precision_init(parameter, value)
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""
@@ -198,16 +211,14 @@ class Weights:
             into = local_part(into) if self.is_placed and hasattr(into, "to_local") else into
             if into is None and weight.requires_grad:
                 raise ValueError(f"fuse_wgrad_accumulation needs {name}.main_grad, a tensor to add into: set it first")
+            into = into if into is None else self._own(name, into)
             found.append(MainGrad(rows, into, bool(getattr(weight, "overwrite_main_grad", False))))
         return tuple(found)
 
-    @torch.no_grad()
     def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
-        """Give the weight's gradient to its parameter, or to its parts, as autograd accumulates."""
+        """Give the weight's gradient to its parameter, or to its parts."""
         if gradient is None:  # it went to `main_grad`
             return
         for name, part in zip(self.weight_names, gradient.split(self.sizes), strict=True):
             weight = getattr(module, name)
-            if weight.requires_grad:
-                part = like_parameter(part, weight) if self.is_placed else part
-                weight.grad = part if weight.grad is None else weight.grad.add_(part)
+            accumulate(weight, like_parameter(part, weight) if self.is_placed else part)

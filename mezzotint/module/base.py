@@ -14,6 +14,7 @@ from mezzotint.quantization import STATE
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class TransformerEngineBaseModule(UpstreamNames, Layer):
@@ -133,7 +134,8 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
                 for tensor_type, tensors in (("input", inputs), ("weight", weights)):
                     for gemm, tensor in enumerate(tensors):
                         seen = scale_of(self.amax_history_fwd[0], gemm, tensor_type)
-                        seen.copy_(float8_amax(tensor.detach()))
+                        is_held = isinstance(tensor, QuantizedTensorStorage)
+                        seen.copy_(float8_amax(tensor.dequantize() if is_held else tensor.detach()))
 
     def _outputs(
         self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None, residual: Any = None

@@ -9,22 +9,21 @@ from mezzotint.functional.autograd import apply
 from mezzotint.functional.grouped_linear import (
     GROUPED_LINEAR,
     GroupedLinearFwdArgs,
-    compute_grouped_weight_gradients,
+    groups_of,
+    is_stack,
 )
 from mezzotint.functional.linear import Needs
 from mezzotint.layer.base import activation_dtype, scale_of
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
-from mezzotint.layer.weights import Weights
-from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 
-_ONE_FOR_EACH = "single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False"
 
-
-class GroupedLinear(TransformerEngineBaseModule):
-    """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
+class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
+    """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, …; or one for all:
+    with `single_grouped_weight` `weight` (groups, out, in), with `single_grouped_bias` `bias` (groups, out).
 
     Groups have any size, also 0: each is padded inside as its format needs. Options as of `Linear`, but with
     `parallel_mode` this only holds its part of each weight: what is gathered and summed over `tp_group` is the affair
@@ -67,8 +66,6 @@ class GroupedLinear(TransformerEngineBaseModule):
             ub_overlap_rs=ub_overlap_rs,
             ub_overlap_ag=ub_overlap_ag,
         )
-        if single_grouped_weight or single_grouped_bias:
-            raise NotImplementedError(_ONE_FOR_EACH)
         self._init_parallel(tp_group, tp_size, sequence_parallel)
         self.parallel_mode = parallel_mode
         if self.tp_size > 1 and bias:
@@ -81,27 +78,28 @@ class GroupedLinear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         device, dtype = resolve_device(device), resolve_dtype(params_dtype)
         split: dict[str, Any] = {"parallel_mode": parallel_mode, "tp_size": self.tp_size}
-        self._weights = tuple(
-            [Weights("", in_features, out_features, bias, None, init_method, str(i), **split) for i in range(num_gemms)]
+        stacks = {"stacks_weight": single_grouped_weight, "stacks_bias": single_grouped_bias}
+        weights = tuple(
+            [
+                GroupWeights(i, num_gemms, in_features, out_features, bias, init_method, **stacks, **split)
+                for i in range(num_gemms)
+            ]
         )
-        self.in_features, self.out_features = self._weights[0].in_features, self._weights[0].out_features
-        for group in self._weights:
+        self.in_features, self.out_features = weights[0].in_features, weights[0].out_features
+        for group in weights:
             group.tracker, group.tracker_name = get_rng_state_tracker, rng_tracker_name
-            group.register(self, device, dtype)
-        self._init_state(num_gemms, device)
-        if delay_wgrad_compute:
-            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
-        self.reset_parameters(defer_init=device.type == "meta")
+        self._init_groups(weights, device, dtype, delay_wgrad_compute)
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         raise ValueError("GroupedLinear is not split by styles: give each process some experts (distributed/expert.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        raise NotImplementedError(_ONE_FOR_EACH)
-
-    def _add_gradients(self, store: int, gradients: Any) -> None:
-        for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all
-            group.add_gradient(self, gradient)
+        """Upstream's name for what `single_grouped_weight` does when the module is made."""
+        if self._weight_names != ("weight",):
+            raise ValueError(
+                "make_grouped_weights of a module with a weight for each group: give single_grouped_weight=True to "
+                "another one, and load the state dict of this one into it"
+            )
 
     def _gemm_name(self, gemm: int) -> str:
         return f"{self.name}.{gemm}" if self.name else str(gemm)
@@ -121,8 +119,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         """
         check_input(inp, self.in_features)
         splits = resolve_splits(m_splits, self.num_gemms)
-        weights = tuple([group.weight(self) for group in self._weights])
-        biases = tuple([group.bias(self) for group in self._weights] if self.use_bias else ())
+        weights, biases = self._group_parameters()
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
@@ -138,9 +135,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             has_grad and any(bias.requires_grad for bias in added),
         )
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
+        groups = groups_of(weights, 2)
         if self._is_calibrating():
-            self._calibrate(x.split(list(splits)), weights)
-        weights_q, weight_amaxes = self._weights_q(call, weights)
+            self._calibrate(x.split(list(splits)), groups)
+        weights_q, weight_amaxes = self._weights_q(call, groups)
         args = GroupedLinearFwdArgs(
             x,
             weights,
@@ -150,7 +148,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             needs,
             call.quantizers,
             call.numerics,
-            tuple([self._weight_grad(gemm, weight, 0) for gemm, weight in enumerate(weights)]),
+            self._weight_grads(weights),
             tuple([scale_of(call.scales, gemm, "input") for gemm in range(self.num_gemms)]),
             tuple([scale_of(call.grad_scales, gemm, "grad_output") for gemm in range(self.num_gemms)]),
             self.save_original_input,
@@ -163,7 +161,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             check_buffer("out", out, y)
             y = _WriteInto.apply(y, out)
         if self.return_bias:
-            return y, [bias.to(dtype) for bias in biases] or None
+            each = biases[0].unbind() if is_stack(biases, 1) else biases
+            return y, [bias.to(dtype) for bias in each] or None
         return y
 
     def extra_repr(self) -> str:

@@ -204,12 +204,21 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
         They are outside of autograd: a gradient does not go from a member to the group.
         """
+        return self._members(self._quantizer is not None and self._quantizer.internal)
+
+    def split_into_storages(self) -> list[Any]:
+        """The same, in plain holders: what GEMMs take."""
+        return self._members(True)
+
+    def _members(self, internal: bool) -> list[Any]:
         quantizer, dtype = self._quantizer, self._dtype
         starts = dict.fromkeys(_ROW + _COLUMN, 0)
         members = []
-        for shape in self.shapes:
+        for place, shape in enumerate(self.shapes):
+            if place == 0 or shape != self.shapes[place - 1]:
+                described = _describe(shape, quantizer, dtype)
             views = []
-            for slot, (size, kind) in _describe(shape, quantizer, dtype).items():
+            for slot, (size, kind) in described.items():
                 whole = getattr(self, slot)
                 if whole is None:
                     raise ValueError(f"{type(self).__name__} holds no {slot}: its buffers were let go of; restore them")
@@ -221,7 +230,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                 count = numel(size)
                 views.append(whole.narrow(0, starts[slot], count).view(size))
                 starts[slot] += count
-            made = views[0] if quantizer is None else assemble(views, quantizer, quantizer.internal, shape, dtype)
+            made = views[0] if quantizer is None else assemble(views, quantizer, internal, shape, dtype)
             members.append(made)
         return members
 
@@ -333,6 +342,8 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
         if func in (aten.new_empty.default, aten.new_zeros.default):
             # Plain: a size does not say how it is grouped.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
+        if func is aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
+            return args[0].split_into_quantized_tensors()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

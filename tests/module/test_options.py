@@ -1024,11 +1024,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"normalization is 'layernorm': give",
     ),
-    "single": (
-        layer(mz.GroupedLinear, 2, 8, 8, single_grouped_weight=True),
-        NotImplementedError,
-        r"single_grouped_weight, single_grouped_bias: there is one parameter for each group; leave them False",
-    ),
 }
 SIZES = {mz.Linear: (8, 8), mz.LayerNormLinear: (8, 8), mz.LayerNormMLP: (8, 8), mz.GroupedLinear: (2, 8, 8)}
 # What a module may be asked for that is not there.

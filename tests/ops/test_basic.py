@@ -839,9 +839,6 @@ def test_linears_take_their_own_keyword_arguments() -> None:
 
 
 def test_what_is_not_there_is_refused() -> None:
-    for name in ("single_grouped_weight", "single_grouped_bias"):
-        with pytest.raises(NotImplementedError, match=name):
-            ops.GroupedLinear(2, 8, 4, **{name: True})
     with pytest.raises(ValueError, match="parallel_mode is 'diagonal'"):
         ops.Linear(8, 4, tensor_parallel_mode="diagonal")
 

@@ -387,11 +387,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"rowwise_usage and columnwise_usage are False",
     ),
-    "one weight": (
-        lambda: mz.GroupedLinear(2, 8, 8, device="cpu").make_grouped_weights(),
-        NotImplementedError,
-        r"single_grouped_weight, single_grouped_bias: there is one parameter for each group",
-    ),
 }
 
 

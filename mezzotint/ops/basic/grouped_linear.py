@@ -9,20 +9,21 @@ from mezzotint.functional.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearFwdArgs,
     GroupedLinearMade,
-    compute_grouped_weight_gradients,
+    as_parameters,
     grouped_linear_backward,
     grouped_linear_forward,
     grouped_linear_setup,
+    groups_of,
+    is_stack,
 )
 from mezzotint.functional.linear import Needs
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.layer.base import scale_of
+from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
-from mezzotint.layer.weights import Weights
-from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.ops.basic.activation import check_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
@@ -31,8 +32,9 @@ from mezzotint.recipe import slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
-class GroupedLinear(BasicOperation):
-    """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, ….
+class GroupedLinear(GroupedLayer, BasicOperation):
+    """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, …; or one for
+    all: with `single_grouped_weight` `weight` (groups, out, in), with `single_grouped_bias` `bias` (groups, out).
 
     The extra input is the number of rows of each group, a list or a tensor (which is read: on a GPU that waits for
     it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`). With `scale_bias` a
@@ -61,12 +63,6 @@ class GroupedLinear(BasicOperation):
     ) -> None:
         super().__init__()
         check_features(num_groups=num_groups, in_features=in_features, out_features=out_features)
-        for name, value in (
-            ("single_grouped_weight", single_grouped_weight),
-            ("single_grouped_bias", single_grouped_bias),
-        ):
-            if value:
-                raise NotImplementedError(f"{name}: there is one plain parameter for each group; leave it False")
         if scale_bias and not bias:
             raise ValueError("scale_bias=True with bias=False: there is no bias to scale")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
@@ -74,20 +70,13 @@ class GroupedLinear(BasicOperation):
         self.num_extra_inputs = 2 if scale_bias else 1
         self.fuse_wgrad_accumulation = accumulate_into_main_grad
         device = resolve_device(device)
-        self._weights = tuple(
-            [Weights("", in_features, out_features, bias, None, None, str(i)) for i in range(num_groups)]
+        stacks = {"stacks_weight": single_grouped_weight, "stacks_bias": single_grouped_bias}
+        weights = tuple(
+            [GroupWeights(i, num_groups, in_features, out_features, bias, None, **stacks) for i in range(num_groups)]
         )
-        for group in self._weights:
+        for group in weights:
             group.tracker = rng_state_tracker_function
-            group.register(self, device, resolve_dtype(dtype))
-        self._init_state(num_groups, device)
-        if delay_wgrad_compute:
-            self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
-        self.reset_parameters(defer_init=device.type == "meta")
-
-    def _add_gradients(self, store: int, gradients: Any) -> None:
-        for group, gradient in zip(self._weights, gradients, strict=True):  # the one store has those of all
-            group.add_gradient(self, gradient)
+        self._init_groups(weights, device, resolve_dtype(dtype), delay_wgrad_compute)
 
     def _gemm_name(self, gemm: int) -> str:
         return str(gemm)
@@ -117,10 +106,6 @@ class GroupedLinear(BasicOperation):
     def _read_extra_input(self, index: int, value: Any) -> Any:
         return resolve_splits(value, self.num_groups) if index == 0 else value
 
-    def _params(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        weights = tuple([group.weight(self) for group in self._weights])
-        return weights, tuple([group.bias(self) for group in self._weights] if self.use_bias else ())
-
     def _begin(
         self,
         *,
@@ -132,14 +117,14 @@ class GroupedLinear(BasicOperation):
         if kwargs:
             raise TypeError(f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
         self.pre_fuser_forward(requires_grad=requires_grad)
-        weights, biases = self._params()
+        weights, biases = self._group_parameters()
         needs = Needs(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),
             requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
         )
         call = self._start(weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
-        weights_q, amaxes = self._weights_q(call, weights)
+        weights_q, amaxes = self._weights_q(call, groups_of(weights, 2))
         enter_weights(self, call, amaxes)
         return LinearRun(call, weights_q, None, None)
 
@@ -150,7 +135,7 @@ class GroupedLinear(BasicOperation):
         splits = resolve_splits(split_sizes, self.num_groups)
         x = as_matrix(x)
         check_rows(splits, x.shape[0])
-        weights, biases = self._params()
+        weights, biases = self._group_parameters()
         call, groups = run.call, range(self.num_groups)
         return GroupedLinearFwdArgs(
             x,
@@ -161,7 +146,7 @@ class GroupedLinear(BasicOperation):
             call.needs[0],
             call.quantizers,
             in_dtype(call.numerics, x.dtype),
-            tuple([self._weight_grad(group, weights[group], 0) for group in groups]),
+            self._weight_grads(weights),
             tuple([scale_of(call.scales, group, "input") for group in groups]),
             tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
             self.save_original_input,
@@ -184,7 +169,8 @@ class GroupedLinear(BasicOperation):
         if self.scale_bias:
             scales = basic_op_extra_inputs[0][1]
             check_scales(scales, input_.shape[:-1])
-            y = run_op(scaled_bias, y, scales.reshape(-1), list(self._params()[1]), list(args.splits))
+            biases = groups_of(self._group_parameters()[1], 1)
+            y = run_op(scaled_bias, y, scales.reshape(-1), list(biases), list(args.splits))
         quantized = tuple([x if isinstance(x, QuantizedTensorStorage) else None for x in made.xs_q])
         return y.view(*input_.shape[:-1], y.shape[1]), [()], quantized
 
@@ -211,20 +197,23 @@ class GroupedLinear(BasicOperation):
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
         ctx, dy = basic_op_ctxs[0], plain(grad_output)
-        dx, grads = self.gradients(ctx, dy)
         if not self.scale_bias:
+            dx, grads = self.gradients(ctx, dy)
             return dx, [grads], [(None,)]
         saved, scales = ctx.saved_tensors
-        biases = list(self._params()[1])
-        ds, *dbs = run_op(scaled_bias_backward, as_matrix(dy), scales.reshape(-1), biases, list(saved.splits))
-        pairs = zip(grads[::2], dbs, strict=True)
-        return dx, [[grad for pair in pairs for grad in pair]], [(None, ds.view(scales.shape))]
+        biases = self._group_parameters()[1]
+        each = list(groups_of(biases, 1))
+        ds, *dbs = run_op(scaled_bias_backward, as_matrix(dy), scales.reshape(-1), each, list(saved.splits))
+        dx, grads = self.gradients(ctx, dy, as_parameters(tuple(dbs), is_stack(biases, 1)))
+        return dx, [grads], [(None, ds.view(scales.shape))]
 
-    def gradients(self, ctx: OperationContext, dy: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """dx, and the parameters' gradients in their order."""
+    def gradients(
+        self, ctx: OperationContext, dy: torch.Tensor, dbs: tuple[Any, ...] = ()
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """dx, and the parameters' gradients in their order; `dbs`: those of biases that are added elsewhere."""
         saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
-        grads, amaxes = grouped_linear_backward(saved, as_matrix(dy))
-        return self._finish(grads, amaxes[::2], dy.shape[:-1])
+        (dx, dws, own), amaxes = grouped_linear_backward(saved, as_matrix(dy))
+        return self._finish((dx, dws, dbs or own), amaxes[::2], dy.shape[:-1])
 
     def gradients_of(
         self, saved: GroupedLinearBwdArgs, dys_q: tuple[Any, ...], dbs: tuple[Any, ...], amaxes: Any, leading: Any
@@ -240,9 +229,7 @@ class GroupedLinear(BasicOperation):
         dx, dws, dbs = grads
         if dx is not None:
             dx = dx.view(*leading, dx.shape[1])
-        dbs = dbs or (None,) * self.num_groups
-        pairs = [(dw, db) if self.use_bias else (dw,) for dw, db in zip(dws, dbs, strict=True)]
-        return dx, tuple([grad for pair in pairs for grad in pair])
+        return dx, self._in_order(dws, dbs)
 
     def extra_repr(self) -> str:
         return (
