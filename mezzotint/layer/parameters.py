@@ -54,7 +54,10 @@ def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
         raise ValueError(f"parallel_mode is {parallel_mode!r}: give None, 'column' or 'row'")
     for name, value in userbuffers.items():
         if value:
-            raise NotImplementedError(f"{name}={value!r}: there are no CUDA userbuffers here; leave it off")
+            raise NotImplementedError(
+                f"{name}={value!r}: there are no CUDA userbuffers here; leave it off. Collectives of modules are "
+                "functional ones, which torch.compile overlaps (torch._inductor.config._micro_pipeline_tp)"
+            )
 
 
 def local_features(parallel_mode: str | None, tp_size: int, in_features: int, out_features: int) -> tuple[int, int]:

@@ -38,7 +38,11 @@ class _Norm(nn.Module):
             self.sequence_parallel = sequence_parallel  # said of the parameters, for those who sum gradients
         device = resolve_device(kwargs.pop("device", None))
         dtype = resolve_dtype(kwargs.pop("dtype", None) if params_dtype is None else params_dtype)
-        kwargs.pop("sm_margin", None)
+        margin = kwargs.pop("sm_margin", 0)
+        for direction, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
+            # Upstream's names, which nothing reads: kernels take the whole GPU.
+            name = f"{short}_{'rmsnorm' if self.rms else 'ln'}_sm_margin"
+            setattr(self, name, margin.get(direction, 0) if isinstance(margin, dict) else margin)
         if kwargs:
             raise TypeError(f"{type(self).__name__} got {sorted(kwargs)}: it takes device, dtype and sm_margin beside")
         self._norm_group: Any = None

@@ -22,17 +22,18 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
     return flat, objects
 
 
-def restore_from_saved(objects: list[Any], saved: Any, return_saved_tensors: bool = False) -> Any:
-    """The inverse. With `return_saved_tensors`, also what was left over of `saved`."""
-    rest = list(saved)
-    tensors = []
-    for holder in objects:
+def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tensors: bool = False) -> Any:
+    """The inverse: `tensors` are the objects, `saved_tensors` the flat tensors that `prepare_for_saving` gave. With
+    `return_saved_tensors`, also what was left over of these."""
+    rest = list(saved_tensors)
+    restored = []
+    for holder in tensors:
         if holder is None:
-            tensors.append(rest.pop(0))
+            restored.append(rest.pop(0))
         else:
             rest = holder.restore_from_saved(rest)
-            tensors.append(holder)
-    return (tensors, rest) if return_saved_tensors else tensors
+            restored.append(holder)
+    return (restored, rest) if return_saved_tensors else restored
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:

@@ -275,7 +275,9 @@ def test_restore_gives_what_is_left() -> None:
     storage = FORMATS["mxfp8"].quantize(sample((32, 32)), internal=True)
     flat, objects = mz.prepare_for_saving(storage, None)
     extra = torch.ones(1)
-    (first, second), rest = mz.restore_from_saved(objects, [*flat, extra], return_saved_tensors=True)
+    (first, second), rest = mz.restore_from_saved(
+        tensors=objects, saved_tensors=[*flat, extra], return_saved_tensors=True
+    )
     assert first is storage
     assert second is None
     assert rest == [extra]
