@@ -74,6 +74,19 @@ def compare(launch: Any, op: Any, source: str, args: tuple[Any, ...], options: t
         assert torch.equal(raw(a), raw(b)), (op.name(), source, how, tuple(args[0].shape), options, index)
 
 
+def check_copied_input(launch: Any, op: Any) -> None:
+    """Of a tensor that is copied first one program sees a whole tile, or as much as it takes of what is contiguous."""
+    from mezzotint.constants import E4M3
+    from tests.values import as_view
+
+    for shape, view in (((64, 128), "transposed"), ((64, 128), "inner"), ((8, 8, 128), "inner")):
+        x, options = as_view(draw(shape, BF16, 5), view), (None, E4M3, False, 0.0, True, False)
+        want = op(x, *options)
+        got = [torch.full_like(buffer, 0x5A) for buffer in want]
+        launch(x, got, None, *options)
+        assert all(map(torch.equal, got, want)), (shape, view)
+
+
 def main() -> None:
     import numpy as np
     from triton.runtime import interpreter
@@ -98,6 +111,7 @@ def main() -> None:
         ("mxfp8", mxfp8.quantize, mxfp8_quantize, (E4M3, False, False, False)),
         ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, E4M3, True, 0.0)),
     )
+    check_copied_input(float8.quantize, float8_quantize)
     for shape, dtype in zip(SHAPES, (BF16, FP32, FP16), strict=True):
         for source, args in cases(shape, dtype):
             for name, launch, op, options in tested:

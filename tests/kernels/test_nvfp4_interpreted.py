@@ -75,6 +75,18 @@ def main() -> None:
     compare(normal(64, 96), COL, small_tiles(128, 64, 1), rht=True, four_over_six=2, e4m3_max=256)
     given = torch.tensor([3.0]), torch.tensor([2.0])
     compare(fill((64, 96), BF16, "dtype_max", 1), BOTH, small_tiles(128, 64, 1), given, rht=True)
+    check_dequantize(normal(20, 48))
+
+
+def check_dequantize(x: torch.Tensor) -> None:
+    """Column-wise codes of cut rows: as many as there are rows, and filled up where they are transformed."""
+    from mezzotint.kernels.nvfp4 import nvfp4_dequantize_reference, nvfp4_quantize_reference
+    from mezzotint.kernels.triton.nvfp4 import dequantize
+
+    for rht in (False, True):
+        made = nvfp4_quantize_reference(x, None, None, *(PLAIN | {"rht": rht}).values(), *COL)
+        args = (*made, 448, False, True, x.shape[0], FP32)
+        assert torch.equal(dequantize(*args), nvfp4_dequantize_reference(*args)), f"dequantize, transformed {rht}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
+    as_rows,
     cast_fp8,
     decode_fp8,
     drop_nan,
@@ -269,6 +270,8 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """Current scaling."""
+    if isinstance(x, torch.Tensor):
+        x = as_rows(x)  # what the cast sees: a copy is contiguous where x was not
     given = amax is not None
     alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
     how: Way = "before"

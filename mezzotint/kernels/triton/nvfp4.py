@@ -185,6 +185,7 @@ def _dequantize_kernel(
     out,
     R,
     C,
+    bytes,
     E4M3_MAX: tl.constexpr,
     SWIZZLED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -192,12 +193,12 @@ def _dequantize_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
+    """(R, C) codes in rows of `bytes`, which are more than C takes where a transform filled them up."""
     across = (C + BN - 1) // BN
     pid = tl.program_id(0)
     r = (pid // across).to(tl.int64) * BM + tl.arange(0, BM)
     start = (pid % across).to(tl.int64) * BN
     byte = start // 2 + tl.arange(0, BN // 2)
-    bytes = (C + 1) // 2
     packed = tl.load(
         data + r[:, None] * bytes + byte[None, :],
         mask=(r < R)[:, None] & (byte < bytes)[None, :],
@@ -331,6 +332,7 @@ def dequantize(
         out,
         R,
         cols,
+        data.shape[-1],
         E4M3_MAX=e4m3_max,
         SWIZZLED=swizzled,
         TRANSPOSED=transposed,
