@@ -267,6 +267,10 @@ class DotProductAttention(nn.Module):
         batch = params.max_batch_size if layout == "thd" else q.shape[0]
         if batch > params.max_batch_size:
             raise ValueError(f"the batch has {batch} rows: inference_params was made for {params.max_batch_size}")
+        if not torch.compiler.is_compiling():
+            params.claim(self.layer_number, self)
+        if self.layer_number not in params.cache_manager.cache:
+            params.allocate_memory(self.layer_number)
         k, v, cu_new, cu_all, size, _ = params.step(self.layer_number, k, v, layout)
         if params.is_paged:
             k, v = params.convert_paged_to_nonpaged(self.layer_number, batch)

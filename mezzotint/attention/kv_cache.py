@@ -6,11 +6,12 @@
 
 `pre_step` is plain Python and does all that depends on which sequences there are: the batch is in the order of its
 argument, sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys and
-values: it reads tensors alone, so a graph of it serves every step.
+values: it reads tensors alone, so a graph of it serves every step. No gradient goes through the cache.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -65,8 +66,10 @@ class _Cache(KVCacheManager):
     def allocate_memory(self, layer_number: int) -> None:
         """Keys [blocks, tokens, heads, channels] and values, zeros."""
         heads, dim_k, dim_v = self.shape
-        keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
-        values = torch.zeros(self.num_blocks, self.block, heads, dim_v, dtype=self.dtype, device=self.device)
+        # Made in inference mode, they could not be written to outside of it.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
+            values = torch.zeros(self.num_blocks, self.block, heads, dim_v, dtype=self.dtype, device=self.device)
         self.cache[layer_number] = (keys, values)
 
     def blocks(self) -> torch.Tensor:
@@ -89,6 +92,7 @@ class _Cache(KVCacheManager):
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
     ) -> Layer:
+        new_k, new_v = new_k.detach(), new_v.detach()  # else the cache would hold the graphs of all steps
         if qkv_format == "sbhd":
             new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
         size = new_k.shape[0]
@@ -251,14 +255,16 @@ class InferenceParams:
             manager: Any = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
             self.cache_manager = manager(**options, device=self.device)
         self.sequences: OrderedDict[int, int] = OrderedDict()
-        self.batch_size = 0
+        self.batch_size, self.new_tokens = 0, ()
+        self.owners: dict[int, int] = {}  # layer → which attention writes to it
         self.cu_seqlens_q = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
         self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
         self.pre_step_seqlens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
 
     def reset(self) -> None:
         """Forget every sequence; memory stays allocated."""
-        self.sequences, self.batch_size = OrderedDict(), 0
+        self.sequences, self.batch_size, self.new_tokens = OrderedDict(), 0, ()
+        self.owners.clear()
         self.cache_manager.reset()
         for buffer in (self.cu_seqlens_q, self.cu_seqlens_kv, self.pre_step_seqlens):
             buffer.zero_()
@@ -282,7 +288,7 @@ class InferenceParams:
                     f"max_sequence_length={self.max_sequence_length} in all"
                 )
         self.sequences = OrderedDict(self.cache_manager.pre_step(OrderedDict(step_dict)))
-        self.batch_size = len(step_dict)
+        self.batch_size, self.new_tokens = len(step_dict), tuple(step_dict.values())
         before = [self.sequences[name] - new for name, new in step_dict.items()]
         self._write(self.pre_step_seqlens, before, 0)
         self._write(self.cu_seqlens_q[1:], _sums(step_dict.values()))
@@ -312,6 +318,9 @@ class InferenceParams:
         many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd" or "thd_2bshd".
         """
         check_choice("qkv_format", qkv_format, FORMATS)
+        self._check_heads(new_k, new_v)
+        if not torch.compiler.is_compiling():  # a graph of one step serves others
+            self._check_tokens(new_k, qkv_format)
         keys, values = self.cache_manager.step(
             layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
         )
@@ -320,6 +329,36 @@ class InferenceParams:
             keys, values = keys[:batch], values[:batch]
         both = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return keys, values, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, both
+
+    def claim(self, layer_number: int, owner: Any) -> None:
+        """Before a `step`, in eager code: a layer of the cache is written by one attention."""
+        if self.owners.setdefault(layer_number, id(owner)) != id(owner):
+            raise ValueError(
+                f"layer_number is {layer_number} in two attentions, which write over each other's keys: give each "
+                "its own, and call inference_params.reset() before another model uses it"
+            )
+
+    def _check_heads(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
+        for name, tensor, channels in (("keys", new_k, self.head_dim_k), ("values", new_v, self.head_dim_v)):
+            if tuple(tensor.shape[-2:]) != (self.num_heads_kv, channels):
+                raise ValueError(
+                    f"{name} have shape {tuple(tensor.shape)}: inference_params was made for {self.num_heads_kv} heads "
+                    f"of {channels} channels"
+                )
+
+    def _check_tokens(self, new_k: torch.Tensor, qkv_format: str) -> None:
+        """As many as `pre_step` was told, or more, which are padding."""
+        if not self.batch_size:
+            raise ValueError("inference_params has no sequences: call its pre_step before each forward of the model")
+        sizes = new_k.shape[1::-1] if qkv_format == "sbhd" else new_k.shape[:2]
+        told = (self.batch_size, max(self.new_tokens))
+        if qkv_format == "thd":
+            sizes, told = sizes[:1], (sum(self.new_tokens),)
+        if any(size < count for size, count in zip(sizes, told, strict=True)):
+            raise ValueError(
+                f"keys have shape {tuple(new_k.shape)} in {qkv_format!r}: inference_params.pre_step was told of "
+                f"{list(self.new_tokens)} new tokens; give them all"
+            )
 
     def __repr__(self) -> str:
         kind = (

@@ -261,8 +261,6 @@ class MultiheadAttention(nn.Module):
         to hidden_states first, their sum is the last output.
         """
         check_input(hidden_states, self.hidden_size, "hidden_states")
-        if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
-            inference_params.allocate_memory(self.layer_number)
         turns = None
         if rotary_pos_emb is not None:
             cu = (cu_seqlens_q, cu_seqlens_kv)

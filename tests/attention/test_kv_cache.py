@@ -178,6 +178,64 @@ def test_one_graph_for_every_step(layout: str, is_paged: bool) -> None:
     assert not counters["graph_break"]
 
 
+def attend(module: Any, params: mz.InferenceParams, layout: str = "bshd", tokens: int = 2, batch: int = 2) -> Any:
+    shape = {"bshd": (batch, tokens), "sbhd": (tokens, batch), "thd": (batch * tokens,)}[layout]
+    q, k, v = (torch.randn(*shape, n, CHANNELS) for n in (HEADS, GROUPS, GROUPS))
+    return module(q, k, v, qkv_format=layout, attn_mask_type="padding_causal", inference_params=params)
+
+
+@over_caches
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_that_pre_step_was_not_told_of(layout: str, is_paged: bool) -> None:
+    """Fewer than it was told: the cache would hold zeros for the rest."""
+    module, params = mz.DotProductAttention(HEADS, CHANNELS, GROUPS), params_of(is_paged)
+    with pytest.raises(ValueError, match="call its pre_step"):
+        attend(module, params, layout)
+    params.pre_step(OrderedDict({0: 2, 1: 3}))
+    with pytest.raises(ValueError, match=r"told of \[2, 3\] new tokens"):
+        attend(module, params, layout)
+    attend(module, params, layout, tokens=3)
+    params.pre_step(OrderedDict({0: 1, 1: 1, 2: 1}))
+    with pytest.raises(ValueError, match=r"told of \[1, 1, 1\] new tokens"):
+        attend(module, params, layout, tokens=1)
+    params.reset()
+    with pytest.raises(ValueError, match="call its pre_step"):
+        attend(module, params, layout)
+
+
+def test_a_layer_of_the_cache_is_one_attentions() -> None:
+    """Layers without a number are all number 1."""
+    first, second, params = (
+        mz.DotProductAttention(HEADS, CHANNELS, GROUPS),
+        mz.DotProductAttention(HEADS, CHANNELS, GROUPS),
+        params_of(False),
+    )
+    params.pre_step(OrderedDict({0: 2, 1: 2}))
+    attend(first, params)
+    attend(first, params)
+    with pytest.raises(ValueError, match="layer_number is 1 in two attentions"):
+        attend(second, params)
+    params.reset()
+    params.pre_step(OrderedDict({0: 2, 1: 2}))
+    attend(second, params)
+
+
+@over_caches
+def test_gradients_and_modes(is_paged: bool) -> None:
+    """The cache keeps no graph of a step, and is written to in any mode, whichever it was made in."""
+    module, params = mz.DotProductAttention(HEADS, CHANNELS, GROUPS), params_of(is_paged)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.enable_grad()):
+        params.pre_step(OrderedDict({0: 1, 1: 1}))
+        with mode:
+            q, k, v = (torch.randn(2, 1, n, CHANNELS).requires_grad_() for n in (HEADS, GROUPS, GROUPS))
+            y = module(q, k, v, qkv_format="bshd", attn_mask_type="padding_causal", inference_params=params)
+            if torch.is_grad_enabled():
+                y.sum().backward()
+                assert q.grad is not None
+                assert k.grad is None
+        assert not any(buffer.requires_grad for buffer in params.cache_manager.cache[1])
+
+
 def test_own_cache_manager() -> None:
     class Own(KVCacheManager):
         def __init__(self, **options: Any) -> None:
@@ -221,5 +279,9 @@ def test_bad_input() -> None:
         module(*parts, inference_params=params)
     with pytest.raises(ValueError, match="the batch has 4 rows"):
         module(*parts, attn_mask_type="padding_causal", inference_params=params)
+    narrow = mz.InferenceParams(BATCH, LONGEST, GROUPS, CHANNELS // 2, torch.float32, device="cpu")
+    narrow.pre_step(OrderedDict({0: 1}))
+    with pytest.raises(ValueError, match="was made for 2 heads of 4 channels"):
+        attend(module, narrow)
     assert "max_batch_size=3" in repr(params)
     assert "page_size=4" in repr(params_of(True))
