@@ -7,6 +7,7 @@ Groups are slices of it, initial values and bits those of parameters of their ow
 into the other.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,13 @@ class GroupedLayer(Layer):
     def _gathered_weights(self) -> dict[str, int]:
         return {} if self._weight_names == ("weight",) else super()._gathered_weights()
 
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """FSDP2 has cut a parameter: of groups in one, each process must have as many as the others."""
+        handle, weight = super().register_load_state_dict_post_hook(hook), self._parameters.get("weight")
+        if weight is not None and self._weights[0].is_quantized and hasattr(weight, "placements"):
+            _check_shards(weight)
+        return handle
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
             if names == (kind,):
@@ -188,6 +196,18 @@ def stacked(values: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     for member, value in zip(made.unbind(), values, strict=True):
         member.copy_(value)
     return made
+
+
+def _check_shards(weight: Any) -> None:
+    """Of a GroupedTensor; others are gathered however they are cut."""
+    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    count = math.prod([size for size, placement in sizes if placement.is_shard()])
+    if weight.shape[0] % count or not isinstance(weight._local_tensor, GroupedTensor):
+        raise ValueError(
+            f"fully_shard of weight, {tuple(weight.shape)}, quantized, over {count} processes by {weight.placements}: "
+            "its groups must divide evenly, along the first dimension. Keep it in high precision (without "
+            "quantized_model_init), or give single_grouped_weight=False"
+        )
 
 
 def _keep_part(whole: Any, group: int, value: torch.Tensor) -> None:

@@ -27,6 +27,7 @@ from mezzotint.tensor.grouped_shapes import (
     shapes_of_dims,
     whole_shape,
 )
+from mezzotint.tensor.grouped_sharding import gather_members, member_rows, send_members
 from mezzotint.tensor.quantize import assemble, check_noop, check_shape, update_quantized
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -312,6 +313,22 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         """Another holder of the same buffers."""
         return type(self)._build(self.shape, self._dtype, self.get_metadata())
 
+    # Shards of whole members
+
+    def _new(self, count: int) -> Any:
+        """A group of so many members like these, which are equal, uninitialised."""
+        return _allocate(self.shapes[:1] * count, self._quantizer, self.device, self._dtype)
+
+    def _count_of(self, size: Any) -> int:
+        """How many members of this shape have that size; 0: none."""
+        return size[0] if self.all_same_shape() and tuple(size[1:]) == self.shapes[0] else 0
+
+    def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
+        return member_rows(self, start, stop)
+
+    def _along_rows(self) -> dict[str, tuple[int, int, int]]:
+        return {name: (0, buffer.shape[0], 1) for name, buffer in self._buffers()} if self.all_same_shape() else {}
+
     def has_form_of(self, other: QuantizedTensorStorage) -> bool:
         if not isinstance(other, GroupedTensorStorage) or self.shapes != other.shapes:
             return False
@@ -340,11 +357,29 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
             dtype, device = options.get("dtype") or args[0].dtype, options.get("device") or args[0].device
             return _allocate(args[0].shapes, args[0]._quantizer, device, dtype)
         if func in (aten.new_empty.default, aten.new_zeros.default):
-            # Plain: a size does not say how it is grouped.
+            count = args[0]._count_of(args[1])
+            if count and func is aten.new_zeros.default:
+                made = args[0]._new(count)
+                for _, buffer in made._buffers():
+                    buffer.zero_()
+                return made
+            # Plain: the size does not say how it is grouped.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
         if func is aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
             return args[0].split_into_quantized_tensors()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    # FSDP2: this tensor is a shard of some members
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return send_members(self, mesh, orig_size)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        return gather_members(self._new, all_gather_outputs, metadata, out)
 
 
 # Layout
