@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.constants import HIGH_PRECISION
 from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.grouped_layout import COLUMN, ROW, check_dtype, check_quantizer, describe
 from mezzotint.tensor.grouped_shapes import (
     Shape,
     check_count,
@@ -28,7 +28,7 @@ from mezzotint.tensor.grouped_shapes import (
     whole_shape,
 )
 from mezzotint.tensor.grouped_sharding import gather_members, member_rows, send_members
-from mezzotint.tensor.quantize import assemble, check_noop, check_shape, update_quantized
+from mezzotint.tensor.quantize import assemble, check_noop, update_quantized
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -36,11 +36,6 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 
 aten = torch.ops.aten
-
-# Where a direction's buffers go, by their place in the declaration of the format. What both directions share (the one
-# scale of FP8 per tensor) goes under the row-wise name.
-_ROW = ("rowwise_data", "scale_inv", "amax_rowwise")
-_COLUMN = ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
 
 
 class GroupedTensorStorage(QuantizedTensorStorage):
@@ -131,7 +126,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
             )
         if dtype not in (None, rowwise_data.dtype):
             raise ValueError(f"dtype is {dtype}, rowwise_data has {rowwise_data.dtype}: members are views of it")
-        _check_dtype(rowwise_data.dtype)
+        check_dtype(rowwise_data.dtype)
         buffers = {"data": rowwise_data.detach().view(-1)}
         return _hold((shape,) * num_tensors, None, internal, rowwise_data.dtype, buffers)
 
@@ -213,27 +208,24 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     def _members(self, internal: bool) -> list[Any]:
         quantizer, dtype = self._quantizer, self._dtype
-        starts = dict.fromkeys(_ROW + _COLUMN, 0)
-        members = []
-        for place, shape in enumerate(self.shapes):
-            if place == 0 or shape != self.shapes[place - 1]:
-                described = _describe(shape, quantizer, dtype)
-            views = []
-            for slot, (size, kind) in described.items():
-                whole = getattr(self, slot)
-                if whole is None:
-                    raise ValueError(f"{type(self).__name__} holds no {slot}: its buffers were let go of; restore them")
-                if whole.dtype != kind:
-                    raise ValueError(
-                        f"{slot} is {whole.dtype}, members of {quantizer} have {kind}: the quantizer that made them is "
-                        "not here; a graph carries none that holds tensors, but for groups of an internal one"
-                    )
-                count = numel(size)
-                views.append(whole.narrow(0, starts[slot], count).view(size))
-                starts[slot] += count
-            made = views[0] if quantizer is None else assemble(views, quantizer, internal, shape, dtype)
-            members.append(made)
-        return members
+        sizes = {shape: describe(shape, quantizer, dtype) for shape in self.shapes}
+        parts = []
+        for slot, (_, kind) in sizes[self.shapes[0]].items():
+            whole = getattr(self, slot)
+            if whole is None:
+                raise ValueError(f"{type(self).__name__} holds no {slot}: its buffers were let go of; restore them")
+            if whole.dtype != kind:
+                raise ValueError(
+                    f"{slot} is {whole.dtype}, members of {quantizer} have {kind}: the quantizer that made them is "
+                    "not here; a graph carries none that holds tensors, but for groups of an internal one"
+                )
+            each = [sizes[shape][slot][0] for shape in self.shapes]
+            flat = whole.split([numel(size) for size in each])
+            parts.append([part.view(size) for part, size in zip(flat, each, strict=True)])
+        if quantizer is None:
+            return parts[0]
+        members = zip(self.shapes, zip(*parts, strict=True), strict=True)
+        return [assemble(views, quantizer, internal, shape, dtype) for shape, views in members]
 
     def quantize(self, tensors: Sequence[torch.Tensor], noop_flag: torch.Tensor | None = None) -> list[Any]:
         """Each tensor into its member, by the quantizer (a copy without one); gives the members.
@@ -299,8 +291,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         if self._quantizer is None:
             return
         self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-        kept = _describe((1, 1), self._quantizer, self._dtype)
-        for slot in _ROW + _COLUMN:
+        kept = describe((1, 1), self._quantizer, self._dtype)
+        for slot in ROW + COLUMN:
             if slot not in kept:
                 setattr(self, slot, None)
 
@@ -382,27 +374,7 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
         return gather_members(self._new, all_gather_outputs, metadata, out)
 
 
-# Layout
-
-
-def _describe(shape: Shape, quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Where each buffer of one member goes, and what it is there, in the quantizer's order."""
-    if quantizer is None:
-        return {_ROW[0]: (shape, dtype)}
-    rowwise, columnwise, _ = quantizer._targets()
-    described = quantizer.for_dtype(dtype)._describe_buffers(shape)
-    slots: dict[str, tuple[Shape, torch.dtype]] = {}
-    for name, spec in described.items():
-        for slot_names, declared in ((_ROW, rowwise), (_COLUMN, columnwise)):
-            if f"_{name}" in declared[: len(slot_names)]:
-                slots[slot_names[declared.index(f"_{name}")]] = spec
-                break
-        else:
-            raise ValueError(
-                f"quantizer is {type(quantizer).__name__}, which makes a buffer {name!r}: a group holds data, scales "
-                "and amax of each direction"
-            )
-    return slots
+# Buffers
 
 
 def _allocate(
@@ -410,12 +382,12 @@ def _allocate(
 ) -> "GroupedTensorStorage":
     """Uninitialised buffers in their holder."""
     dtype = torch.float32 if dtype is None else dtype
-    _check_dtype(dtype)
-    _check_quantizer(quantizer)
+    check_dtype(dtype)
+    check_quantizer(quantizer)
     sizes: dict[str, int] = {}
     dtypes: dict[str, torch.dtype] = {}
     for shape in shapes:
-        for slot, (size, kind) in _describe(shape, quantizer, dtype).items():
+        for slot, (size, kind) in describe(shape, quantizer, dtype).items():
             sizes[slot] = sizes.get(slot, 0) + numel(size)
             dtypes[slot] = kind
     kwargs = dict(GroupedTensorStorage._FLATTEN_TENSOR_BUFFERS)
@@ -450,24 +422,3 @@ def _hold(
     if quantizer is not None and not is_constant:
         made._quantizer = quantizer.copy()
     return made
-
-
-# Arguments
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in HIGH_PRECISION:
-        raise TypeError(f"dtype is {dtype}: members stand for float32, float16 or bfloat16")
-
-
-def _check_quantizer(quantizer: Any) -> None:
-    if quantizer is None:
-        return
-    if not isinstance(quantizer, Quantizer):
-        raise TypeError(f"quantizer is {type(quantizer).__name__}: give a Quantizer, or None for plain members")
-    if quantizer.is_custom():
-        raise ValueError(
-            f"quantizer is {type(quantizer).__name__}, which makes objects of its own: a group holds buffers that "
-            "`_describe_buffers` tells; quantize tensors one by one"
-        )
-    check_shape((1, 1), quantizer)
