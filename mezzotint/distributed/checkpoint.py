@@ -23,15 +23,17 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from mezzotint.distributed.groups import is_initialized
-from mezzotint.distributed.parts import Parts, Place, find_split, local_of
+from mezzotint.distributed.parts import Parts, Place, find_split, has_halves, local_of, whole_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 METADATA = ".metadata"
@@ -66,23 +68,31 @@ def save(
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
     places = _split_places(model)
-    if is_async and places:
-        raise ValueError(
-            f"is_async with parts of weights (tp_group: {min(places)}): they are written where they lie, and training "
-            "would change them meanwhile; save without is_async"
-        )
     state = {"model": _placed(plain_state(model), places, model), "extra": dict(_tensors(extra or {}))}
     if optimizer is not None:
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state["optimizer"] = _placed_state(held, places, model)
     where: dict[str, Any] = {"checkpoint_id": str(folder), "process_group": process_group}
     if is_async:
-        started = dcp.async_save(state, **where)
+        started = dcp.async_save(state, async_stager=_Copies(), **where)
         assert isinstance(started, Future)
         return started
     with in_one_process():
         dcp.save(state, no_dist=not is_initialized(), **where)
     return None
+
+
+class _Copies(BlockingAsyncStager):
+    """Everything is copied to the CPU before `async_save` returns; parts of weights too, which torch does not know."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return pytree.tree_map_only(torch.Tensor, _copied, state_dict)
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, Parts):
+        return Parts(value.shape, value.dtype, [(offsets, _copied(part)) for offsets, part in value.pieces])
+    return value.detach().to("cpu", copy=True)
 
 
 def load(
@@ -185,7 +195,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """As `plain_state`, in whole tensors on the CPU, on every process: what torch.save and safetensors take."""
     found = {}
     for key, value in plain_state(model).items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = whole_of(value) if isinstance(value, DTensor) else value
         found[key] = whole.detach().cpu().clone(memory_format=torch.contiguous_format)
     return found
 
@@ -200,10 +210,14 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
             f"state has not the names of the model: missing {sorted(wanted.keys() - given)}, unexpected "
             f"{sorted(given - wanted.keys())}; give what full_state gave of the same model"
         )
+    halves = {name: place for name, place in find_split(model).items() if has_halves(model.get_parameter(name))}
     for key, target in wanted.items():
         value = state[key].to(target.device)
         if value.shape != target.shape:
             raise ValueError(f"{key} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: give its own")
+        if key in halves:
+            halves[key].copy_whole(target, value)
+            continue
         if isinstance(target, DTensor):
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
             target = target.to_local()

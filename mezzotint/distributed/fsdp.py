@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.quantize import quantize_storage, whole_amaxes
+from mezzotint.tensor.quantize import largest_amaxes, quantize_storage, split_amaxes, whole_amaxes
+from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.sharding import directions, extract, gathered, in_backward, largest
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -108,6 +109,11 @@ class ShardedWeight(torch.Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """What to gather, and what `fsdp_post_all_gather` must know: None of a weight in high precision."""
+        if self.shape[1:] != outer_size[1:]:
+            raise ValueError(
+                f"a weight of shape {tuple(outer_size)} is in shards of shape {tuple(self.shape)}: "
+                "low_precision_gather gathers shards of rows; leave shard_placement_fn, or give Shard(0)"
+            )
         shard = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
         count, rows, is_backward = mesh.size(), cdiv(outer_size[0], mesh.size()), in_backward()
         quantizer = module._live_quantizer(self._recipe, self._gemm, "weight")
@@ -115,29 +121,40 @@ class ShardedWeight(torch.Tensor):
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
-        live, groups = quantizer, [mesh.get_group()]
-        if module._sharing_group() is not None:  # tensor parallelism: the whole weight is in more parts than one
-            groups.append(module._sharing_group())
+        live, over, parallel = quantizer, mesh.get_group(), module._parallel(self._gemm)
         if is_backward and self._used is not None:
             quantizer, amaxes = self._used
         else:
-            amaxes = whole_amaxes(shard, quantizer, 0, lambda amax: largest(amax, groups))
+            amaxes = _whole_amaxes(shard, quantizer, over, parallel)
             if self._used is not None and module._weight_scales is not None:
                 quantizer = self._used[0]  # the next micro-batch: by the scale of the first
             self._used = quantizer.frozen(), amaxes
         storage = quantize_storage(shard, quantizer, **amaxes)
         if not is_backward:
-            live.share_amax(lambda amax: largest(amax, groups))
+            live.share_amax(lambda amax: largest(amax, [over] if parallel is None else [over, parallel.group]))
         buffers, sent = extract(storage, *which, count)
         return tuple(buffers), (outer_size, quantizer, sent)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole weight and the buffers that FSDP2 frees; or into `out`."""
+        """The whole weight and the buffers that FSDP2 frees; or into `out`, a DTensor where this process has a part."""
+        out = out._local_tensor if isinstance(out, DTensor) else out
         if metadata is not None:
             return gathered(all_gather_outputs, metadata, param_dtype, out)
         return None if out is not None else (all_gather_outputs[0], ())
+
+
+def _whole_amaxes(shard: torch.Tensor, quantizer: Quantizer, over: Any, parallel: Any) -> dict[str, torch.Tensor]:
+    """What the quantization of a shard of rows must be given of the whole weight, of which the processes of `over` have
+    a part, and those of `parallel` the others."""
+    found = whole_amaxes(shard, quantizer, 0, lambda amax: largest(amax, [over]))
+    if parallel is None:
+        return found
+    # A split by columns leaves the maxima of columns as they are, and makes others of those of rows.
+    cut = split_amaxes(shard, quantizer, parallel.split_of("weight"))
+    cut = {name: found.get(name, amax) for name, amax in cut.items()}
+    return {**found, **largest_amaxes(cut, lambda amax: largest(amax, [parallel.group]))}
 
 
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool = False) -> nn.Module:
@@ -163,25 +180,42 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
         names = {name: gemm for name, gemm in names.items() if uses[id(getattr(module, name))] == 1}
         if names:
             module.gathers_one_direction = one_direction  # type: ignore[assignment]
-        wrapped = [name for name, gemm in names.items() if _wrap(module, name, recipe, gemm)]
+        wrapped = [name for name, gemm in names.items() if _wrap_weight(module, name, recipe, gemm)]
         if wrapped:
             module.register_state_dict_post_hook(_unwrap)
     return model
 
 
-def _wrap(module: nn.Module, name: str, recipe: Any, gemm: int) -> bool:
+def _wrap_weight(module: Any, name: str, recipe: Any, gemm: int) -> bool:
     """Whether the weight is in high precision, which is wrapped then."""
     weight = getattr(module, name)
+    local = weight
     if isinstance(weight, DTensor):
-        raise ValueError(f"{name} is a DTensor already: call low_precision_gather first, before fully_shard")
-    if isinstance(weight, QuantizedTensorStorage):
+        local = weight._local_tensor
+        if module._is_fully_sharded or not module._weights[gemm].is_placed:  # it is no part that a style made
+            raise ValueError(f"{name} is in shards already: call low_precision_gather first, before fully_shard")
+    if isinstance(local, QuantizedTensorStorage):
         return False
     if recipe is None:
         raise ValueError(f"recipe is None and {name} is not quantized: give the recipe that the model trains with")
-    if isinstance(weight, ShardedWeight):
+    if isinstance(local, ShardedWeight):
         raise ValueError(f"{name} is gathered in low precision already: call low_precision_gather once")
-    setattr(module, name, nn.Parameter(ShardedWeight(weight.detach(), recipe, gemm), weight.requires_grad))
+    setattr(module, name, nn.Parameter(wrap(weight.detach(), recipe, gemm), weight.requires_grad))
     return True
+
+
+def wrap(weight: torch.Tensor, recipe: Any, gemm: int) -> torch.Tensor:
+    """A weight, or a DTensor of which this process has a part, as one that FSDP2 gathers in low precision."""
+    if isinstance(weight, DTensor):
+        return _over(weight, ShardedWeight(weight._local_tensor, recipe, gemm))
+    return ShardedWeight(weight, recipe, gemm)
+
+
+def _over(like: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this process's part of a DTensor that is split as another one is."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -191,11 +225,4 @@ def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_me
         if isinstance(value, ShardedWeight):
             state_dict[f"{prefix}{name}"] = value._tensor
         elif isinstance(value, DTensor) and isinstance(value._local_tensor, ShardedWeight):
-            state_dict[f"{prefix}{name}"] = DTensor.from_local(
-                value._local_tensor._tensor,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
+            state_dict[f"{prefix}{name}"] = _over(value, value._local_tensor._tensor)

@@ -3,8 +3,13 @@
 Tensor parallelism (`tp_group`) gives a process some rows or columns of a weight (of a gated MLP: some of each half),
 FSDP2 shards the rows of what is then left. So a process has rows of its tensor, from some place of the whole on.
 Weights are given out by them (`copy_whole`), and DCP writes and reads them, at any world size and layout (`Parts`).
+
+DTensors (`parallelize_module`, FSDP2) say themselves what of the whole they are, but for those of gated activations,
+some of each half: DCP takes a DTensor for one rectangle, and no placements say how FSDP2 cuts the two. They are found
+by what the style made of them, a strided placement of the last dimension of their mesh.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
+from mezzotint.constants import cdiv
 from mezzotint.distributed.fsdp import ShardedWeight
 from mezzotint.distributed.groups import rank_in, world_size
 
@@ -60,56 +67,104 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def find_split(model: nn.Module) -> dict[str, Place]:
-    """Of each parameter that is this process's part of one (`tp_group`), by its name."""
+    """Of each parameter that is this process's part of one and does not say so itself, by its name."""
     found = {}
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, how in split.items():
             group: Any = module._sharing_group()
             name = f"{path}.{own}" if path else own
-            found[name] = _place_of_part(name, getattr(module, own), group, *how)
+            parameter, of = getattr(module, own), (world_size(group), rank_in(group))
+            found[name] = _place_of_part(name, parameter.shape, _held(parameter), of, *how)
+    found.update({name: _place_of_halves(name, p) for name, p in model.named_parameters() if has_halves(p)})
     return found
 
 
 def find_places(model: nn.Module) -> dict[str, Place]:
-    """Of each parameter, by its name; DTensors are shards of rows."""
+    """Of each parameter, by its name."""
     split = find_split(model)
     return {name: split.get(name) or _place(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def _rows(parameter: Any) -> tuple[int, int]:
-    """Which rows of the parameter this process has: all, or those of its shard (from, to)."""
+def has_halves(value: Any) -> bool:
+    """Whether it is a DTensor of which this process has some of each half: of a gated activation, or its shard."""
+    return isinstance(value, DTensor) and isinstance(value.placements[-1], _StridedShard)
+
+
+def whole_of(value: DTensor) -> torch.Tensor:
+    """As `full_tensor`, also of halves."""
+    if not has_halves(value) or value.device_mesh.ndim == 1:
+        return value.full_tensor()
+    # First the shards of this process's part, then the parts.
+    names: Any = value.device_mesh.mesh_dim_names
+    mesh, over = value.device_mesh[names[:-1]], value.device_mesh[names[-1]]
+    shape = torch.Size(_part_of_halves(value))
+    placements = [Replicate() if p.is_replicate() else Shard(p.dim) for p in value.placements[:-1]]  # type: ignore[attr-defined]
+    shards = DTensor.from_local(local_of(value), mesh, placements, run_check=False, shape=shape, stride=value.stride())
+    part = DTensor.from_local(
+        shards.full_tensor(), over, value.placements[-1:], run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return part.full_tensor()
+
+
+def _held(parameter: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """What this process has of a parameter: all, or its shard; its shape, and where it begins."""
     if not isinstance(parameter, DTensor):
-        return 0, parameter.shape[0]
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return offsets[0], offsets[0] + sizes[0]
+        return parameter.shape, (0,) * parameter.dim()
+    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
 
 
 def _place(name: str, parameter: Any) -> Place:
-    first, last = _rows(parameter)
-    pieces = (Piece(0, last - first, (first, *(0,) * (parameter.dim() - 1))),) if last > first else ()
+    shape, offsets = _held(parameter)
+    pieces = (Piece(0, shape[0], tuple(offsets)),) if shape[0] else ()
     return Place(name, tuple(parameter.shape), pieces)
 
 
-def _place_of_part(name: str, parameter: Any, group: Any, dim: int, stride: int) -> Place:
-    """Of a parameter that is this process's part of a weight, split along `dim`; it may be in shards besides. `stride`:
-    of so many weights, one below the other, of each of which this process has its part."""
-    shape, (first, last) = tuple(parameter.shape), _rows(parameter)
-    count, rank = world_size(group), rank_in(group)
-    rest = (0,) * (len(shape) - 1)
+def _part_of_halves(parameter: Any) -> tuple[int, ...]:
+    """The shape of this process's part, which FSDP2 shards."""
+    return parameter.shape[0] // parameter.device_mesh.size(-1), *parameter.shape[1:]
+
+
+def _place_of_halves(name: str, parameter: Any) -> Place:
+    """The last dimension of the mesh is that of the parts, those before it are FSDP2's."""
+    mesh, last = parameter.device_mesh, parameter.placements[-1]
+    coordinate: Any = mesh.get_coordinate()
+    part = _part_of_halves(parameter)
+    shape, offsets = list(part), [0] * len(part)
+    for number, placement in enumerate(parameter.placements[:-1]):
+        if not placement.is_replicate():
+            dim = placement.dim
+            size = cdiv(part[dim], mesh.size(number))
+            offsets[dim] = min(coordinate[number] * size, part[dim])
+            shape[dim] = min(size, part[dim] - offsets[dim])
+    return _place_of_part(name, part, (shape, offsets), (mesh.size(-1), coordinate[-1]), 0, last.split_factor)
+
+
+def _place_of_part(
+    name: str,
+    part: tuple[int, ...],
+    held: tuple[Sequence[int], Sequence[int]],
+    of: tuple[int, int],
+    dim: int,
+    stride: int,
+) -> Place:
+    """Of a parameter that is a part of a weight, of shape `part`, split along `dim`; this process has `held` of it (its
+    shape, where it begins). `of`: how many parts there are, which one this is. `stride`: of so many weights, one below
+    the other, of each of which this process has its part."""
+    count, rank = of
+    first, last, rest = held[1][0], held[1][0] + held[0][0], held[1][1:]
+    whole = tuple(size * count if number == dim else size for number, size in enumerate(part))
     if dim == 1:
-        columns = shape[1]
-        whole = (shape[0], columns * count, *shape[2:])
-        pieces = [Piece(0, last - first, (first, rank * columns, *rest[1:]))]
-        return Place(name, whole, tuple(piece for piece in pieces if piece.last))
-    rows = shape[0] // stride
+        place = (first, rank * part[1] + rest[0], *rest[1:])
+        return Place(name, whole, (Piece(0, last - first, place),) if last > first else ())
+    rows = part[0] // stride
     pieces = []
     for number in range(stride):
         begin, end = max(first, number * rows), min(last, (number + 1) * rows)
         if begin < end:
-            place = (number * count + rank) * rows + begin - number * rows
-            pieces.append(Piece(begin - first, end - first, (place, *rest)))
-    return Place(name, (shape[0] * count, *shape[1:]), tuple(pieces))
+            row = (number * count + rank) * rows + begin - number * rows
+            pieces.append(Piece(begin - first, end - first, (row, *rest)))
+    return Place(name, whole, tuple(pieces))
 
 
 class Parts(torch.Tensor):

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mezzotint.distributed.fsdp import ShardedWeight, wrap
+
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "TensorParallel"]
 
 
@@ -77,7 +79,8 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
     """A whole parameter as a DTensor, with what users have put on it."""
     if isinstance(parameter, DTensor):
         raise ValueError("a parameter is a DTensor already: split modules before FSDP2 shards them")
-    value = parameter.detach()
+    given = parameter.detach()
+    value = given._tensor if isinstance(given, ShardedWeight) else given
     if dim is None or stride == 1:
         made = distribute_tensor(value, mesh, [Replicate() if dim is None else Shard(dim)])
     else:
@@ -87,9 +90,13 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
         rank, size = mesh.get_local_rank(), mesh.size()
         part = torch.cat([each.chunk(size, dim)[rank] for each in value.chunk(stride, dim)], dim)
         made = _strided(part, mesh, dim, stride, value)
-    fresh = nn.Parameter(made.detach(), parameter.requires_grad)
+    placed: torch.Tensor = made.detach()
+    if isinstance(given, ShardedWeight):  # `low_precision_gather` was first
+        placed = wrap(placed, given._recipe, given._gemm)
+    fresh = nn.Parameter(placed, parameter.requires_grad)
     for name, attribute in vars(parameter).items():
-        setattr(fresh, name, attribute)
+        if not name.startswith("_"):
+            setattr(fresh, name, attribute)
     return fresh
 
 

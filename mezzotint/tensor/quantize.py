@@ -167,7 +167,13 @@ def whole_amaxes(
 ) -> dict[str, torch.Tensor]:
     """What the quantization of x, a part of a tensor that is split along `dim`, must be given of the whole; by one call
     of `largest`, the maximum over all parts, element by element."""
-    found = split_amaxes(x, quantizer, dim)
+    return largest_amaxes(split_amaxes(x, quantizer, dim), largest)
+
+
+def largest_amaxes(
+    found: dict[str, torch.Tensor], largest: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Those of all parts, from the maxima of one."""
     if not found:
         return {}
     parts = list(found.values())

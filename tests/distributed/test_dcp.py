@@ -1,4 +1,5 @@
-"""Checkpoints of sharded models: written by two processes, read by four, written again, read by one."""
+"""Checkpoints of sharded models: written by two processes, read by four, written again, read by one. And, in the same
+world of four, models on a mesh of two dimensions (`mesh_world.py`)."""
 
 from pathlib import Path
 
@@ -8,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
+from tests.distributed import mesh_world
 from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, learnt, split_model, steps
 from tests.distributed.sharded import optimizer
-from tests.worlds import World, results, run_world
+from tests.worlds import Result, World, results, run_world
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
-        return run_world(tmp_path_factory.mktemp("dcp"), CHECKS, SIZE)
+        return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *mesh_world.CHECKS), SIZE)
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -68,14 +70,6 @@ def test_plain_states_in_shards(world: World, case: str) -> None:
         assert "holds no checkpoint" in found["nothing"]
 
 
-def test_parts_of_weights_in_shards(world: World) -> None:
-    """Tensor parallelism inside of FSDP2: what is gathered in low precision is quantized as the whole weight is."""
-    for found in results(world, "with_tensor_parallelism"):
-        assert len(found) == 3
-        for recipe, (plain, gathered) in found.items():
-            assert plain == gathered, recipe
-
-
 def test_parts_of_two_to_four_to_one(world: World, folder: Path) -> None:
     """With `tp_group`: parameters and optimizer are those of the whole, bit for bit, wherever they come from."""
     two, four = results(world, "parts_of_two"), results(world, "parts_of_four")
@@ -83,27 +77,31 @@ def test_parts_of_two_to_four_to_one(world: World, folder: Path) -> None:
         whole = split_model()
         optim = optimizer(whole)
         load(folder / name, whole, optim)
-        everything = learnt(whole, optim)
         assert float(whole[0].scale_fwd[0]) != 1
-        seen: dict[str, int] = {}
-        for found in [made["learnt"] for made in two[:2]] if name == "parts 2" else [made[name] for made in four]:
-            assert found.keys() == everything.keys()
-            for key, pieces in found.items():
-                ((_, full),) = everything[key]
-                for at, part in pieces:
-                    where = tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))
-                    assert torch.equal(part, full[where]), (name, key)
-                    seen[key] = seen.get(key, 0) + part.numel()
-        assert all(count >= everything[key][0][1].numel() for key, count in seen.items())
+        made = [found["learnt"] for found in two[:2]] if name == "parts 2" else [found[name] for found in four]
+        assert_parts_of(made, learnt(whole, optim))
     for found in two[:2]:
         assert found["losses"][0] == found["losses"][1]
         assert torch.equal(*found["extra"])
 
 
+def assert_parts_of(made: list[Result], whole: Result) -> None:
+    """What the processes have of each tensor is the whole's, bit for bit, and all of it."""
+    seen: dict[str, int] = {}
+    for found in made:
+        assert found.keys() == whole.keys()
+        for key, pieces in found.items():
+            ((_, full),) = whole[key]
+            for at, part in pieces:
+                where = tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))
+                assert torch.equal(part, full[where]), key
+                seen[key] = seen.get(key, 0) + part.numel()
+    assert all(count >= whole[key][0][1].numel() for key, count in seen.items())
+
+
 def test_parts_that_are_refused(world: World) -> None:
     for found in results(world, "parts_of_four"):
-        assert found["refused"]["quantized"].startswith("weight is quantized, and a part of a weight (tp_group)")
-        assert found["refused"]["async"].startswith("is_async with parts of weights (tp_group: 0.bias)")
+        assert found["refused"].startswith("weight is quantized, and a part of a weight (tp_group)")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,3 +138,104 @@ def test_bad_arguments(tmp_path: Path) -> None:
         save(tmp_path, module, is_async=True)
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), the model's \(2, 2\)"):
         load_full_state(module, {"weight": torch.ones(3, 2), "bias": torch.ones(2)})
+
+
+# On a mesh
+
+
+# Of what one process learns. In FP32 sums in another order change little; a row that is split has a scale for each part
+# in row-wise scaling, and stochastic rounding draws for each part on its own.
+DISTANCES = {"block": 1e-4, "rowwise": 1e-4, "nvfp4": 0.1}
+
+
+@pytest.mark.parametrize("recipe", mesh_world.NAMES)
+def test_styles_and_shards(world: World, recipe: str) -> None:
+    """As modules made in parts, bit for bit, gathered in low precision or not; and as one process."""
+    found = results(world, "mesh_training")
+    for each in found:
+        ways = {key: value for key, value in each[recipe].items() if key not in ("losses", "distance")}
+        expected = {"styles", "tp_group", *(() if recipe == "none" else ("gathered",))}
+        assert ways == dict.fromkeys(expected | ({"gathered first"} if recipe == "current" else set()), True)
+    losses, alone = found[0][recipe]["losses"]
+    assert losses == pytest.approx(alone, rel=1e-6 if recipe != "nvfp4" else 1e-3)
+    assert found[0][recipe]["distance"] < DISTANCES.get(recipe, 1e-6)
+
+
+def test_recipes_differ_on_a_mesh(world: World) -> None:
+    found = results(world, "mesh_training")[0]
+    assert len({tuple(made["losses"][0]) for made in found.values()}) == len(mesh_world.NAMES)
+
+
+def test_tokens_in_parts(world: World) -> None:
+    for found in results(world, "mesh_sequence"):
+        assert found["distance"] < 1e-6
+
+
+def test_clipping_on_a_mesh(world: World) -> None:
+    for found in results(world, "mesh_clipping"):
+        assert found["made"]["norms"] == pytest.approx(found["alone"]["norms"], rel=1e-6)
+        assert found["made"]["losses"] == pytest.approx(found["alone"]["losses"], rel=1e-6)
+        assert found["made"]["norms"][0] > 0.01
+
+
+def test_a_compiled_block_on_a_mesh(world: World) -> None:
+    for rank, found in enumerate(results(world, "mesh_compiled")):
+        assert found["losses"][0] == found["losses"][1]
+        assert found["graphs"] == (1 if rank == 0 else 0)
+
+
+def test_bytes_sent_on_a_mesh(world: World) -> None:
+    """Of shards of parts, by hand: a quarter of FP32's in 8 bits, and an eighth in 4, plus scales."""
+    norm = 2 * 64 * 4  # weight and bias, in FP32
+    shards = {"column": (32, 128), "row": (64, 64), "fc1": (64, 128), "fc2": (64, 128)}
+    for found in results(world, "mesh_bytes"):
+        for recipe, of in {
+            "none": lambda rows, columns: rows * columns * 4,
+            "current": lambda rows, columns: rows * columns,
+            "mxfp8": lambda rows, columns: rows * columns + rows * 4,  # four blocks in a row, or two and padding
+            "nvfp4": lambda rows, columns: rows * columns // 2 + rows * columns // 16,
+        }.items():
+            column, row, fc1, fc2 = (of(*shape) for shape in shards.values())
+            forward = [column + norm, row, fc1 + fc2 + norm]
+            assert found[recipe] == [*forward, *reversed(forward)], recipe
+
+
+@pytest.mark.parametrize(("name", "activation"), [("mesh", "gelu"), ("gated", "swiglu")])
+def test_from_a_mesh_to_one_process(world: World, folder: Path, name: str, activation: str) -> None:
+    """Parameters, optimizer and delayed scaling's state, of halves of a gated activation too."""
+    found = results(world, {"mesh": "mesh_checkpoint", "gated": "mesh_gated"}[name])
+    whole = mesh_world.make(activation=activation)
+    optim = mesh_world.adam(whole)
+    load(folder / name, whole, optim)
+    assert_parts_of([each["learnt"] for each in found], learnt(whole, optim))
+    assert float(whole[0].scale_fwd[0]) != 1
+    for each in found:
+        assert_same(each["full"], full_state(whole))
+
+
+def test_halves_in_other_layouts(world: World, folder: Path) -> None:
+    found = results(world, "mesh_gated")
+    whole = mesh_world.make(activation="swiglu")
+    optim = mesh_world.adam(whole)
+    load(folder / "gated", whole, optim)
+    assert_parts_of([each["in four parts"] for each in found], learnt(whole, optim))
+    for each in found:
+        assert each["losses"][0] == each["losses"][1]
+        assert_same(each["full again"], each["full"])
+        assert each["distance"] < 1e-6
+    load(folder / "gated in parts", whole)
+    assert_same(full_state(whole), full_state(mesh_world.make(activation="swiglu")))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("sharded", "ValueError: weight is in shards already: call low_precision_gather first"),
+        ("twice", "ValueError: weight is gathered in low precision already"),
+        ("twice before", "ValueError: weight is gathered in low precision already"),
+        ("columns", "ValueError: a weight of shape (32, 64) is in shards of shape (32, 32)"),
+    ],
+)
+def test_wrong_use_on_a_mesh(world: World, case: str, message: str) -> None:
+    for found in results(world, "mesh_wrong"):
+        assert found[case].startswith(message)

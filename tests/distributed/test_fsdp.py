@@ -213,7 +213,7 @@ def test_a_weight_of_two_modules_stays_one() -> None:
         ("no recipe", "ValueError: recipe is None and weight is not quantized"),
         ("override", "ValueError: recipe has backward_override='high_precision'"),
         ("twice", "ValueError: weight is gathered in low precision already"),
-        ("sharded", "ValueError: weight is a DTensor already"),
+        ("sharded", "ValueError: weight is in shards already"),
         ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 processes"),
         ("main_grad", "ValueError: fuse_wgrad_accumulation needs weight.main_grad"),
     ],
