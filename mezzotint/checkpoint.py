@@ -25,10 +25,11 @@ class _Recomputation:
     `outer`: of the checkpoint around this one. When that runs again, this one is made anew, and runs with its scales.
     """
 
-    __slots__ = ("has_run", "is_second", "outer", "position", "scales")
+    __slots__ = ("has_backward", "has_run", "is_second", "outer", "position", "scales")
 
     def __init__(self, outer: Any) -> None:
         self.outer = outer
+        self.has_backward = torch.is_grad_enabled() or (outer is not None and outer.has_backward)
         self.has_run, self.is_second, self.position = False, False, 0
         self.scales: list[Scales] = []
 

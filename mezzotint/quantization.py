@@ -53,12 +53,13 @@ class Pending:
 
 
 class Turn:
-    """Whether a module is `Pending`. Of its own: to set an attribute of an `nn.Module` is slow."""
+    """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
+    quantized. Of its own: to set an attribute of an `nn.Module` is slow."""
 
-    __slots__ = ("is_pending",)
+    __slots__ = ("has_backward", "is_pending", "is_quantized")
 
     def __init__(self) -> None:
-        self.is_pending = False
+        self.is_pending = self.has_backward = self.is_quantized = False
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ def update_pending(updates: bool) -> None:
     waiting, STATE.pending = STATE.pending, None
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # all of them before anything can go wrong
-        waiting.module._turn.is_pending = False
+        waiting.module._turn.is_pending = waiting.module._turn.has_backward = False
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
     if not (updates and modules):

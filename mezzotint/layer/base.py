@@ -50,6 +50,13 @@ class Call:
     reuses: bool
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
+    def needs_any(self) -> bool:
+        """Whether it has a backward; where nothing is known of its GEMMs it may have one."""
+        for need in self.needs:
+            if need.input or need.weight or need.bias:
+                return True
+        return not self.needs
+
 
 class Layer(ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
@@ -124,6 +131,8 @@ class Layer(ParallelModule):
         """Ask the state, once."""
         recipe = STATE.recipe if STATE.enabled else None
         needs = tuple(needs)
+        if not torch.compiler.is_compiling():
+            self._note_run(recipe is not None)
         if recipe is None:
             none = LinearQuantizers(None, None, None)
             numerics = Numerics(dtype, False, False, False, None, False)
@@ -149,6 +158,17 @@ class Layer(ParallelModule):
             call.reuses, call.skips = True, STATE.skip_weight_update.to(self.scale_fwd.device)
         return call if request is None else self._start_delayed(call)
 
+    def _note_run(self, is_quantized: bool) -> None:
+        """A run inside of backward is one of `torch.utils.checkpoint`: outside of any region it computes in high
+        precision what was quantized before, and so other gradients."""
+        if torch._C._current_graph_task_id() == -1:
+            self._turn.is_quantized = is_quantized
+        elif self._turn.is_quantized and not is_quantized and STATE.depth == 0 and STATE.recomputation is None:
+            raise RuntimeError(
+                "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
+                "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
+            )
+
     def _start_delayed(self, call: Call) -> Call:
         request = call.request
         assert request is not None
@@ -160,7 +180,11 @@ class Layer(ParallelModule):
             )
         self._use_history(request)
         recomputation = STATE.recomputation
-        is_first = not self._turn.is_pending
+        # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
+        has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
+            recomputation is not None and recomputation.has_backward
+        )
+        is_first = has_backward and not self._turn.has_backward
         groups = reduction_groups(request, self._sharing_group())
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
@@ -174,6 +198,8 @@ class Layer(ParallelModule):
             if recomputation is not None:
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
             if is_first and STATE.depth > 0:
+                self._turn.has_backward = True
+            if STATE.depth > 0 and not self._turn.is_pending:
                 self._turn.is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():

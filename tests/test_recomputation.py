@@ -1,0 +1,128 @@
+"""Runs without a backward of their own, and runs inside of another backward: torch's checkpoint around our modules."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzotint as mz
+from mezzotint import ops
+from tests.recipes import IN, OPTIONS, RECIPES, assert_equal, gradient, make, sample
+
+DELAYED = RECIPES["delayed"]
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    made = (ops.RMSNorm(IN), ops.Linear(IN, 2 * IN), ops.SwiGLU(), ops.Linear(IN, IN))
+    return ops.Sequential(*made).to("cpu", torch.bfloat16)
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {"layernorm_mlp": lambda: make("layernorm_mlp"), "ops": chain}
+over_makers = pytest.mark.parametrize("maker", MAKERS)
+over_ways = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers() if "scale" in name or "amax" in name}
+
+
+def train(module: nn.Module, before: Callable[[torch.Tensor], Any] | None, call: Any = None) -> dict[str, Any]:
+    """Two steps of delayed scaling; in each, `before` runs first in the region, on the input."""
+    found: dict[str, Any] = {}
+    for step in range(2):
+        x = sample(seed=step).requires_grad_()
+        with mz.autocast(recipe=DELAYED):
+            if before is not None:
+                before(x)
+            y = (module if call is None else call)(x)
+        gradient(y).backward()
+        found.update({f"output {step}": y.detach(), f"input {step}": x.grad})
+    found.update({name: parameter.grad for name, parameter in module.named_parameters()})
+    return found | state_of(module)
+
+
+@over_makers
+@pytest.mark.parametrize("how", ["no_grad", "frozen", "checkpoint without gradients"])
+def test_a_run_without_backward_comes_first(maker: str, how: str) -> None:
+    """The scales of gradients follow from the backward of the other run."""
+    module = MAKERS[maker]()
+    expected = train(copy.deepcopy(module), None)
+
+    def before(x: torch.Tensor) -> None:
+        if how == "frozen":
+            module.requires_grad_(False)
+            module(x.detach())
+            module.requires_grad_()
+            return
+        with torch.no_grad():
+            module(x) if how == "no_grad" else mz.checkpoint(module, x)
+
+    assert_equal(train(module, before), expected)
+
+
+@over_makers
+@over_ways
+def test_our_checkpoint_after_a_run_without_gradients(maker: str, use_reentrant: bool) -> None:
+    module = MAKERS[maker]()
+    expected = train(copy.deepcopy(module), None)
+    with_checkpoint = lambda x: mz.checkpoint(module, x, use_reentrant=use_reentrant)  # noqa: E731
+    assert_equal(train(module, torch.no_grad()(module.forward), with_checkpoint), expected)
+
+
+@over_makers
+@over_ways
+@pytest.mark.parametrize("recipe", ["none", "delayed", "nvfp4"])
+def test_torchs_checkpoint_with_backward_in_the_region(maker: str, recipe: str, use_reentrant: bool) -> None:
+    module, chosen = MAKERS[maker](), RECIPES[recipe]
+
+    def run(module: nn.Module, checkpoints: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for step in range(2):
+            torch.manual_seed(step)
+            x = sample(seed=step).requires_grad_()
+            with mz.autocast(enabled=chosen is not None, recipe=chosen):
+                y = checkpoint(module, x, use_reentrant=use_reentrant) if checkpoints else module(x)
+                gradient(y).backward()
+            found.update({f"output {step}": y.detach(), f"input {step}": x.grad})
+        found.update({name: parameter.grad for name, parameter in module.named_parameters()})
+        return found | state_of(module)
+
+    assert_equal(run(copy.deepcopy(module), True), run(module, False))
+
+
+@over_makers
+@over_ways
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_torchs_checkpoint_with_backward_outside(maker: str, recipe: str, use_reentrant: bool) -> None:
+    """It would compute again in high precision. A run that was in high precision is none of this."""
+    module, x = MAKERS[maker](), sample().requires_grad_()
+    with mz.autocast(recipe=RECIPES[recipe]):
+        y = checkpoint(module, x, use_reentrant=use_reentrant)
+    with pytest.raises(RuntimeError, match=r"mezzotint\.checkpoint"):
+        gradient(y).backward()
+    gradient(checkpoint(module, x, use_reentrant=use_reentrant)).backward()
+    with mz.autocast(recipe=RECIPES[recipe]):
+        y = mz.checkpoint(module, x, use_reentrant=use_reentrant)
+    gradient(y).backward()
+
+
+def test_a_forward_of_the_users_in_backward() -> None:
+    """In a region that says so it computes in high precision."""
+    linear = mz.Linear(IN, IN, **OPTIONS)
+    seen = []
+
+    def hook(grad: torch.Tensor) -> None:
+        with mz.autocast(enabled=False), torch.no_grad():
+            seen.append(linear(grad))
+
+    x = sample().requires_grad_()
+    with mz.autocast(recipe=RECIPES["current"]):
+        y = linear(x)
+    y.register_hook(hook)
+    y.sum().backward()
+    assert torch.equal(seen[0], linear(torch.ones_like(y)))
