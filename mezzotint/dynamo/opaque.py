@@ -24,6 +24,9 @@ _TRACED = frozenset(
         "update_quantized",
         "make_empty",
         "alloc_tensors",
+        "calibrate",
+        "create_tensor_from_data",
+        "is_quantizable",
     }
 )
 

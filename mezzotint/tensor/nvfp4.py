@@ -310,8 +310,8 @@ class NVFP4Quantizer(Quantizer):
         signs = self.rht_matrix_random_sign_mask_t if self.with_rht else 0
         return self.with_rht, signs, self.with_2d_quantization
 
-    @staticmethod
-    def convert_shape_for_fp4(shape: Iterable[int]) -> tuple[int, ...]:
+    @classmethod  # no static method: called on a quantizer, that breaks the guards of a graph (pytorch/pytorch#182741)
+    def convert_shape_for_fp4(cls, shape: Iterable[int]) -> tuple[int, ...]:
         """The shape of the packed bytes of a tensor of this shape."""
         size = tuple(shape)
         return (*size[:-1], cdiv(size[-1], 2))

@@ -40,7 +40,8 @@ def register_value(cls: type, inlined: frozenset[str]) -> bool:
         members: Any = getattr(_api, "MemberType", None)
         if register is not None and members is not None:
             names = {name for name in dir(cls) if not name.startswith("__")} | set(_instance_names(cls))
-            kinds = {n: members.INLINED if n in inlined else members.USE_REAL for n in names | inlined}
+            names |= {name for name in inlined if hasattr(cls, name)}
+            kinds = {name: members.INLINED if name in inlined else members.USE_REAL for name in names}
             register(cls, typ=value, members=kinds)
             _REGISTERED.add(cls)
             return True

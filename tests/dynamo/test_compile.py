@@ -474,6 +474,41 @@ def test_asking_is_traceable(fmt: Format) -> None:
     assert torch.equal(compiled(ask)[0](x, fmt.make()), x + 1 if fmt.is_value else x - 1)
 
 
+def test_quantizers_have_no_static_methods() -> None:
+    """Called on a constant of the graph, one breaks its guards (pytorch/pytorch#182741)."""
+    for fmt in FORMATS.values():
+        members = {name: value for cls in type(fmt.make()).__mro__ for name, value in vars(cls).items()}
+        assert not [name for name, value in members.items() if isinstance(value, staticmethod)]
+
+
+@over_formats("float8_current", "float8_block_2d", "mxfp8", "nvfp4")
+def test_questions_to_a_quantizer_in_the_graph(fmt: Format) -> None:
+    quantizer = fmt.make()
+
+    def ask(x: torch.Tensor) -> list[Any]:
+        shape = tuple(x.shape)
+        quantizer.calibrate(x)
+        made = [quantizer.get_columnwise_shape(shape), quantizer.is_quantizable(x), quantizer.get_usages()]
+        if hasattr(quantizer, "get_scale_shape"):
+            made.append(quantizer.get_scale_shape(shape, columnwise=True))
+        if isinstance(quantizer, mz.NVFP4Quantizer):
+            made.append(quantizer.convert_shape_for_fp4(shape))
+        return made
+
+    x = sample((32, 64))
+    assert compiled(ask)[0](x) == ask(x)
+
+
+def test_tensors_from_data_in_the_graph() -> None:
+    quantizer, x = mz.MXFP8Quantizer(E4M3, columnwise=False), sample((32, 64))
+    held = quantizer(x)
+
+    def assemble(data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+        return quantizer.create_tensor_from_data(data, scale_inv, torch.float32).dequantize()
+
+    assert torch.equal(compiled(assemble)[0](held._rowwise_data, held._rowwise_scale_inv), held.dequantize())
+
+
 # Two values of each class that give different numbers.
 PAIRS = {
     "float8_current": lambda: (mz.Float8CurrentScalingQuantizer(E4M3), mz.Float8CurrentScalingQuantizer(E5M2)),
