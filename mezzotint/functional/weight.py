@@ -6,6 +6,7 @@ import torch
 
 from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.functional.parallel import Parallel, needs_others, quantize_part
+from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import update_quantized, update_scaled, whole_amaxes
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -18,7 +19,9 @@ def as_storage(x: Any) -> Any:
         return x
     # Of an alias: the buffers of a graph's argument would be inputs of their own. Attributes only: the compiler does
     # not call methods of a tensor subclass.
-    cls, held = type(x)._STORAGE, x.detach()
+    # Its class by the registry: torch 2.11 does not look into that of a tensor that the graph has made (of a DTensor).
+    cls: Any = class_by_name(qualified_name(type(x)))
+    cls, held = cls._STORAGE, x.detach()
     fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
     # Without the quantizer: nobody quantizes into this holder, and that of an alias is nothing the compiler knows. But
     # where it says what the buffers are, that of the tensor itself.
