@@ -19,6 +19,7 @@ class TwoDirectionStorage(QuantizedTensorStorage):
     )
     _ROWWISE: ClassVar[tuple[str, ...]] = ("_rowwise_data", "_rowwise_scale_inv")
     _COLUMNWISE: ClassVar[tuple[str, ...]] = ("_columnwise_data", "_columnwise_scale_inv")
+    _COPIES_ROWS: ClassVar[bool] = True
     _TRANSPOSED: ClassVar[bool] = True  # whether the column-wise data has the last dimension first
 
     _rowwise_data: torch.Tensor | None

@@ -35,6 +35,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
     _ROWWISE = ("_data", "_scale_inv")
     _COLUMNWISE = ("_transpose", "_scale_inv")
+    _COPIES_ROWS = True
 
     _data: torch.Tensor | None
     _transpose: torch.Tensor | None

@@ -24,6 +24,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     _VALUES = (("_quantizer", "quantizer", None),)
     _ROWWISE = _ROW
     _COLUMNWISE = _COLUMN
+    _COPIES_ROWS = True
 
     _quantizer: Any
 

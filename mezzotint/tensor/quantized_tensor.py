@@ -2,7 +2,8 @@
 
 Few operations keep the quantized form: detach, clone, views of the leading dimensions, whole rows, copies, moves
 between devices, allocations. Everything else dequantizes its arguments, runs, and gives plain tensors; an
-argument that the operation writes is quantized again.
+argument that the operation writes is quantized again. What an index gives is a copy: scales are of blocks or of all
+elements, so that a part alone cannot be written. To write one assign to it, `t[index] = value`.
 """
 
 import copy
@@ -132,6 +133,12 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def reshape(self, *shape: Any) -> Any:
         return aten.view.default(self, resolve_shape(shape, self.shape))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Dequantized, written, and quantized again as a whole: the part may change the scale of the rest."""
+        dense = self.dequantize().clone()  # what an autograd function gave is not to be written
+        dense[index] = value
+        self.copy_(dense)
+
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         if memory_format not in (torch.contiguous_format, torch.preserve_format):
             raise ValueError(
@@ -247,6 +254,7 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
             return value
         dense = value._dequantize(value.dtype).view(value.shape)
         if name in mutable:
+            _check_whole(value)
             written.append((value, dense))
         return dense
 
@@ -315,7 +323,20 @@ def _rows(tensor: QuantizedTensor, start: int, stop: int) -> Any:
     if (start, stop) == (0, tensor.shape[0]):
         return tensor._rebuild()
     fields = tensor._rows(start, stop)
-    return NotImplemented if fields is None else tensor._rebuild((stop - start, *tensor.shape[1:]), **fields)
+    if fields is None:
+        return NotImplemented
+    made = tensor._rebuild((stop - start, *tensor.shape[1:]), **fields)
+    return _clone(aten.clone.default, made) if made._COPIES_ROWS else made
+
+
+def _check_whole(tensor: QuantizedTensor) -> None:
+    """What is to be written must not be some rows of another tensor: they are a copy, and it would not show there."""
+    base = tensor._base if tensor._COPIES_ROWS and tensor._is_view() else None
+    if type(base) is type(tensor) and base.numel() != tensor.numel():
+        raise ValueError(
+            f"this {type(tensor).__name__} is a slice {tuple(tensor.shape)} of one of shape {tuple(base.shape)}, and a "
+            "copy: what is written into it does not reach the other; assign, tensor[index] = value, or clone() it first"
+        )
 
 
 @_handles(aten.split.Tensor, aten.split_with_sizes.default)
@@ -339,6 +360,7 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if type(dst) is type(src) and dst.shape == src.shape and dst.has_form_of(src):
         dst.copy_from_storage(src)
         return dst
+    _check_whole(dst)
     if src.dtype not in HIGH_PRECISION:
         src = src.to(dst.dtype)
     src = src.to(dst.device)

@@ -18,6 +18,7 @@ class QuantizedTensorStorage(Flattenable):
     # Attributes that make up a direction; a storage has a usage when it holds all of them.
     _ROWWISE: ClassVar[tuple[str, ...]] = ()
     _COLUMNWISE: ClassVar[tuple[str, ...]] = ()
+    _COPIES_ROWS: ClassVar[bool] = False  # `_rows` gives some views and some copies, or a scale of all rows
     _READS_QUANTIZER: ClassVar[bool] = False  # the buffers mean nothing without the quantizer
 
     _quantizer: "Quantizer | None"

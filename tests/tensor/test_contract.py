@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mezzotint as mz
 from mezzotint import QuantizedTensor, QuantizedTensorStorage, TensorProto, to_tensor_proto
 from mezzotint.dynamo import TensorSpec, to_tensor_spec
+from mezzotint.tensor.identity import IdentityTensor
 from mezzotint.tensor.quantizer import quantize, quantize_storage
 from tests.quantizer_formats import (
     E4M3,
@@ -356,6 +357,48 @@ def test_other_slices_are_plain(fmt: Format) -> None:
         assert torch.equal(torch.empty(0).new_tensor(tensor[index].tolist()), expected[index])
     vector = fmt.quantize(sample((33,)))
     assert torch.equal(vector[3:9] + 0, vector.dequantize()[3:9])
+
+
+@over_formats()
+def test_a_part_is_written_by_assignment(fmt: Format) -> None:
+    """All of it is quantized again, in both directions; what an index gave before stays as it was."""
+    tensor = fmt.quantize(sample(X))
+    for index in (slice(0, 128), 3, (slice(None), slice(8, 40)), (Ellipsis, 0)):
+        dense, rows = tensor.dequantize(), tensor[128:]
+        before = (rows + 0).clone()
+        value = 100 * torch.randn_like(dense[index])
+        dense[index] = value
+        torch.manual_seed(1)
+        tensor[index] = value
+        assert_same_bytes(tensor, fmt.quantize(dense, seed=1))
+        assert index == 3 or fmt.tensor is IdentityTensor or torch.equal(rows + 0, before)
+    parameter = torch.nn.Parameter(tensor)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        parameter[3] = 1.0
+    with torch.no_grad():
+        parameter[:] = 0.0
+    assert not parameter.dequantize().any()
+
+
+@over_formats()
+def test_rows_are_no_way_to_write(fmt: Format) -> None:
+    """They would leave the tensor with scales, or columns, of what it was."""
+    tensor = fmt.quantize(sample(X))
+    before, rows = snapshot(tensor), tensor[:128]
+    if isinstance(rows, IdentityTensor):
+        rows.zero_()
+        assert not tensor.dequantize()[:128].any()
+        assert tensor.dequantize()[128:].any()
+        return
+    if isinstance(rows, QuantizedTensor):
+        for write in (rows.zero_, lambda: rows.copy_(torch.ones(128, X[1])), lambda: tensor.split(128)[1].mul_(2.0)):
+            with pytest.raises(ValueError, match=r"is a slice \(128, 64\) of one of shape \(256, 64\), and a copy"):
+                write()
+        rows.clone().zero_()
+        rows.detach().quantize_(torch.ones(128, X[1]))
+    assert_same_bytes(before, tensor)
+    tensor.view(2, 128, X[1]).fill_(1.0)
+    assert torch.equal(tensor.dequantize(), torch.ones(X))
 
 
 @over_formats()
