@@ -1,6 +1,6 @@
 """RecipeState: the quantizers of a list of tensors, and the state that they need, outside of a module.
 
-Modules keep their state in buffers of their own (`module/state.py`); this is for code that quantizes by itself.
+Modules keep their state in buffers of their own (`layer/state.py`); this is for code that quantizes by itself.
 """
 
 from collections.abc import Sequence

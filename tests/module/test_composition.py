@@ -96,6 +96,22 @@ def test_grouped_linear(recipe: str) -> None:
         assert_equal({key: got[key] for key in expected}, expected)
 
 
+@over_recipes
+def test_one_group(recipe: str) -> None:
+    """Its rows are not dense in memory: what holds of many groups must not be left out for one."""
+    whole = mz.GroupedLinear(1, IN, OUT, **OPTIONS)
+    linear = take(make("linear"), whole, {"weight": "weight0", "bias": "bias0"})
+
+    def by_columns(x: torch.Tensor, module: Any, *rows: Any) -> Any:
+        return module(x.t().contiguous().t(), *rows)
+
+    got = step(whole, sample(), RECIPES[recipe], lambda x, *_: by_columns(x, whole, [40]))
+    expected = step(linear, sample(), RECIPES[recipe], lambda x: by_columns(x, linear))
+    for key in ("weight", "bias"):
+        expected[f"{key}0"] = expected.pop(key)
+    assert_equal(got, expected)
+
+
 def warm_up(*modules: Any, recipe: Any) -> None:
     """Delayed scaling learns a weight's scale in the first step; a kept weight has the scale that it was kept with."""
     for module in modules:

@@ -1,7 +1,9 @@
 """State dicts, checkpoints, copies and moves."""
 
 import copy
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -114,6 +116,19 @@ def test_loading_drops_kept_weights(name: str, recipe: str) -> None:
     got = step(module, sample(), RECIPES[recipe], is_first_microbatch=False)
     assert_equal(got, step(other, sample(), RECIPES[recipe]))
     assert module._workspaces is not None
+
+
+@over_modules
+def test_kept_weights_are_let_go(name: str) -> None:
+    """Of one optimizer step at a time: the next first micro-batch, and a move, free those before."""
+    module = make(name)
+    for free in (lambda: step(module, sample(), RECIPES["mxfp8"], is_first_microbatch=True), module.bfloat16):
+        step(module, sample(), RECIPES["mxfp8"], is_first_microbatch=True)
+        kept = [weakref.ref(workspace) for workspace in module._workspaces]
+        assert all(reference() is not None for reference in kept)
+        free()
+        gc.collect()
+        assert all(reference() is None for reference in kept)
 
 
 @over_modules
