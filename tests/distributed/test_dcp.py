@@ -1,5 +1,5 @@
 """Checkpoints of sharded models: written by two processes, read by four, written again, read by one. And, in the same
-world of four, models on a mesh of two dimensions (`mesh_world.py`)."""
+world of four, models on a mesh of two dimensions (`mesh_world.py`) and experts in one parameter (`grouped_world.py`)."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
-from tests.distributed import mesh_world
-from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, learnt, split_model, steps
+from tests.distributed import grouped_world, mesh_world
+from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, learnt, quantized_model, split_model, steps
 from tests.distributed.sharded import optimizer
 from tests.worlds import Result, World, results, run_world
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
-        return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *mesh_world.CHECKS), SIZE)
+        return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *mesh_world.CHECKS, *grouped_world.CHECKS), SIZE)
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -99,9 +99,21 @@ def assert_parts_of(made: list[Result], whole: Result) -> None:
     assert all(count >= whole[key][0][1].numel() for key, count in seen.items())
 
 
+@pytest.mark.parametrize("name", ["block parts", "mxfp8 parts", "mxfp8 parts in shards", "mxfp8 parts of four"])
+def test_parts_of_quantized_weights(world: World, folder: Path, name: str) -> None:
+    """Codes and scales are those of the whole weight, quantized in one process, bit for bit."""
+    results(world, "quantized_parts")
+    recipe = name.partition(" ")[0]
+    made, expected = quantized_model(recipe, seed=3), full_state(quantized_model(recipe))
+    assert not torch.equal(full_state(made)["0.weight.rowwise_data"], expected["0.weight.rowwise_data"])
+    load(folder / name, made)
+    assert_same(full_state(made), expected)
+
+
 def test_parts_that_are_refused(world: World) -> None:
-    for found in results(world, "parts_of_four"):
-        assert found["refused"].startswith("weight is quantized, and a part of a weight (tp_group)")
+    for found in results(world, "quantized_parts"):
+        assert found["current"].startswith("weight is quantized (Float8Tensor), and a part of a weight (tp_group)")
+        assert found["mxfp8"].startswith("weight is quantized in blocks of 32x1, and a part of a weight of shape (64, ")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,10 +212,21 @@ def test_bytes_sent_on_a_mesh(world: World) -> None:
             assert found[recipe] == [*forward, *reversed(forward)], recipe
 
 
+def is_refused(found: list[Result]) -> bool:
+    """Halves, by a torch that cannot put them together, which is said on every process."""
+    if all("refused" not in each for each in found):
+        return False
+    assert torch.__version__ < "2.13"
+    assert all(each["refused"].startswith(f"torch {torch.__version__} cannot put the parts") for each in found)
+    return True
+
+
 @pytest.mark.parametrize(("name", "activation"), [("mesh", "gelu"), ("gated", "swiglu")])
 def test_from_a_mesh_to_one_process(world: World, folder: Path, name: str, activation: str) -> None:
     """Parameters, optimizer and delayed scaling's state, of halves of a gated activation too."""
     found = results(world, {"mesh": "mesh_checkpoint", "gated": "mesh_gated"}[name])
+    if is_refused(found):
+        return
     whole = mesh_world.make(activation=activation)
     optim = mesh_world.adam(whole)
     load(folder / name, whole, optim)
@@ -215,6 +238,8 @@ def test_from_a_mesh_to_one_process(world: World, folder: Path, name: str, activ
 
 def test_halves_in_other_layouts(world: World, folder: Path) -> None:
     found = results(world, "mesh_gated")
+    if is_refused(found):
+        return
     whole = mesh_world.make(activation="swiglu")
     optim = mesh_world.adam(whole)
     load(folder / "gated", whole, optim)
@@ -239,3 +264,28 @@ def test_halves_in_other_layouts(world: World, folder: Path) -> None:
 def test_wrong_use_on_a_mesh(world: World, case: str, message: str) -> None:
     for found in results(world, "mesh_wrong"):
         assert found[case].startswith(message)
+
+
+# Experts in one parameter
+
+
+@pytest.mark.parametrize("case", grouped_world.CASES)
+def test_experts_in_one_parameter(world: World, case: str) -> None:
+    """In shards of whole experts, uneven where they are not quantized: the losses and bytes of one process."""
+    groups, quantized = grouped_world.CASES[case]
+    every = [found[case] for found in results(world, "grouped_weights")]
+    assert sum(count for *_, count in every) == groups
+    for (first, alone, again, whole, expected), (sharded, plain), kind, _ in every:
+        assert first == alone
+        assert again == whole == expected != first
+        assert_same(sharded, plain)
+        assert kind == ("GroupedTensor" if quantized else "Tensor")
+
+
+def test_experts_in_one_parameter_cut_otherwise(world: World) -> None:
+    """Initial values from the meta device are those of one process; what cannot be gathered is refused by all."""
+    for found in results(world, "grouped_odds"):
+        for dim in (0, 1):
+            assert torch.equal(found[f"meta {dim}"], found["expected"])
+        for case in ("refused 3 0", "refused 1 0", "refused 4 1"):
+            assert "its groups must divide evenly, along the first dimension" in found[case]
