@@ -250,7 +250,7 @@ class OperationFuser:
         self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
     ) -> tuple[list[Group], list[Group]]:
         """Forward groups, and backward groups from the end, of a run with these tensors."""
-        params = [list(op.parameters()) for op in self._basic_ops]
+        params = [op._trained() for op in self._basic_ops]
         return self._groups(recipe, self._first_that_needs_grad(is_grad_enabled, input_, params, extra_inputs))
 
     def _groups(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
@@ -300,7 +300,7 @@ class OperationFuser:
         self._before_first_run()
         input_ = dequantized(input_)
         input_ = input_.to(activation_dtype(input_))
-        params = [list(op.parameters()) for op in self._basic_ops]
+        params = [op._trained() for op in self._basic_ops]
         first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
         recipe = STATE.recipe if STATE.enabled else None
         forward, backward = self._groups(recipe, first)

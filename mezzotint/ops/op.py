@@ -284,6 +284,21 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """An extra input of the caller's as both halves of forward get it: what is read from a tensor is read once."""
         return value
 
+    _parameter_names: ClassVar[tuple[str, ...]] = ()  # of parameters that may be computed of others, in order
+
+    def _trained(self) -> list[torch.Tensor]:
+        """What it gives gradients of: parameters, or what takes their place where they are parametrized or pruned."""
+        for name in self._parameter_names:
+            if name not in self._parameters:
+                values = [getattr(self, name, None) for name in self._parameter_names]
+                return [value for value in values if value is not None]
+        if "parametrizations" in self._modules:
+            raise ValueError(
+                f"{type(self).__name__} is parametrized: it gives gradients of its parameters as they are. Parametrize "
+                "a module of mezzotint instead, such as mezzotint.GroupedLinear"
+            )
+        return list(self.parameters())
+
     # Quantizers
 
     def num_quantizers(self, mode: str) -> int:

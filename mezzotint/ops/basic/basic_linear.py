@@ -50,6 +50,7 @@ class BasicLinear(BasicOperation):
 
     weight: torch.Tensor
     _takes_run = True
+    _parameter_names = ("weight",)
 
     def __init__(
         self,

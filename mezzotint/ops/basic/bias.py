@@ -19,6 +19,7 @@ class Bias(BasicOperation):
 
     bias: torch.Tensor
     _keywords = ()
+    _parameter_names = ("bias",)
 
     def __init__(
         self,
@@ -61,7 +62,11 @@ class Bias(BasicOperation):
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
-        ctx.needs_bias = self.bias.requires_grad
+        self.save(ctx)
+
+    def save(self, ctx: OperationContext) -> None:
+        """Whether its gradient is wanted: of parameters, since what is computed of them in here has none."""
+        ctx.needs_bias = any(param.requires_grad for param in self.parameters())
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         dy = plain(grad_output)

@@ -24,6 +24,7 @@ from mezzotint.ops.quantizing import enter, plain, value_and_scale
 class _Norm(BasicOperation):
     rms: bool
     _keywords = ()
+    _parameter_names = ("weight", "bias")
     weight: torch.Tensor
     bias: torch.Tensor | None
 

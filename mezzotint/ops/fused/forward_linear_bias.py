@@ -68,7 +68,7 @@ class ForwardLinear(FusedOperation):
         if basic_op_ctxs[0].requires_grad:
             linear.save(basic_op_ctxs[0], input_, tensors_to_save[:1], basic_op_kwargs[0]["run"])
         if bias is not None:
-            basic_op_ctxs[1].needs_bias = bias.bias.requires_grad
+            bias.save(basic_op_ctxs[1])
         if len(tensors_to_save) > 1:
             basic_op_ctxs[-1].save_for_backward(*tensors_to_save[1:])
 
