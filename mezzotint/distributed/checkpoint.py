@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from mezzotint.constants import cdiv
 from mezzotint.distributed.groups import is_initialized
-from mezzotint.distributed.parts import Parts, Place, find_split, has_halves, local_of, whole_of
+from mezzotint.distributed.parts import Parts, Place, along_matrix, find_split, has_halves, local_of, whole_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 METADATA = ".metadata"
@@ -67,7 +68,7 @@ def save(
         )
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
-    places = _split_places(model)
+    places = find_split(model)
     state = {"model": _placed(plain_state(model), places, model), "extra": dict(_tensors(extra or {}))}
     if optimizer is not None:
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
@@ -107,7 +108,7 @@ def load(
         raise ValueError(f"{folder} holds no checkpoint, or one that was not written to its end: give another")
     stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     learnt = {key: _empty(meta) for key, meta in stored.items() if key.startswith("model.") and key.endswith(_LEARNT)}
-    places = _split_places(model)
+    places = find_split(model)
     plain = {k: v for k, v in plain_state(model).items() if not k.endswith(_LEARNT)}
     state: dict[str, Any] = {
         "model": _placed(plain, places, model),
@@ -128,29 +129,24 @@ def load(
     return state["extra"]
 
 
-def _split_places(model: nn.Module) -> dict[str, Place]:
-    """Where parts of weights (`tp_group`) lie in the whole; those of quantized weights are refused."""
-    places = find_split(model)
-    for name in places:
-        value: Any = model.get_parameter(name)
-        if isinstance(value._local_tensor if isinstance(value, DTensor) else value, QuantizedTensorStorage):
-            raise ValueError(
-                f"{name} is quantized, and a part of a weight (tp_group): its scales are of this part. Keep weights in "
-                "high precision (without quantized_model_init), or save full_state(model) on each process"
-            )
-    return places
-
-
 def _placed(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Module) -> dict[str, Any]:
     """The state of a model with parts of weights in the places of the whole. A state dict may call a parameter by
-    another name (of operations): then it is known by its memory."""
-    by_memory = {local_of(model.get_parameter(name)).data_ptr(): place for name, place in places.items()}
+    another name (of operations), and has buffers of a quantized one: then it is known by its memory."""
+    by_memory: dict[int, Parts] = {}
+    for name, place in places.items():
+        local: Any = local_of(model.get_parameter(name))
+        if isinstance(local, QuantizedTensorStorage):
+            parts = place.buffers(local)
+            by_memory.update({buffer.data_ptr(): parts[attribute] for attribute, buffer in local._buffers()})
+        elif local.numel():
+            by_memory[local.data_ptr()] = place.parts(local)
     placed = dict(state)
     for key, value in state.items() if places else ():
         local = local_of(value)
-        place = places.get(key) or (by_memory.get(local.data_ptr()) if local.numel() else None)
-        if place is not None:
-            placed[key] = place.parts(value)
+        if local.numel():
+            placed[key] = by_memory.get(local.data_ptr(), value)
+        elif key in places:
+            placed[key] = places[key].parts(value)
     return placed
 
 
@@ -238,11 +234,16 @@ def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
     """(name, tensor) of each buffer of a quantized tensor, or of a shard of rows as a DTensor, without padding."""
     extracted, meta = local.fsdp_extract_buffers()
-    shards = dict(zip(meta["dims"], extracted, strict=True))
+    shards, along = dict(zip(meta["dims"], extracted, strict=True)), along_matrix(local) or {}
     kwargs = dict(local._FLATTEN_TENSOR_BUFFERS)
     found: list[tuple[str, Any]] = []
     for attribute, whole in local._buffers():
         buffer = shards.get(attribute, whole)
+        if (
+            attribute in along and len(local.shape) == 2
+        ):  # nor that behind the columns, so that parts can be put together
+            dim, columns = along[attribute][1]
+            buffer = buffer.narrow(dim, 0, cdiv(local.shape[1], columns))
         if attribute in shards and isinstance(value, DTensor):
             placements = [Shard(meta["dims"][attribute]) if isinstance(p, Shard) else p for p in value.placements]
             buffer = DTensor.from_local(buffer, value.device_mesh, placements, run_check=False)

@@ -24,6 +24,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from mezzotint.constants import cdiv
 from mezzotint.distributed.fsdp import ShardedWeight
 from mezzotint.distributed.groups import rank_in, world_size
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+_KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,40 @@ class Place:
         found = [(piece.offsets, local[piece.first : piece.last]) for piece in self.pieces]
         return Parts(self.shape, local.dtype, found)
 
+    def buffers(self, tensor: QuantizedTensorStorage) -> "dict[str, Parts]":
+        """Of a quantized parameter: of each of its buffers, by attribute."""
+        along = along_matrix(tensor)
+        if along is None:
+            raise ValueError(
+                f"{self.name} is quantized ({type(tensor).__name__}), and a part of a weight (tp_group): its scales "
+                f"are of this part. {_KEEP}"
+            )
+        shape = tensor.shape
+        return {name: self._buffer(buffer, shape[1], *along[name]) for name, buffer in tensor._buffers()}
+
+    def _buffer(self, buffer: torch.Tensor, width: int, rows: tuple[int, int], columns: tuple[int, int]) -> "Parts":
+        """`rows`, `columns`: the dimension of the buffer along which they lie, and of how many an entry is."""
+        (dim, tall), (other, wide) = rows, columns
+
+        def entries(number: int, each: int) -> int:
+            if number % each:
+                raise ValueError(
+                    f"{self.name} is quantized in blocks of {tall}x{wide}, and a part of a weight of shape "
+                    f"{self.shape} (tp_group) that cuts them. {_KEEP}"
+                )
+            return number // each
+
+        def place(row: int, column: int) -> tuple[int, ...]:
+            found = entries(row, tall), entries(column, wide)
+            return found if dim == 0 else found[::-1]
+
+        held = buffer.narrow(other, 0, entries(width, wide))
+        pieces = []
+        for piece in self.pieces:
+            first, last = entries(piece.first, tall), entries(piece.last, tall)
+            pieces.append((place(*piece.offsets), held.narrow(dim, first, last - first)))
+        return Parts(place(*self.shape), buffer.dtype, pieces)
+
     @torch.no_grad()
     def copy_whole(self, value: torch.Tensor, whole: torch.Tensor) -> None:
         """Into `value`, this process's parts of `whole`."""
@@ -64,6 +101,12 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     local = value.detach()
     local = local._local_tensor if isinstance(local, DTensor) else local
     return local._tensor if isinstance(local, ShardedWeight) else local
+
+
+def along_matrix(tensor: Any) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
+    """How the rows and the columns of a quantized matrix lie in its buffers: the dimension, and of how many an entry
+    is. None of a format that has a scale of the whole tensor, or of a column."""
+    return getattr(tensor, "_along_matrix", lambda: None)()
 
 
 def find_split(model: nn.Module) -> dict[str, Place]:

@@ -90,6 +90,15 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
             "_columnwise_scale_inv": (1, blocks, 4) if self._is_2D_scaled else (0, blocks, 1),
         }
 
+    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        block, is_tiled = FP8_BLOCK, self._is_2D_scaled
+        return {
+            "_rowwise_data": ((0, 1), (1, 1)),
+            "_rowwise_scale_inv": ((0, block), (1, block)) if is_tiled else ((1, 1), (0, block)),
+            "_columnwise_data": ((1, 1), (0, 1)),
+            "_columnwise_scale_inv": ((1, block), (0, block)) if is_tiled else ((0, block), (1, 1)),
+        }
+
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
     """Rows of scales up to a multiple of 4, as the GEMM reads them."""

@@ -95,6 +95,16 @@ class MXFP8TensorStorage(TwoDirectionStorage):
             "_columnwise_scale_inv": (0, cdiv(rows, MX_BLOCK), 4),
         }
 
+    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
+        if self._with_gemm_swizzled_scales:
+            return None
+        return {
+            "_rowwise_data": ((0, 1), (1, 1)),
+            "_rowwise_scale_inv": ((0, 1), (1, MX_BLOCK)),
+            "_columnwise_data": ((0, 1), (1, 1)),
+            "_columnwise_scale_inv": ((0, MX_BLOCK), (1, 1)),
+        }
+
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         """With their scales."""
         if self._rowwise_data is None or self._rowwise_scale_inv is None or self._with_gemm_swizzled_scales:
