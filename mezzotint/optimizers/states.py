@@ -30,7 +30,7 @@ def unpack(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if data.dtype == torch.uint8:
         data = data.view(torch.float8_e4m3fn)
     value = data.float()
-    return value if scale is None else value.mul_(scale)
+    return value if scale is None else value.mul_(scale.view(()))  # value may have no dimension
 
 
 def pack_(data: torch.Tensor, scale: torch.Tensor | None, value: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ def pack_(data: torch.Tensor, scale: torch.Tensor | None, value: torch.Tensor) -
         return
     top = RANGES[data.dtype]
     scale.copy_(_scale_of(value.abs().amax(), top))
-    value = (value / scale).clamp(-top, top)
+    value = (value / scale.view(())).clamp(-top, top)
     data.copy_(value.to(torch.float8_e4m3fn).view(torch.uint8) if data.dtype == torch.uint8 else value)
 
 

@@ -51,6 +51,9 @@ def test_nothing_and_not_a_number(dtype: torch.dtype) -> None:
     assert float(scale) == 1.0
     assert not unpack(data, scale).any()
     packed(torch.zeros(0), dtype)
+    data, scale = packed(torch.tensor(3.0), dtype)
+    assert data.shape == ()
+    assert torch.equal(unpack(data, scale), torch.tensor(3.0))
     value = unpack(*packed(torch.tensor([torch.nan, 1.0]), dtype))
     assert value[0].isnan()
     huge = unpack(*packed(torch.tensor([torch.inf, -torch.inf]), dtype))
