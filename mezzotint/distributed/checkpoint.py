@@ -29,12 +29,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
 from mezzotint.distributed.groups import is_initialized
-from mezzotint.distributed.parts import Parts, Place, along_matrix, find_split, has_halves, local_of, whole_of
+from mezzotint.distributed.parts import Parts, Place, find_split, local_of, place_of, whole_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 METADATA = ".metadata"
@@ -206,18 +206,14 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
             f"state has not the names of the model: missing {sorted(wanted.keys() - given)}, unexpected "
             f"{sorted(given - wanted.keys())}; give what full_state gave of the same model"
         )
-    halves = {name: place for name, place in find_split(model).items() if has_halves(model.get_parameter(name))}
     for key, target in wanted.items():
         value = state[key].to(target.device)
         if value.shape != target.shape:
             raise ValueError(f"{key} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: give its own")
-        if key in halves:
-            halves[key].copy_whole(target, value)
-            continue
         if isinstance(target, DTensor):
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None).to_local()
-            target = target.to_local()
-        target.copy_(value)
+            place_of(key, target).copy_whole(target, value)
+        else:
+            target.copy_(value)
     _set_learnt(model, state)
 
 
@@ -234,14 +230,12 @@ def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
     """(name, tensor) of each buffer of a quantized tensor, or of a shard of rows as a DTensor, without padding."""
     extracted, meta = local.fsdp_extract_buffers()
-    shards, along = dict(zip(meta["dims"], extracted, strict=True)), along_matrix(local) or {}
+    shards, along = dict(zip(meta["dims"], extracted, strict=True)), local._along_matrix() or {}
     kwargs = dict(local._FLATTEN_TENSOR_BUFFERS)
     found: list[tuple[str, Any]] = []
     for attribute, whole in local._buffers():
         buffer = shards.get(attribute, whole)
-        if (
-            attribute in along and len(local.shape) == 2
-        ):  # nor that behind the columns, so that parts can be put together
+        if attribute in along and len(local.shape) == 2:  # nor that behind the columns, which parts of a weight cut
             dim, columns = along[attribute][1]
             buffer = buffer.narrow(dim, 0, cdiv(local.shape[1], columns))
         if attribute in shards and isinstance(value, DTensor):

@@ -54,14 +54,14 @@ class Place:
 
     def buffers(self, tensor: QuantizedTensorStorage) -> "dict[str, Parts]":
         """Of a quantized parameter: of each of its buffers, by attribute."""
-        along = along_matrix(tensor)
+        along = tensor._along_matrix()
         if along is None:
             raise ValueError(
                 f"{self.name} is quantized ({type(tensor).__name__}), and a part of a weight (tp_group): its scales "
                 f"are of this part. {_KEEP}"
             )
-        shape = tensor.shape
-        return {name: self._buffer(buffer, shape[1], *along[name]) for name, buffer in tensor._buffers()}
+        width = tensor.shape[1]
+        return {name: self._buffer(buffer, width, *along[name]) for name, buffer in tensor._buffers()}
 
     def _buffer(self, buffer: torch.Tensor, width: int, rows: tuple[int, int], columns: tuple[int, int]) -> "Parts":
         """`rows`, `columns`: the dimension of the buffer along which they lie, and of how many an entry is."""
@@ -103,12 +103,6 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return local._tensor if isinstance(local, ShardedWeight) else local
 
 
-def along_matrix(tensor: Any) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
-    """How the rows and the columns of a quantized matrix lie in its buffers: the dimension, and of how many an entry
-    is. None of a format that has a scale of the whole tensor, or of a column."""
-    return getattr(tensor, "_along_matrix", lambda: None)()
-
-
 def find_split(model: nn.Module) -> dict[str, Place]:
     """Of each parameter that is this process's part of one and does not say so itself, by its name."""
     found = {}
@@ -119,14 +113,23 @@ def find_split(model: nn.Module) -> dict[str, Place]:
             name = f"{path}.{own}" if path else own
             parameter, of = getattr(module, own), (world_size(group), rank_in(group))
             found[name] = _place_of_part(name, parameter.shape, _held(parameter), of, *how)
-    found.update({name: _place_of_halves(name, p) for name, p in model.named_parameters() if has_halves(p)})
+    found.update({name: place_of(name, p) for name, p in model.named_parameters() if has_halves(p)})
     return found
 
 
 def find_places(model: nn.Module) -> dict[str, Place]:
     """Of each parameter, by its name."""
     split = find_split(model)
-    return {name: split.get(name) or _place(name, parameter) for name, parameter in model.named_parameters()}
+    return {name: split.get(name) or place_of(name, parameter) for name, parameter in model.named_parameters()}
+
+
+def place_of(name: str, value: Any) -> Place:
+    """Of a tensor that is whole, or of a DTensor, which says what of the whole this process has."""
+    if has_halves(value):
+        return _place_of_halves(name, value)
+    shape, offsets = _held(value)
+    pieces = (Piece(0, shape[0], tuple(offsets)),) if shape[0] else ()
+    return Place(name, tuple(value.shape), pieces)
 
 
 def has_halves(value: Any) -> bool:
@@ -155,12 +158,6 @@ def _held(parameter: Any) -> tuple[Sequence[int], Sequence[int]]:
     if not isinstance(parameter, DTensor):
         return parameter.shape, (0,) * parameter.dim()
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-
-
-def _place(name: str, parameter: Any) -> Place:
-    shape, offsets = _held(parameter)
-    pieces = (Piece(0, shape[0], tuple(offsets)),) if shape[0] else ()
-    return Place(name, tuple(parameter.shape), pieces)
 
 
 def _part_of_halves(parameter: Any) -> tuple[int, ...]:

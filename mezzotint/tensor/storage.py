@@ -78,6 +78,11 @@ class QuantizedTensorStorage(Flattenable):
         padded to). Buffers that are not named are equal in all shards."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its shards are put together")
 
+    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
+        """How rows and columns of a matrix lie in its buffers: buffer → for each the dimension, and how many of them an
+        entry is of. None where scales are of a whole row, column or tensor: its parts cannot be put together."""
+        return None
+
     # What the declaration gives
 
     @property

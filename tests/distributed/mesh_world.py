@@ -188,7 +188,10 @@ def mesh_bytes(rank: int) -> Result:
 def mesh_checkpoint(rank: int) -> Result:
     made, optim = trained(mesh(), "gelu")
     save(folder() / "mesh", made, optim)
-    return {"learnt": learnt(made, optim), "full": full_state(made)}
+    found = {"learnt": learnt(made, optim), "full": full_state(made)}
+    train(made, RECIPES["delayed"], 1, optim=optim)
+    load_full_state(made, found["full"])
+    return {**found, "full again": full_state(made)}
 
 
 def trained(over: Any, activation: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -240,7 +243,7 @@ def mesh_gated(rank: int) -> Result:
         load(folder() / "gated", which, how)
     found["in four parts"] = learnt(parts, optims[1])
     found["losses"] = [train(which, recipe, 1, optim=how) for which, how in ((made, optim), (again, optims[0]))]
-    load_full_state(again, found["full"])
+    load_full_state(again, found["full"])  # which has taken a step
     found["full again"] = full_state(again)
     split = styled(make(activation="swiglu"), over)
     save(folder() / "gated in parts", split)
