@@ -128,6 +128,8 @@ def as_one_call(backend: Any, a: Operand, b: Operand, bias: Bias, dtype: torch.d
             return None
         if height % multiple or width % ALIGN or not op.data.is_contiguous() or op.data.storage_offset() % ALIGN:
             return None
+        if op.scale is None or op.scale.storage_offset() * op.scale.itemsize % ALIGN:
+            return None
     assert a.scale is not None
     assert b.scale is not None
     scale_a, scale_b = (a.scale, b.scale) if backend is tensor else (a.scale.view(-1, 1), b.scale.view(1, -1))

@@ -54,16 +54,20 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         data = self._transpose if self._data is None else self._data
+        if data is None:
+            self._require(False)
         return float8_dequantize(data, self._scale_inv, int(self._fp8_dtype), self._data is None, dtype)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
         """Either direction is a byte transpose of the other."""
         if rowwise:
-            assert self._transpose is not None, "nothing to derive from"
+            self._require(True)
+            assert self._transpose is not None
             columns = as_columns(self._transpose)
             self._data = columns.t().contiguous().reshape(self._logical_shape())
         else:
-            assert self._data is not None, "nothing to derive from"
+            self._require(False)
+            assert self._data is not None
             shape = (self._data.shape[-1], *self._data.shape[:-1])
             self._transpose = as_matrix(self._data).t().contiguous().reshape(shape)
 

@@ -264,9 +264,8 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     for target, dense in written:
         target.quantize_(dense)
-        if result is dense:
-            result = target
-    return result
+    targets = {id(dense): target for target, dense in written}
+    return pytree.tree_map(lambda made: targets.get(id(made), made), result) if written else result
 
 
 @_handles(aten.detach.default, aten.alias.default)

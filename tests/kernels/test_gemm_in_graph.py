@@ -35,6 +35,7 @@ def products(
     out: torch.dtype = torch.bfloat16,
     device: str = "cuda",
     offset: int = 0,
+    scale_offset: int = 0,
 ) -> list[Any]:
     """What multiplies in the graph of A (M, C) · B (N, C)ᵀ."""
     M, C, N = sizes
@@ -49,7 +50,10 @@ def products(
             torch.empty(rows * C + offset, dtype=torch.uint8, **options).as_strided((rows, C), (C, 1), offset)
             for rows in (M, N)
         )
-        a_scale, b_scale = (torch.empty(rows if kind == "row" else 1, **options) for rows in (M, N))
+        a_scale, b_scale = (
+            torch.empty(scale_offset + count, **options).as_strided((count,), (1,), scale_offset)
+            for count in ((M, N) if kind == "row" else (1, 1))
+        )
         added = () if bias is None else (torch.empty(N, dtype=bias, **options),)
         graph = make_fx(product)(a, a_scale, b, b_scale, *added).graph
     return [node.target for node in graph.nodes if node.target in (OURS, NATIVE)]
@@ -81,6 +85,7 @@ def test_one_call(case: dict[str, Any]) -> None:
         {"bias": torch.float32},
         {"out": torch.float32},
         {"offset": 8},
+        {"kind": "row", "scale_offset": 2},
     ],
     ids=str,
 )

@@ -179,6 +179,15 @@ def test_a_product_needs_a_direction_that_is_not_held(fmt: Format) -> None:
                 quantized.gemm_operand(columnwise)
 
 
+@over_formats(has_scales=True)
+def test_nothing_is_held(fmt: Format) -> None:
+    quantized = fmt.quantize(sample((32, 64)))
+    quantized.update_usage(rowwise_usage=False, columnwise_usage=False)
+    for ask in (quantized.dequantize, lambda: quantized + 1, lambda: quantized.update_usage(columnwise_usage=True)):
+        with pytest.raises(ValueError, match=rf"{fmt.tensor.__name__}.* holds no (row|column)-?wise data"):
+            ask()
+
+
 @over_formats()
 def test_a_direction_that_cannot_be_derived(fmt: Format) -> None:
     for columnwise in (False, True):

@@ -796,7 +796,8 @@ def test_in_place_operations_quantize_again(fmt: Format) -> None:
     torch.add(sample((32, 64)), 1.0, out=tensor)
     assert_same_bytes(tensor, fmt.quantize(sample((32, 64)) + 1.0))
     torch.manual_seed(0)
-    torch._foreach_zero_([tensor])
+    for given in torch._foreach_zero_([tensor]) or ():  # torch 2.11 gives nothing back
+        assert given is tensor
     assert not tensor.dequantize().any()
     assert {name: b.data_ptr() for name, b in buffers(tensor).items()} == pointers
 
