@@ -1,10 +1,12 @@
-"""A gradient of a gradient is refused: kernels have none, and zeros in its place would train on in silence."""
+"""A gradient of a gradient, and a derivative taken forward, are refused: kernels have none, and zeros in their place
+would train on in silence."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import mezzotint as mz
 from mezzotint import ops
@@ -51,3 +53,27 @@ def test_a_second_derivative_is_refused(name: str, recipe: Any) -> None:
     (dx,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)  # by itself it may be asked for
     with pytest.raises(RuntimeError, match="differentiate twice"):
         dx.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("recipe", [None, mz.recipe.Float8CurrentScaling()], ids=["none", "current"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, when it first makes a dual
+def test_a_derivative_taken_forward_is_refused(name: str, recipe: Any) -> None:
+    """Also where no parameter asks for a gradient, and gradients are off."""
+    x, tangent = torch.randn(2, 4, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+    function = FUNCTIONS[name]()
+    if isinstance(function, torch.nn.Module):
+        function.requires_grad_(False)
+    refused = pytest.raises(NotImplementedError, match="must implement the jvp function")
+    with mz.autocast(enabled=recipe is not None, recipe=recipe):
+        with forward_ad.dual_level(), refused:
+            function(forward_ad.make_dual(x, tangent))
+        with torch.no_grad(), forward_ad.dual_level(), refused:
+            function(forward_ad.make_dual(x, tangent))
+        with pytest.raises(RuntimeError, match="setup_context"):
+            torch.func.jvp(function, (x,), (tangent,))
+        torch.manual_seed(0)
+        with forward_ad.dual_level():  # of others
+            y = function(x)
+        torch.manual_seed(0)
+        assert torch.equal(y, function(x))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mezzotint.cli.console import CommandError
 from mezzotint.cli.model import ModelConfig
 from mezzotint.cli.options import check, flag, option
 from mezzotint.cli.parallel import Layout
@@ -38,6 +39,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.seed >= 2**64:
+            raise CommandError(f"--seed is {self.seed}: give less than 2^64")
         find_recipe(self.recipe)
 
     def learning_rate(self, step: int) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
@@ -177,9 +178,15 @@ def end_backward(state: GradState) -> None:
         update_states([state])
 
 
+def differentiates_forward() -> bool:
+    """Whether `torch.autograd.forward_ad` or `torch.func.jvp` is at work. Kernels have no derivative of that kind, and
+    would drop it in silence: an autograd function refuses it, also where no gradient is asked for."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
 def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
     """Run the core: (*outputs, *extras). `needs_grad`: whether any of its tensors needs a gradient."""
-    if not (needs_grad and torch.is_grad_enabled()):
+    if not (needs_grad and torch.is_grad_enabled()) and not differentiates_forward():
         outputs, extras, _ = core.forward(args)
         return (*outputs, *extras)
     tensors: list[Any] = []

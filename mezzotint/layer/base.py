@@ -336,7 +336,8 @@ class Layer(ParallelModule):
 def activation_dtype(inp: torch.Tensor) -> torch.dtype:
     """torch.autocast's where it is on, else the input's."""
     kind = inp.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows no autocast of the meta device
+    dtype = torch.get_autocast_dtype(kind) if is_cast else inp.dtype
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"inp has dtype {dtype}: modules take float32, float16 or bfloat16")
     return dtype

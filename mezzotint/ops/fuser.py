@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.autograd import flatten, unflatten
+from mezzotint.functional.autograd import differentiates_forward, flatten, unflatten
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.ops.fusion import (
@@ -298,6 +298,8 @@ class OperationFuser:
 
     def _run(self, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
         self._before_first_run()
+        if not isinstance(input_, torch.Tensor):
+            raise TypeError(f"input is {type(input_).__name__}: give a torch.Tensor")
         input_ = dequantized(input_)
         input_ = input_.to(activation_dtype(input_))
         params = [op._trained() for op in self._basic_ops]
@@ -318,7 +320,7 @@ class OperationFuser:
             torch.is_grad_enabled() and input_.requires_grad,
         )
         flat = [param for own in params for param in own]
-        if first < len(params):
+        if first < len(params) or differentiates_forward():
             outputs = _Function.apply(*_distinct([input_, pipeline, True, *flat, *extra_inputs]))
         else:
             with torch.no_grad():

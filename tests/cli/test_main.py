@@ -30,6 +30,7 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str], name: str) -> Non
         (("train", "--steps", "many"), "--steps"),
         (("train", "--steps", "0"), "--steps is 0: give 1 or more"),
         (("train", "--lr", "nan"), "--lr is nan"),
+        (("train", "--seed", str(2**64)), "give less than 2^64"),
         (("train", "--recipe", "fp16"), "give one of bf16, delayed"),
         (("train", "--heads", "3"), "give a multiple of heads=3"),
         (("train", "--kv-heads", "3"), "give a divisor of heads=4"),

@@ -138,3 +138,15 @@ def test_variants(name: str, variant: str) -> None:
     for seed in range(2):
         got = step(make(name), sample(33, seed), VARIANTS[variant])
         assert all(value is None or value.isfinite().all() for value in got.values())
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "nvfp4"])
+def test_meta_device(recipe: str) -> None:
+    """Shapes and dtypes alone, forward and backward."""
+    layer = mz.TransformerLayer(32, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, device="meta")
+    x = torch.empty(5, 2, 32, device="meta", requires_grad=True)
+    with mz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+        y = layer(x)
+    y.sum().backward()
+    assert (y.device.type, y.shape) == ("meta", x.shape)
+    assert all(parameter.grad is not None for parameter in layer.parameters())

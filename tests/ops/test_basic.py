@@ -876,3 +876,17 @@ def test_meta_device(make_op: Any, recipe: str) -> None:
             op_of(op).reset_parameters()
         results.append(step(op, x, extra, RECIPES[recipe]))
     assert_equal(*results)
+
+
+def test_what_is_no_tensor() -> None:
+    x = draw((4, N))
+    for value in ("x", None, [1.0]):
+        with pytest.raises(TypeError, match="input is"):
+            ops.Sequential(ops.Identity(), ops.GELU())(value)
+        with pytest.raises(TypeError, match="the extra input is"):
+            ops.AddExtraInput()(x, value)
+        with pytest.raises(TypeError, match="the scales are"):
+            ops.ScaledSwiGLU()(x, value)
+    for op in (ops.GELU(), ops.SwiGLU()):
+        with pytest.raises(ValueError, match=r"input has shape \(\): give at least one dimension"):
+            op(torch.tensor(1.0))

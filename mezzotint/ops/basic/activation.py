@@ -69,9 +69,11 @@ class Activation(BasicOperation):
 
     def output_width(self, x: torch.Tensor) -> int:
         """Of this input, which is refused where it has no halves."""
+        if x.dim() < 1:
+            raise ValueError("input has shape (): give at least one dimension")
         if not is_gated(self.activation):
             return x.shape[-1]
-        if x.dim() < 1 or x.shape[-1] % 2:
+        if x.shape[-1] % 2:
             raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension has two halves and must be even")
         return x.shape[-1] // 2
 
@@ -236,6 +238,8 @@ class _Scaled(Activation):
 
 def check_scales(scales: torch.Tensor, leading: Any) -> None:
     """One for each row."""
+    if not isinstance(scales, torch.Tensor):
+        raise TypeError(f"the scales are {type(scales).__name__}: give a torch.Tensor")
     if tuple(scales.shape) != tuple(leading):
         raise ValueError(f"the scales have shape {tuple(scales.shape)}: give one for each row, {tuple(leading)}")
 

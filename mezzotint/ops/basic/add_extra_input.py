@@ -54,6 +54,8 @@ def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Ten
 
     Not in a checkpoint, which runs again with the same extra input, and not into a quantized one.
     """
+    if not isinstance(extra, torch.Tensor):
+        raise TypeError(f"the extra input is {type(extra).__name__}: give a torch.Tensor")
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
     may_write = in_place and not torch.compiler.is_compiling() and STATE.recomputation is None
