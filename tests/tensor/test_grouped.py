@@ -238,6 +238,27 @@ def test_operations(fmt: Format, shapes: Shapes) -> None:
     assert type(grouped.new_zeros(2, 3)) is torch.Tensor
 
 
+@over_formats()
+def test_taken_apart(fmt: Format) -> None:
+    """Along the first dimension into members, or into groups of some of them, over the same memory."""
+    shapes = GROUPS["equal"] * 2
+    grouped = filled(shapes, fmt.quantizer())
+    members = grouped.split_into_quantized_tensors()
+    for found in (grouped.unbind(), grouped.split_into_storages()):
+        for part, member in zip(found, members, strict=True):
+            assert_same_bytes(part, member)
+            assert {b.data_ptr() for _, b in part._buffers()} == {b.data_ptr() for _, b in member._buffers()}
+    first, last = grouped.chunk(2)
+    for part, expected in ((first, members[:2]), (last, members[2:]), (grouped[1:3], members[1:3])):
+        assert (type(part), part.shapes) == (GroupedTensor, shapes[:2])
+        for member, other in zip(part.unbind(), expected, strict=True):
+            assert_same_bytes(member, other)
+    zeros = grouped.new_zeros(2, *shapes[0])
+    zeros.copy_(last)
+    assert_same_bytes(zeros, last)
+    assert type(grouped[:0]) is type(filled(GROUPS["rows"], fmt.quantizer()).chunk(2)[0]) is torch.Tensor
+
+
 @pytest.mark.parametrize("kind", [None, "mxfp8"])
 def test_parameter(kind: str | None) -> None:
     quantizer = None if kind is None else FORMATS[kind].quantizer()
