@@ -177,6 +177,9 @@ class MXFP8Quantizer(Quantizer):
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype, "with_gemm_swizzled_scales": self.optimize_for_gemm}
 
+    def _layout(self) -> tuple[Any, ...]:
+        return (self.with_2d_quantization,)  # of 32x32 tiles one direction follows from the other
+
     def create_tensor_from_data(
         self,
         data: torch.Tensor,

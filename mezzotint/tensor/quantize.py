@@ -305,6 +305,13 @@ def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
                 f"dst has {kwarg}={getattr(dst, attribute)!r}, {type(quantizer).__name__} makes {values[kwarg]!r}: "
                 "quantize with the quantizer that dst was made with, or into a new tensor"
             )
+    if torch.compiler.is_compiling() or dst._quantizer is None:  # a graph does not know that of an alias
+        return
+    if dst._quantizer._layout() != quantizer._layout():
+        raise ValueError(
+            f"dst was made with {dst._quantizer!r}, whose bytes mean something else than those of {quantizer!r}: "
+            "quantize with the quantizer that dst was made with, or into a new tensor"
+        )
 
 
 def _update_buffers(

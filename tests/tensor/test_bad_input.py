@@ -139,6 +139,26 @@ def test_target_that_would_be_misread(target: str, source: str, named: str) -> N
     assert same_bytes(tensor, before)
 
 
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        ("mxfp8_2d", "mxfp8"),
+        ("nvfp4_2d", "nvfp4"),
+        ("nvfp4_rht", "nvfp4"),
+        ("nvfp4_rht", "nvfp4_rht_no_signs"),
+        ("hybrid", "hybrid_nvfp4_rht"),
+    ],
+)
+def test_target_of_another_layout(target: str, source: str) -> None:
+    """The same of what only the quantizer says: what would be derived or multiplied is something else."""
+    tensor, other = (FORMATS[name].quantize(sample((32, 64), seed=1)) for name in (target, source))
+    before = snapshot(tensor)
+    with pytest.raises(ValueError, match=r"dst was made with .* mean something else than those of .*: quantize with"):
+        FORMATS[source].make().update_quantized(sample((32, 64)), tensor)
+    assert same_bytes(tensor, before)
+    assert same_bytes(tensor.copy_(other), FORMATS[target].quantize(other.dequantize()))
+
+
 @over_formats()
 @pytest.mark.parametrize("flag", [True, 1.0, [0]])
 def test_noop_flag_is_no_tensor(fmt: Format, flag: Any) -> None:
