@@ -1,4 +1,9 @@
-"""FP8GlobalStateManager: upstream's name for questions about the one state behind `autocast`."""
+"""FP8GlobalStateManager: upstream's name for questions about the one state behind `autocast`.
+
+What serves upstream's global buffers is not here, since each module has its own state as buffers and asks `STATE` once:
+`add_fp8_tensors_to_global_buffer`, the keys of those buffers, `is_first_fp8_module`, and the three functions that copy
+state for recomputation (`mezzotint.checkpoint` does).
+"""
 
 from typing import Any
 
@@ -15,6 +20,7 @@ from mezzotint.quantization import (
     is_mxfp8_available,
     is_nvfp4_available,
     set_autocast_state,
+    update_pending,
 )
 from mezzotint.recipe import Recipe
 
@@ -86,6 +92,14 @@ class FP8GlobalStateManager:
         *outer, region = STATE.entered
         STATE.entered = tuple(outer)
         region.__exit__(None, None, None)
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Delayed scaling's new scales now, of the modules that wait for the end of the region, or of the backward."""
+        if forward:
+            update_pending(True)
+        else:
+            STATE.ending.end()
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:

@@ -47,6 +47,21 @@ def test_regions_by_hand_update_as_autocast_does() -> None:
         FP8GlobalStateManager.autocast_exit(True)
 
 
+def test_an_update_by_hand() -> None:
+    """It is the one at the end of the region: that has nothing left to do."""
+    module, twin = make("linear"), make("linear")
+    with mz.autocast(recipe=RECIPES["delayed"]):
+        twin(sample())
+    with mz.autocast(recipe=RECIPES["delayed"]):
+        module(sample())
+        assert not module.amax_history_fwd[1:].any()
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+        assert torch.equal(module.amax_history_fwd, twin.amax_history_fwd)
+    FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)  # nothing waits
+    assert torch.equal(module.amax_history_fwd, twin.amax_history_fwd)
+    assert torch.equal(module.scale_fwd, twin.scale_fwd)
+
+
 def test_reset() -> None:
     FP8GlobalStateManager.autocast_enter(True, fp8_recipe=RECIPES["mxfp8"])
     FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)

@@ -94,6 +94,11 @@ class Ending:
         if id(scale) in self.waiting:
             self._end(self.waiting[id(scale)][0])
 
+    def end(self) -> None:
+        """None waits any more, in whatever backward it is."""
+        for task in {task for task, _ in self.waiting.values()}:
+            self._end(task)
+
     @torch.no_grad()
     def _end(self, task: int) -> None:
         states = [state for of, state in self.waiting.values() if of == task]
