@@ -5,10 +5,10 @@
 
 What is written is `plain_state(model)`: parameters as they are, shards as DTensors; in the place of a quantized weight
 its buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, which hold at every world size the
-same bytes; delayed scaling's state under `…_extra_state`. Parts of weights (modules made with `tp_group`) are written
-where they lie in the whole (`parts.py`), and read by any number of processes that share them. With torch.save or
-safetensors: `full_state(model)` gathers shards, and `load_full_state` gives it back, to a model in shards or to a whole
-one.
+same bytes; delayed scaling's state under `…_extra_state`. Parts of weights (modules made with `tp_group`, and gated
+ones that a style has split) are written where they lie in the whole (`parts.py`), and read by any number of processes
+that share them; quantized ones where no block is cut. With torch.save or safetensors: `full_state(model)` gathers
+shards, and `load_full_state` gives it back, to a model in shards or to a whole one.
 
 A checkpoint is there when all of it is: DCP writes `.metadata` last.
 """

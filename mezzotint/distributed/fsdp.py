@@ -1,6 +1,6 @@
 """FSDP2: weights in high precision, gathered in low precision.
 
-    low_precision_gather(model, recipe)      # first
+    low_precision_gather(model, recipe)      # first; before or after parallelize_module with styles of ours
     for block in model.blocks:
         fully_shard(block)                   # torch's own
     fully_shard(model)

@@ -138,19 +138,22 @@ def has_halves(value: Any) -> bool:
 
 
 def whole_of(value: DTensor) -> torch.Tensor:
-    """As `full_tensor`, also of halves."""
-    if not has_halves(value) or value.device_mesh.ndim == 1:
+    """As `full_tensor`, also of halves: first the shards of this process's part, then the parts, of which each has its
+    own of each half."""
+    if not has_halves(value):
         return value.full_tensor()
-    # First the shards of this process's part, then the parts.
-    names: Any = value.device_mesh.mesh_dim_names
-    mesh, over = value.device_mesh[names[:-1]], value.device_mesh[names[-1]]
-    shape = torch.Size(_part_of_halves(value))
-    placements = [Replicate() if p.is_replicate() else Shard(p.dim) for p in value.placements[:-1]]  # type: ignore[attr-defined]
-    shards = DTensor.from_local(local_of(value), mesh, placements, run_check=False, shape=shape, stride=value.stride())
-    part = DTensor.from_local(
-        shards.full_tensor(), over, value.placements[-1:], run_check=False, shape=value.shape, stride=value.stride()
-    )
-    return part.full_tensor()
+    mesh, part = value.device_mesh, local_of(value)
+    if mesh.ndim > 1:
+        names: Any = mesh.mesh_dim_names
+        placements = [Replicate() if p.is_replicate() else Shard(p.dim) for p in value.placements[:-1]]  # type: ignore[attr-defined]
+        shape = torch.Size(_part_of_halves(value))
+        shards = DTensor.from_local(
+            part, mesh[names[:-1]], placements, run_check=False, shape=shape, stride=value.stride()
+        )
+        part, mesh = shards.full_tensor(), mesh[names[-1]]
+    parts = DTensor.from_local(part, mesh, [Shard(0)], run_check=False).full_tensor()
+    stride: int = value.placements[-1].split_factor  # type: ignore[attr-defined]
+    return parts.view(mesh.size(), stride, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
 
 
 def _held(parameter: Any) -> tuple[Sequence[int], Sequence[int]]:

@@ -3,11 +3,12 @@
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"blocks.*": TensorParallel(), "head": ColwiseParallel()})
 
-Parameters become DTensors, of which each process has its part: optimizers, `clip_grad_norm_`, checkpoints (DCP) and
-FSDP2 over another dimension of the mesh take them as they are. Modules compute what they compute when they are made
-with `tp_group`. What goes in and comes out are plain tensors: whole, or with `sequence_parallel` this process's part of
-the first dimension, where a weight split by column reads and one split by row writes; split features in between.
-Gradients of parameters that are whole everywhere are summed over the processes where each has a part of them.
+Parameters become DTensors, of which each process has its part: optimizers, `clip_grad_norm_`, checkpoints
+(`checkpoint.py`) and FSDP2 over another dimension of the mesh take them as they are. Modules compute what they compute
+when they are made with `tp_group`. What goes in and comes out are plain tensors: whole, or with `sequence_parallel`
+this process's part of the first dimension, where a weight split by column reads and one split by row writes; split
+features in between. Gradients of parameters that are whole everywhere are summed over the processes where each has a
+part of them.
 
 All processes must have the same weights before: those of the first are given to the others.
 """
@@ -85,11 +86,11 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
         made = distribute_tensor(value, mesh, [Replicate() if dim is None else Shard(dim)])
     else:
         # `stride` weights one below the other (a gated activation's), of each of which a process has its part.
-        _check_strided(mesh, stride)
         torch.distributed.broadcast(value, group=mesh.get_group(), group_src=0)
         rank, size = mesh.get_local_rank(), mesh.size()
         part = torch.cat([each.chunk(size, dim)[rank] for each in value.chunk(stride, dim)], dim)
-        made = _strided(part, mesh, dim, stride, value)
+        placements = [_StridedShard(dim, split_factor=stride)]
+        made = DTensor.from_local(part, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
     placed: torch.Tensor = made.detach()
     if isinstance(given, ShardedWeight):  # `low_precision_gather` was first
         placed = wrap(placed, given._recipe, given._gemm)
@@ -98,20 +99,3 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
         if not name.startswith("_"):
             setattr(fresh, name, attribute)
     return fresh
-
-
-def _strided(part: torch.Tensor, mesh: Any, dim: int, stride: int, whole: torch.Tensor) -> DTensor:
-    placements = [_StridedShard(dim, split_factor=stride)]
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-def _check_strided(mesh: Any, stride: int) -> None:
-    """On a few numbers: whether this torch puts such parts together again, which 2.11 does not."""
-    part, whole = (torch.zeros(stride * count, device=mesh.device_type) for count in (1, mesh.size()))
-    try:
-        _strided(part, mesh, 0, stride, whole).full_tensor()
-    except ValueError as error:
-        raise NotImplementedError(
-            f"torch {torch.__version__} cannot put the parts of a gated activation's weight together again ({error}): "
-            "use a later one, or make the module with tp_group and set_parallel_mode"
-        ) from None
