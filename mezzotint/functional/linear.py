@@ -87,6 +87,7 @@ class WeightGrad:
     store: Any = None  # takes the operands, for later
     parts: tuple[MainGrad, ...] = ()  # in the place of main_grad: the weight is in parts, one below the other
     is_slice: bool = False  # the weight is one group's of a parameter, which has one gradient
+    is_told: bool = False  # beside main_grad autograd gets zeros, so that hooks of the parameter run
 
 
 @dataclass(slots=True)
@@ -309,7 +310,7 @@ def _saved_input(b: LinearBwdArgs) -> Any:
 
 
 def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:
-    """dW, or None where it went elsewhere."""
+    """dW; None, or zeros, where it went elsewhere."""
     if wgrad.store is not None:
         wgrad.store.put(wgrad, dy, x, fast)
         return None
@@ -319,18 +320,22 @@ def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Ten
 def compute_weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:
     into = wgrad.main_grad
     if wgrad.parts:
-        _add_to_parts(wgrad.parts, dy, x, fast)
-        return None
-    if into is None:
+        into = _add_to_parts(wgrad.parts, dy, x, fast)
+    elif into is None:
         return multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=wgrad.dtype, fast=fast)
-    if wgrad.overwrites:
+    elif wgrad.overwrites:
         into.copy_(multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=into.dtype, fast=fast))
     else:
         multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=into.dtype, accumulate=into, fast=fast)
-    return None
+    return stand_in(wgrad, into)
 
 
-def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> None:
+def stand_in(wgrad: WeightGrad, added: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets of a gradient that was added elsewhere."""
+    return torch.zeros_like(added, dtype=wgrad.dtype) if wgrad.is_told else None
+
+
+def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> torch.Tensor:
     """One product, in FP32 as each part may have a dtype of its own; its rows go where they belong."""
     whole = multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=torch.float32, fast=fast)
     for part, rows in zip(parts, whole.split([part.rows for part in parts]), strict=True):
@@ -338,6 +343,7 @@ def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> N
             part.main_grad.copy_(rows)
         elif part.main_grad is not None:
             part.main_grad.add_(rows)
+    return whole
 
 
 def shaped(y: torch.Tensor, x: Any, parallel: Parallel | None = None) -> torch.Tensor:

@@ -289,6 +289,7 @@ class Layer(ParallelModule):
                 made.main_grad, made.overwrites = parts[0].main_grad, parts[0].overwrites
             else:
                 made.parts = parts
+            made.is_told = not self.wgrad_stores and self._weights[gemm].tell_added(self)
         if self.wgrad_stores and torch.compiler.is_compiling():
             raise RuntimeError(
                 "delay_wgrad_compute keeps tensors for a later call, which a graph cannot: use it in eager code, or "

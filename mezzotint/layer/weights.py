@@ -128,6 +128,10 @@ class Weights:
             raise RuntimeError("reset_parameters after parallelize_module: draw initial values first, then split them")
         for name in (*self.weight_names, *self.bias_names):
             parameter = getattr(module, name)
+            if self.is_quantized and hasattr(parameter, "to_local"):  # a new parameter, which FSDP2 would not know
+                raise RuntimeError(
+                    f"reset_parameters after fully_shard, and {name} is quantized: draw initial values first"
+                )
             if parameter.is_meta:
                 value = torch.empty_like(parameter, device=resolve_device(None))
                 setattr(module, name, nn.Parameter(value, parameter.requires_grad))
@@ -214,6 +218,16 @@ class Weights:
             into = into if into is None else self._own(name, into)
             found.append(MainGrad(rows, into, bool(getattr(weight, "overwrite_main_grad", False))))
         return tuple(found)
+
+    def tell_added(self, module: nn.Module) -> bool:
+        """Whether parameters want to be told that `main_grad` has their gradient: Megatron's data parallelism marks
+        them (`grad_added_to_main_grad`), and waits for each to get some `grad`, which it throws away."""
+        told = False
+        for name in self.weight_names if torch.is_grad_enabled() else ():
+            weight = getattr(module, name)
+            if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = told = True
+        return told
 
     def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
         """Give the weight's gradient to its parameter, or to its parts."""

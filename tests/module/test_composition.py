@@ -8,7 +8,21 @@ import torch
 import mezzotint as mz
 from mezzotint.functional.activation import ACTIVATION, ActivationFwdArgs
 from mezzotint.functional.autograd import apply
-from tests.recipes import GROUPS, IN, MODULES, OPTIONS, OUT, RECIPES, assert_equal, gradient, make, sample, splits, step
+from tests.recipes import (
+    GROUPS,
+    IN,
+    MODULES,
+    OPTIONS,
+    OUT,
+    RECIPES,
+    assert_equal,
+    gradient,
+    make,
+    run,
+    sample,
+    splits,
+    step,
+)
 
 over_recipes = pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "nvfp4"])
 # Stochastic rounding draws in order of the calls: a composition that calls in the same order draws the same.
@@ -171,6 +185,36 @@ def test_main_grad(name: str, recipe: str) -> None:
         if key in totals:
             assert totals[key].any() or key == "weight1", key  # the empty group
             assert torch.equal(parameter.main_grad, totals[key]), key
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", MODULES)
+def test_main_grad_with_hooks_that_wait(name: str, is_compiled: bool) -> None:
+    """As Megatron's data parallelism has it: marked parameters are told, and their hooks run, on zeros."""
+    module, plain = make(name, fuse_wgrad_accumulation=True), make(name, fuse_wgrad_accumulation=True)
+    ran: list[str] = []
+    for twin in (module, plain):
+        for key, parameter in twin.named_parameters():
+            if parameter.dim() == 2:
+                parameter.main_grad = torch.zeros(parameter.shape, dtype=torch.float32)
+                if twin is module:
+                    parameter.grad_added_to_main_grad = False
+                    parameter.register_post_accumulate_grad_hook(lambda _, key=key: ran.append(key))
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    with torch.no_grad():
+        run(module, sample(), None)
+    weights = [key for key, parameter in module.named_parameters() if parameter.dim() == 2]
+    assert not any(module.get_parameter(key).grad_added_to_main_grad for key in weights)
+    got = step(module, sample(), RECIPES["current"], call)
+    expected = step(plain, sample(), RECIPES["current"])
+    assert sorted(ran) == sorted(weights)
+    for key in weights:
+        parameter = module.get_parameter(key)
+        assert parameter.grad_added_to_main_grad
+        assert got[key].dtype == parameter.dtype
+        assert not got[key].any()
+        assert expected[key] is None
+        assert torch.equal(parameter.main_grad, plain.get_parameter(key).main_grad)
 
 
 @over_recipes
