@@ -76,6 +76,12 @@ def grouped_odds(rank: int) -> Result:
         torch.manual_seed(0)
         made.reset_parameters()
         found[f"meta {dim}"] = made.weight.full_tensor()
+    quantized = fully_shard(layer(4, RECIPES["mxfp8"]))
+    try:
+        quantized.reset_parameters()
+    except RuntimeError as error:
+        found["reset"] = str(error)
+    assert "draw initial values first" in found["reset"]
     for groups, dim in ((3, 0), (1, 0), (4, 1)):
         try:
             fully_shard(layer(groups, RECIPES["mxfp8"]), shard_placement_fn=lambda p, dim=dim: Shard(dim))
