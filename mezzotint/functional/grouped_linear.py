@@ -222,8 +222,8 @@ def compute_grouped_weight_gradients(
         into: list[Any] = [wgrads[i].main_grad for i in added]
         pair = [a[i] for i in added], [b[i] for i in added]
         grouped_gemm(*pair, out_dtype=into[0].dtype, accumulate=into, fast_accum=fast)
-        for i in added:
-            made[i] = stand_in(wgrads[i], wgrads[i].main_grad)
+        for i, main_grad in zip(added, into, strict=True):
+            made[i] = stand_in(wgrads[i], main_grad)
     rest = [i for i, wgrad in enumerate(wgrads) if wgrad.main_grad is None]
     if rest:
         pair = [a[i] for i in rest], [b[i] for i in rest]
