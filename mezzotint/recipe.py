@@ -528,8 +528,10 @@ def _check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:
 
 def _check_delayed(recipe: Any) -> None:
     """Options of delayed scaling: of the recipe, or of a request."""
-    if recipe.amax_history_len < 1:
-        raise ValueError(f"amax_history_len is {recipe.amax_history_len}: give 1 or more")
+    if not isinstance(recipe.amax_history_len, int) or recipe.amax_history_len < 1:
+        raise ValueError(f"amax_history_len is {recipe.amax_history_len!r}: give 1 or more")
+    if not isinstance(recipe.margin, int | float):
+        raise ValueError(f"margin is {recipe.margin!r}: give a number, 0 for none")
     if not callable(recipe.amax_compute_algo) and recipe.amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo is {recipe.amax_compute_algo!r}: give 'max', 'most_recent' or a function")
     if recipe.scaling_factor_compute_algo is not None and not callable(recipe.scaling_factor_compute_algo):

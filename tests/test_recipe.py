@@ -583,6 +583,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"amax_history_len is -1: give 1 or more",
     ),
+    "delayed-history-type": (
+        lambda: DelayedScaling(amax_history_len=16.0),
+        ValueError,
+        r"amax_history_len is 16.0: give 1 or more",
+    ),
+    "delayed-margin": (lambda: DelayedScaling(margin="1"), ValueError, r"margin is '1': give a number"),
     "amax-algo": (
         lambda: DelayedScaling(amax_compute_algo="mean"),
         ValueError,

@@ -1,5 +1,6 @@
 """Arguments of quantizers: each check names the argument, what it was, and what to do."""
 
+import math
 from typing import Any
 
 import torch
@@ -30,3 +31,10 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: give one of {', '.join(map(repr, choices))}")
     return value
+
+
+def check_epsilon(amax_epsilon: Any) -> float:
+    """What an amax is raised to: 0, for nothing, or more."""
+    if not isinstance(amax_epsilon, int | float) or not 0 <= amax_epsilon < math.inf:
+        raise ValueError(f"amax_epsilon is {amax_epsilon!r}: give 0 or a positive number")
+    return float(amax_epsilon)

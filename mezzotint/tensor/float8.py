@@ -17,7 +17,7 @@ from mezzotint.kernels.float8 import (
     float8_quantize_scaled_,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.checks import check_fp8_dtype, check_scale
+from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype, check_scale
 from mezzotint.tensor.directions import taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer, assemble
@@ -137,7 +137,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.with_amax_reduction = bool(with_amax_reduction)
         self.amax_reduction_group = amax_reduction_group  # refused by _value_key unless None
         self.force_pow_2_scales = bool(force_pow_2_scales)
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = check_epsilon(amax_epsilon)
 
     def _value_fields(self) -> dict[str, Any]:
         return {

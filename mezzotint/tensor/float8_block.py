@@ -14,7 +14,7 @@ from mezzotint.kernels.float8_block import (
     float8_block_quantize_,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.checks import check_choice, check_fp8_dtype
+from mezzotint.tensor.checks import check_choice, check_epsilon, check_fp8_dtype
 from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -134,7 +134,7 @@ class Float8BlockQuantizer(Quantizer):
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = check_fp8_dtype(fp8_dtype)
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = check_epsilon(amax_epsilon)
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.block_scaling_dim = check_choice("block_scaling_dim", block_scaling_dim, (1, 2))
         self.block_len = FP8_BLOCK

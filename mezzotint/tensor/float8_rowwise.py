@@ -14,7 +14,7 @@ from mezzotint.kernels.float8_rowwise import (
     float8_rowwise_quantize_,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.checks import check_fp8_dtype
+from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype
 from mezzotint.tensor.directions import TwoDirectionStorage, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -91,7 +91,7 @@ class Float8RowwiseQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = check_fp8_dtype(fp8_dtype)
         self.force_pow_2_scales = bool(force_pow_2_scales)
-        self.amax_epsilon = float(amax_epsilon)
+        self.amax_epsilon = check_epsilon(amax_epsilon)
 
     def _value_fields(self) -> dict[str, Any]:
         return {

@@ -215,7 +215,7 @@ class NVFP4Quantizer(Quantizer):
         self.stochastic_rounding = bool(stochastic_rounding)
         self.row_scaled_nvfp4 = bool(row_scaled_nvfp4)
         self.nvfp4_use_4over6 = bool(nvfp4_use_4over6)
-        self.nvfp4_e4m3_max = check_choice("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256))
+        self.nvfp4_e4m3_max = int(check_choice("nvfp4_e4m3_max", nvfp4_e4m3_max, (448, 256)))
         self.nvfp4_4over6_err_mode = check_choice("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
         self.with_random_sign_mask = bool(with_random_sign_mask)
         self._check_options()

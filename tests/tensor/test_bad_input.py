@@ -21,6 +21,13 @@ FP8_QUANTIZERS = [
 ]
 
 
+@pytest.mark.parametrize("eps", [-1e-3, float("nan"), float("inf"), "x", None])
+@pytest.mark.parametrize("make", [mz.Float8CurrentScalingQuantizer, mz.Float8RowwiseQuantizer, mz.Float8BlockQuantizer])
+def test_amax_epsilon(make: Any, eps: Any) -> None:
+    with pytest.raises(ValueError, match=rf"amax_epsilon is {eps!r}: give 0 or a positive number"):
+        make(E4M3, amax_epsilon=eps)
+
+
 # What is quantized
 
 
