@@ -71,9 +71,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         seen = seen | ~sees_any
     mask = seen
     if bias is not None:
-        # On a GPU cuDNN's kernel takes a bias of another dtype for one of the queries' and computes nonsense.
-        bias = bias.to(q.dtype) if q.is_cuda else bias
+        # On a GPU cuDNN's kernel takes a bias of another dtype for one of the queries' and computes nonsense. The CPU's
+        # takes FP32 beside that.
+        bias = bias.to(q.dtype) if q.is_cuda or bias.dtype != torch.float32 else bias
         mask = bias if seen is None else bias.masked_fill(~seen, -torch.inf)
+    if mask is not None and mask.dim() < 2:  # as it broadcasts, which the kernels do not see
+        mask = mask.expand(q.shape[2], k.shape[2])
     y = functional.scaled_dot_product_attention(q, k, v, mask, scores.dropout, False, scale=scores.scale)
     return y if sees_any is None else torch.where(sees_any, y, 0.0)
 

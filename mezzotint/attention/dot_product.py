@@ -296,6 +296,8 @@ class DotProductAttention(nn.Module):
                     f"{label} has shape {tuple(tensor.shape)}: {layout!r} needs {len(layout)} dimensions, the last two "
                     f"({heads}, {channels})"
                 )
+        if k.shape[:-1] != v.shape[:-1]:
+            raise ValueError(f"key_layer has shape {tuple(k.shape)}, value_layer {tuple(v.shape)}: give as many tokens")
         if q.dtype != k.dtype or k.dtype != v.dtype:
             raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
 

@@ -255,7 +255,8 @@ class InferenceParams:
             manager: Any = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
             self.cache_manager = manager(**options, device=self.device)
         self.sequences: OrderedDict[int, int] = OrderedDict()
-        self.batch_size, self.new_tokens = 0, ()
+        self.batch_size = 0
+        self.new_tokens: tuple[int, ...] = ()  # of each sequence of the batch
         self.owners: dict[int, int] = {}  # layer → which attention writes to it
         self.cu_seqlens_q = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
         self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
@@ -351,9 +352,9 @@ class InferenceParams:
         if not self.batch_size:
             raise ValueError("inference_params has no sequences: call its pre_step before each forward of the model")
         sizes = new_k.shape[1::-1] if qkv_format == "sbhd" else new_k.shape[:2]
-        told = (self.batch_size, max(self.new_tokens))
+        told = [self.batch_size, max(self.new_tokens)]
         if qkv_format == "thd":
-            sizes, told = sizes[:1], (sum(self.new_tokens),)
+            sizes, told = sizes[:1], [sum(self.new_tokens)]
         if any(size < count for size, count in zip(sizes, told, strict=True)):
             raise ValueError(
                 f"keys have shape {tuple(new_k.shape)} in {qkv_format!r}: inference_params.pre_step was told of "

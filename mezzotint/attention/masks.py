@@ -57,12 +57,18 @@ def resolve_rule(mask_type: str, window_size: Any, bottom_right_diagonal: bool |
     name = mask_type.replace(",", "_")
     name = "padding_causal" if name == "causal_padding" else name
     check_choice("attn_mask_type", name, MASK_TYPES)
-    left, right = (-1, -1) if window_size is None else window_size
+    left, right = window = (-1, -1) if window_size is None else _pair(window_size)
     if left < -1 or right < -1:
-        raise ValueError(f"window_size is {(left, right)}: give how far a query sees back and ahead, -1 for all")
+        raise ValueError(f"window_size is {window}: give how far a query sees back and ahead, -1 for all")
     if "causal" in name:
         return Rule("padding" in name, False, left, 0, name.endswith("bottom_right"))
     return Rule(name == "padding", name == "arbitrary", left, right, bottom_right_diagonal is not False)
+
+
+def _pair(window_size: Any) -> tuple[int, int]:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise ValueError(f"window_size is {window_size!r}: give a pair, how far a query sees back and ahead, or None")
+    return window_size[0], window_size[1]
 
 
 @dataclass(slots=True)
@@ -173,6 +179,11 @@ def tokens_of(
     if not rule.has_padding:
         return None, None
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
+        for name, x, cu in (("cu_seqlens_q", q, cu_seqlens_q), ("cu_seqlens_kv", k, cu_seqlens_kv)):
+            if tuple(cu.shape) != (x.shape[0] + 1,):
+                raise ValueError(
+                    f"{name} has shape {tuple(cu.shape)}: give [{x.shape[0] + 1}], one more than the batch"
+                )
         sides = ((q, cu_seqlens_q.diff()), (k, cu_seqlens_kv.diff()))
         q_tokens, k_tokens = (torch.arange(x.shape[1], device=x.device) < n[:, None] for x, n in sides)
         return q_tokens, k_tokens

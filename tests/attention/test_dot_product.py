@@ -292,6 +292,19 @@ def test_half_precision(dtype: torch.dtype, mask: str) -> None:
         torch.testing.assert_close(got.double(), attention(*parts, mask, **options)[0], rtol=0.02, atol=0.01)
 
 
+@pytest.mark.parametrize("of_bias", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_of_another_dtype(dtype: torch.dtype, of_bias: torch.dtype) -> None:
+    parts = [x.detach().transpose(0, 1).to(dtype) for x in heads(6, 6)]
+    bias = torch.tensor([0.0, -1.0, 0.5, 2.0, 0.0, 1.0])  # of each key; in any dtype the same
+    options: dict[str, Any] = {"core_attention_bias_type": "post_scale_bias", "attn_mask_type": "no_mask"}
+    got = module_of()(*parts, core_attention_bias=bias.to(of_bias), **options)
+    assert got.dtype == dtype
+    assert torch.equal(got, module_of()(*parts, core_attention_bias=bias.to(dtype).expand(6, 6), **options))
+    seen = module_of()(*parts, bias < 0.0, attn_mask_type="arbitrary")
+    assert torch.equal(seen, module_of()(*parts, (bias < 0.0).expand(6, 6), attn_mask_type="arbitrary"))
+
+
 def test_a_quantized_input_is_dequantized() -> None:
     parts = [x.detach().transpose(0, 1).contiguous() for x in heads(6, 6)]
     quantizer = mz.Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3, torch.device("cpu"))
@@ -306,7 +319,13 @@ def test_bad_input() -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "attn_mask_type is 'casual'", {"attn_mask_type": "casual"}),
         (ValueError, "window_size is \\(-2, 0\\)", {"window_size": (-2, 0)}),
+        (ValueError, "window_size is 3: give a pair", {"window_size": 3}),
         (ValueError, "qkv_format is 'hsbd'", {"qkv_format": "hsbd"}),
+        (
+            ValueError,
+            "cu_seqlens_kv has shape \\(2,\\): give \\[3\\]",
+            {"attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": cu[:2]},
+        ),
         (ValueError, "needs attention_mask", {"attn_mask_type": "padding"}),
         (
             ValueError,
@@ -331,6 +350,8 @@ def test_bad_input() -> None:
         module(parts[0][..., :4], *parts[1:])
     with pytest.raises(ValueError, match="key_layer has shape"):
         module(parts[0], parts[1][..., :2, :], parts[2])
+    with pytest.raises(ValueError, match="give as many tokens"):
+        module(parts[0], parts[1][:3], parts[2])
     with pytest.raises(ValueError, match="give one dtype"):
         module(parts[0], parts[1].half(), parts[2])
     flat = [x.flatten(0, 1) for x in parts]
