@@ -41,6 +41,8 @@ class Mixture(torch.nn.Module):
         return mz.moe_unpermute(back, row_id_map, probs), balance
 
 
+if "LOCAL_RANK" not in os.environ:
+    raise SystemExit("start it over processes: torchrun --nproc-per-node 2 examples/expert_parallel.py")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)

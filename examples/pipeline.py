@@ -37,6 +37,8 @@ def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y.float() - target).square().mean()
 
 
+if "LOCAL_RANK" not in os.environ:
+    raise SystemExit("start it over processes: torchrun --nproc-per-node 2 examples/pipeline.py")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)  # which the modules are made on

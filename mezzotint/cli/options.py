@@ -38,10 +38,14 @@ def check(config: Any) -> None:
             raise CommandError(f"{flag(entry.name)} is {value}: give {least} or more")
 
 
-def takes(*configs: type, without: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def takes(
+    *configs: type, without: tuple[str, ...] = (), changing: type | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The command's parameter `given` becomes an option for each field. What was left out is not in it, so that a
-    command can tell a default from a choice."""
+    command can tell a default from a choice. Fields of `changing` change one that the command has from elsewhere: their
+    defaults are not shown."""
     options = {entry.name: entry for config in configs for entry in fields(config) if entry.name not in without}
+    silent = set() if changing is None else {entry.name for entry in fields(changing)}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command)
@@ -52,7 +56,7 @@ def takes(*configs: type, without: tuple[str, ...] = ()) -> Callable[[Callable[.
             return command(**values, given={name: value for name, value in found.items() if value is not None})
 
         parameters = [parameter for name, parameter in own.parameters.items() if name != "given"]
-        parameters += [_parameter(entry) for entry in options.values()]
+        parameters += [_parameter(entry, shows=name not in silent) for name, entry in options.items()]
         run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -60,11 +64,11 @@ def takes(*configs: type, without: tuple[str, ...] = ()) -> Callable[[Callable[.
     return decorate
 
 
-def _parameter(entry: Field) -> inspect.Parameter:
+def _parameter(entry: Field, *, shows: bool) -> inspect.Parameter:
     default = entry.default
     if isinstance(default, bool):
         default = flag(entry.name if default else f"no-{entry.name}")
-    shown = "" if default is None else f" ({default})"
+    shown = f" ({default})" if shows and default is not None else ""
     kind: Any = entry.type
     return inspect.Parameter(
         entry.name,

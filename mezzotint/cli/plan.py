@@ -20,7 +20,7 @@ from mezzotint.cli.settings import TrainConfig, make_config
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@takes(ModelConfig, Layout)
+@takes(ModelConfig, Layout, changing=ModelConfig)
 def plan(
     model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],
     *,
