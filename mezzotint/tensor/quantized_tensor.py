@@ -355,7 +355,7 @@ def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
 @_handles(aten.copy_.default)
 def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(dst, QuantizedTensor):
-        return func(dst, src._dequantize(dst.dtype).view(src.shape), non_blocking)
+        return func(dst, _in_dtype(src, dst.dtype), non_blocking)
     if type(dst) is type(src) and dst.shape == src.shape and dst.has_form_of(src):
         dst.copy_from_storage(src)
         return dst
@@ -370,7 +370,7 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 @_handles(aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if dtype is not None and dtype != tensor.dtype:
-        return NotImplemented
+        return func(_in_dtype(tensor, dtype), dtype=dtype, device=device, **options)
     options.pop("memory_format", None)
     device = tensor.device if device is None else device
     moved = {
@@ -378,6 +378,11 @@ def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: A
         for name, kwarg in tensor._FLATTEN_TENSOR_BUFFERS
     }
     return _with_attributes(tensor._rebuild(**moved), tensor)
+
+
+def _in_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values, rounded once to another high precision; in the nominal one where `dtype` is none."""
+    return tensor._dequantize(dtype if dtype in HIGH_PRECISION else tensor.dtype).view(tensor.shape)
 
 
 def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> QuantizedTensor:

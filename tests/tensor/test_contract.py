@@ -532,6 +532,10 @@ def test_conversion_to_a_dtype_dequantizes(fmt: Format) -> None:
             assert torch.equal(tensor.to(dtype=dtype), tensor.dequantize().to(dtype))
     assert tensor.to(torch.float32) is tensor
     assert tensor.to("meta", torch.bfloat16).dtype == torch.bfloat16
+    narrow = fmt.quantize(100 * sample((32, 64), torch.bfloat16))
+    for dtype, expected in ((torch.float32, narrow.float()), (torch.int32, narrow.dequantize().to(torch.int32))):
+        assert torch.equal(narrow.to(dtype), expected)
+        assert torch.equal(torch.empty(32, 64, dtype=dtype).copy_(narrow), expected)
 
 
 @over_formats()
