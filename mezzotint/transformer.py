@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from mezzotint.attention.kv_cache import InferenceParams
-from mezzotint.attention.masks import check_choice
+from mezzotint.attention.masks import check_choice, check_probability
 from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
@@ -39,6 +39,8 @@ class DropPath(nn.Module):
 
     def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
+        if not 0.0 <= drop_prob < 1.0:  # what is left is divided by the rest
+            raise ValueError(f"drop_path_rate is {drop_prob}: give a probability less than 1")
         self.drop_prob = drop_prob
 
     def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
@@ -113,6 +115,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("layer_type", layer_type, ("encoder", "decoder"))
+        check_probability("hidden_dropout", hidden_dropout)
         # The other ub_ arguments say how to overlap, this one whether to.
         check_parallel(None, ub_tp_comm_overlap=ub_tp_comm_overlap)
         if parallel_attention_mlp and (
@@ -203,7 +206,7 @@ class TransformerLayer(nn.Module):
             name=self._part("layernorm_mlp"),
             **common,
         )
-        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate != 0.0 else None
         if output_layernorm:
             made = RMSNorm if check_normalization(normalization) else LayerNorm
             self.layernorm = made(

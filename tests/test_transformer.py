@@ -447,6 +447,8 @@ def test_torch_autocast_and_other_dtypes() -> None:
 def test_bad_input() -> None:
     wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "layer_type is 'both'", {"layer_type": "both"}),
+        (ValueError, "drop_path_rate is 1.0", {"drop_path_rate": 1.0}),
+        (ValueError, "drop_path_rate is -0.1", {"drop_path_rate": -0.1}),
         (ValueError, "parallel_attention_mlp goes with", {"parallel_attention_mlp": True, "output_layernorm": True}),
         (ValueError, "parallel_attention_mlp goes with", {"parallel_attention_mlp": True, "layer_type": "decoder"}),
         (ValueError, "fuse_qkv_params=True", {"fuse_wgrad_accumulation": True}),

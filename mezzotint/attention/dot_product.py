@@ -24,6 +24,7 @@ from mezzotint.attention.masks import (
     batch_sides,
     cached_side,
     check_choice,
+    check_probability,
     checked_mask,
     packed_side,
     packed_sides,
@@ -84,6 +85,7 @@ class DotProductAttention(nn.Module):
         check_choice("qkv_format", qkv_format, FORMATS)
         check_choice("attention_type", attention_type, ("self", "cross"))
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
+        check_probability("attention_dropout", attention_dropout)
         if num_attention_heads % groups:
             raise ValueError(f"num_gqa_groups is {groups}: give a divisor of num_attention_heads={num_attention_heads}")
         resolve_rule(attn_mask_type, window_size, bottom_right_diagonal)

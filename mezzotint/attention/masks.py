@@ -34,6 +34,11 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}: give one of {', '.join(choices)}")
 
 
+def check_probability(name: str, value: Any) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}: give a probability")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A mask type, a window and a diagonal, resolved."""

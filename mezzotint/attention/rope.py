@@ -84,6 +84,8 @@ def apply_rotary_pos_emb(
     There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
     """
     check_choice("tensor_format", tensor_format, FORMATS)
+    if t.dim() != len(tensor_format):
+        raise ValueError(f"t has shape {tuple(t.shape)}: {tensor_format!r} needs {len(tensor_format)} dimensions")
     angles = _cos_sin(t, freqs, t.shape[-1], tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
     return _turn(t, angles, interleaved)
 

@@ -13,7 +13,10 @@ Group = OperationFuser | nn.Module
 
 
 class Sequential(nn.Module):
-    """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names."""
+    """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names.
+
+    A run of operations is one step: hooks of an operation in it are not called; those of this and of others are.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__()

@@ -371,6 +371,7 @@ def test_bad_options() -> None:
         ("attention_type is 'own'", {"attention_type": "own"}),
         ("attn_mask_type is 'none'", {"attn_mask_type": "none"}),
         ("qkv_format is 'hd'", {"qkv_format": "hd"}),
+        ("attention_dropout is -1.0", {"attention_dropout": -1.0}),
     ]
     for message, options in wrong:
         with pytest.raises(ValueError, match=message):

@@ -147,6 +147,8 @@ def test_bad_input() -> None:
         ("freqs has 4 positions, t 6", {}),
         ("freqs has 16 channels", {"freqs": angles(16)}),
         ("needs cu_seqlens", {"tensor_format": "thd", "t": x[0]}),
+        ("'sbhd' needs 4 dimensions", {"t": x[0]}),
+        ("'thd' needs 3 dimensions", {"tensor_format": "thd"}),
         ("start_positions with cp_size=2", {"cp_size": 2, "start_positions": torch.zeros(2)}),
     ]
     for message, options in wrong:
