@@ -94,6 +94,14 @@ def test_views(name: str, view: str) -> None:
         assert_same(variant, x.cpu(), x, variant.usages()[-1], view)
 
 
+def test_one_program_sees_all_of_a_copy() -> None:
+    """Row-wise alone is flat where x is contiguous, or becomes so, and else goes by tiles, which hold more."""
+    variant = variants_of("float8")[0]
+    for shape, view in product(((64, 128), (8, 8, 128), (64, 64)), VIEWS):
+        x = as_view(fill(shape, torch.bfloat16, "normal", 8).cuda(), view)
+        assert_same(variant, x.cpu(), x, (True, False), view)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_noop(name: str) -> None:
     """1: nothing is written. Anything else: every byte is."""
