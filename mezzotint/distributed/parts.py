@@ -109,7 +109,7 @@ def find_split(model: nn.Module) -> dict[str, Place]:
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, how in split.items():
-            group: Any = module._sharing_group()
+            group: Any = module.tp_group
             name = f"{path}.{own}" if path else own
             parameter, of = getattr(module, own), (world_size(group), rank_in(group))
             found[name] = _place_of_part(name, parameter.shape, _held(parameter), of, *how)
@@ -197,8 +197,8 @@ def _place_of_part(
     count, rank = of
     first, last, rest = held[1][0], held[1][0] + held[0][0], held[1][1:]
     whole = tuple(size * count if number == dim else size for number, size in enumerate(part))
-    if dim == 1:
-        place = (first, rank * part[1] + rest[0], *rest[1:])
+    if dim:
+        place = tuple(at + rank * part[dim] if number == dim else at for number, at in enumerate(held[1]))
         return Place(name, whole, (Piece(0, last - first, place),) if last > first else ())
     rows = part[0] // stride
     pieces = []

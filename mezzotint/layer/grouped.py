@@ -154,6 +154,12 @@ class GroupedLayer(Layer):
         for parameter, gradient in zip(self._group_parameters()[0], gradients, strict=True):
             accumulate(parameter, gradient)  # the one store has those of all
 
+    def _split_parameters(self) -> dict[str, tuple[int, int]]:
+        behind = {"weight": 1, "bias": 1}  # the dimension of groups
+        return {
+            name: (dim + behind.get(name, 0), stride) for name, (dim, stride) in super()._split_parameters().items()
+        }
+
     def _gathered_weights(self) -> dict[str, int]:
         return {} if self._weight_names == ("weight",) else super()._gathered_weights()
 

@@ -71,7 +71,7 @@ class ParallelModule(StatefulModule):
         """Own parameters that are this process's parts, and no DTensors that say so themselves: along which dimension,
         and of how many weights one below the other."""
         found: dict[str, tuple[int, int]] = {}
-        weights: Any = self._weights if self._modes else ()
+        weights: Any = self._weights if self.tp_size > 1 else ()
         for each in weights:
             if each.mode is not None and not each.is_placed:
                 names = each.weight_names if each.mode == "row" else (*each.weight_names, *each.bias_names)

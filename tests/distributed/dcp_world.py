@@ -109,8 +109,35 @@ def plain(rank: int) -> Result:
     return found
 
 
+class Experts(nn.Module):
+    """x and what two experts make of half of its rows each; a weight for each, and one for both. GroupedLinear leaves
+    sums over processes to others, and maxima of delayed scaling to `amax_reduction_group`: there is none here."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.fc1 = mz.GroupedLinear(2, 64, 128, bias=False, parallel_mode="column", **options)
+        self.fc2 = mz.GroupedLinear(2, 128, 64, bias=False, parallel_mode="row", **options)
+        one = options | {"single_grouped_weight": True}
+        self.fc3 = mz.GroupedLinear(2, 64, 128, bias=False, parallel_mode="column", **one)
+        self.fc4 = mz.GroupedLinear(2, 128, 64, bias=False, parallel_mode="row", **one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[0] // 2
+        for first, second in ((self.fc1, self.fc2), (self.fc3, self.fc4)):
+            y = x.detach()
+            with mz.autocast(recipe=RECIPES["current"]):
+                for layer in (first, second):
+                    y = layer(y, [half, x.shape[0] - half])
+            total = y.detach().clone()
+            if first.tp_group is not None:
+                dist.all_reduce(total, group=first.tp_group)
+            x = x + y + (total - y).detach()
+        return x
+
+
 def split_model(tp_group: Any = None, **options: Any) -> nn.Sequential:
-    """Split by column, by row, halves of a gated activation, operations; with `tp_group` this process's parts."""
+    """Split by column, by row, halves of a gated activation, operations, experts; with `tp_group` this process's
+    parts."""
     torch.manual_seed(0)
     options = {"device": "cpu", "params_dtype": torch.float32, "tp_group": tp_group, **options}
     made = {"device": "cpu", "dtype": torch.float32, "tensor_parallel_group": tp_group}
@@ -122,6 +149,7 @@ def split_model(tp_group: Any = None, **options: Any) -> nn.Sequential:
             mz.ops.Linear(64, 64, tensor_parallel_mode="column", **made),
             mz.ops.Linear(64, 64, tensor_parallel_mode="row", **made),
         ),
+        Experts(**options),
     )
 
 
