@@ -18,6 +18,7 @@ def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
         return timed(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(overhead, "_step", watched)
+    monkeypatch.setattr(overhead, "BLOCK", 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     path = tmp_path / "out.json"
     arguments = ["--device", "cpu", "--features", "32", "--tokens", "32", "--repeat", "1", "--one-thread"]

@@ -163,7 +163,7 @@ def test_hadamard_flags_are_different_flags() -> None:
 
 
 def test_floats_survive_the_graph_exactly() -> None:
-    for epsilon in (0.1, 1e-300, 2.0**-149, float("inf")):
+    for epsilon in (0.1, 1e-300, 2.0**-149, 1.7976931348623157e308):
         quantizer = mz.Float8BlockQuantizer(E4M3, amax_epsilon=epsilon)
         assert rebuilt(quantizer).amax_epsilon == epsilon
         assert rebuilt(quantizer) == quantizer
