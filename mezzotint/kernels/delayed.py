@@ -88,3 +88,10 @@ delayed_step_ = leaf(
     cpu=delayed_step_reference,
     cuda="delayed:step",
 )
+
+# A copy that stays one: for a `clone` a compiler may keep the original, and copy it in backward, when it has changed.
+delayed_snapshot = leaf(
+    "delayed_snapshot(Tensor scale) -> Tensor",
+    fake=torch.empty_like,
+    cpu=torch.clone,
+)

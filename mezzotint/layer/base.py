@@ -15,6 +15,8 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.delayed import delayed_snapshot
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
@@ -188,7 +190,7 @@ class Layer(ParallelModule):
         groups = reduction_groups(request, self._sharing_group())
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
-        call.scales = self.scale_fwd.clone() if self._requantizes() else self.scale_fwd
+        call.scales = run_op(delayed_snapshot, self.scale_fwd) if self._requantizes() else self.scale_fwd
         if recomputation is not None and recomputation.is_second:
             # The scales of the first run, whose maxima have been entered.
             call.scales, call.weight_scales, is_first = recomputation.next_scales()
