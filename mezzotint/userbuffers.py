@@ -2,7 +2,7 @@
 
 What they are for, communication that overlaps with products, PyTorch does: functional collectives, which
 `mezzotint.distributed.collectives` starts before and waits for after what is computed in between, and symmetric memory,
-which `torch.compile` puts under them (`torch._inductor.config._micro_pipeline_tp`).
+which `torch.compile` is made to put under them (`torch._inductor.config._micro_pipeline_tp`; not tried with ours).
 """
 
 from enum import Enum

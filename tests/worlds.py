@@ -64,3 +64,11 @@ def results(world: World, check: str) -> list[Any]:
         made = found.get(check, "another check failed before")
         assert not isinstance(made, str), f"rank {rank}: {made}"
     return [found[check] for found in world]
+
+
+def attempt(found: Result, name: str, function: Callable[[], Any]) -> None:
+    """Under that name, what it is refused with."""
+    try:
+        function()
+    except (TypeError, ValueError) as error:
+        found[name] = f"{type(error).__name__}: {error}"

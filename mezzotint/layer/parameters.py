@@ -56,7 +56,7 @@ def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
         if value:
             raise NotImplementedError(
                 f"{name}={value!r}: there are no CUDA userbuffers here; leave it off. Collectives of modules are "
-                "functional ones, which torch.compile overlaps (torch._inductor.config._micro_pipeline_tp)"
+                "PyTorch's functional ones, of which torch.compile sees all (mezzotint/userbuffers.py)"
             )
 
 

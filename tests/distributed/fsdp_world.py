@@ -17,7 +17,7 @@ from mezzotint.distributed.checkpoint import full_state, load_full_state
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
 from tests.distributed.sharded import Steps, batch, loss_of, model, optimizer, sent, sharded, train, width_of
 from tests.recipes import RECIPES, VARIANTS
-from tests.worlds import Result
+from tests.worlds import Result, attempt
 
 ALL = {**RECIPES, "mxfp8 2d": mz.recipe.MXFP8BlockScaling(enable_2d_quantization=True), **VARIANTS}
 LONG = 50
@@ -313,22 +313,15 @@ def wrong_use(rank: int) -> Result:
     """Errors, on every rank."""
     recipe = RECIPES["current"]
     found: Result = {}
-
-    def attempt(name: str, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except (TypeError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    attempt("no model", lambda: low_precision_gather("model", recipe))  # type: ignore[arg-type]
-    attempt("no recipe", lambda: low_precision_gather(model()))
-    attempt("override", lambda: low_precision_gather(model(), VARIANTS["current-high_precision"]))
-    attempt("twice", lambda: low_precision_gather(low_precision_gather(model(), recipe), recipe))
-    attempt("sharded", lambda: low_precision_gather(sharded(model()), recipe))
+    attempt(found, "no model", lambda: low_precision_gather("model", recipe))  # type: ignore[arg-type]
+    attempt(found, "no recipe", lambda: low_precision_gather(model()))
+    attempt(found, "override", lambda: low_precision_gather(model(), VARIANTS["current-high_precision"]))
+    attempt(found, "twice", lambda: low_precision_gather(low_precision_gather(model(), recipe), recipe))
+    attempt(found, "sharded", lambda: low_precision_gather(sharded(model()), recipe))
     uneven = fully_shard(ways_of_uneven(recipe))
-    attempt("uneven", lambda: uneven(batch(0, 64)))
+    attempt(found, "uneven", lambda: uneven(batch(0, 64)))
     fused = fully_shard(mz.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu", params_dtype=torch.bfloat16))
-    attempt("main_grad", lambda: fused(batch(0, 64)))
+    attempt(found, "main_grad", lambda: fused(batch(0, 64)))
     found["kept"] = type(ShardedWeight(torch.ones(2, 2), recipe, 0) * 2).__name__
     dist.barrier()
     return found

@@ -22,7 +22,7 @@ from mezzotint.distributed.styles import ColwiseParallel, RowwiseParallel, Tenso
 from tests.distributed.dcp_world import folder, learnt
 from tests.distributed.sharded import batch, loss_of, sent, sharded, spread_out
 from tests.recipes import RECIPES
-from tests.worlds import Result
+from tests.worlds import Result, attempt
 
 # Recipes, and how a model comes onto the mesh: made in parts or split by styles, gathered in low precision or not,
 # which may be asked for before the split, too.
@@ -219,22 +219,17 @@ def adam(made: nn.Module) -> torch.optim.Optimizer:
 def mesh_wrong(rank: int) -> Result:
     over, recipe = mesh(), RECIPES["current"]
     found: Result = {}
-
-    def attempt(name: str, function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except (TypeError, ValueError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
     columns = sharded(
         low_precision_gather(styled(make(), over), recipe),
         mesh=over["dp"],
         shard_placement_fn=lambda p: Shard(p.dim() - 1),
     )
-    attempt("columns", lambda: columns(batch(0, 64).float()))
-    attempt("sharded", lambda: low_precision_gather(ways(over, recipe, 64)["styles"](), recipe))
-    attempt("twice", lambda: low_precision_gather(low_precision_gather(styled(make(), over), recipe), recipe))
-    attempt("twice before", lambda: low_precision_gather(styled(low_precision_gather(make(), recipe), over), recipe))
+    attempt(found, "columns", lambda: columns(batch(0, 64).float()))
+    attempt(found, "sharded", lambda: low_precision_gather(ways(over, recipe, 64)["styles"](), recipe))
+    attempt(found, "twice", lambda: low_precision_gather(low_precision_gather(styled(make(), over), recipe), recipe))
+    attempt(
+        found, "twice before", lambda: low_precision_gather(styled(low_precision_gather(make(), recipe), over), recipe)
+    )
     return found
 
 
