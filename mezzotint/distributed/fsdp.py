@@ -25,9 +25,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.quantize import largest_amaxes, quantize_storage, split_amaxes, whole_amaxes
-from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.sharding import directions, extract, gathered, in_backward, largest
+from mezzotint.tensor.quantize import quantize_storage
+from mezzotint.tensor.sharding import (
+    Split,
+    directions,
+    extract,
+    gathered,
+    groups_of,
+    in_backward,
+    largest,
+    shared_amaxes,
+)
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -121,17 +129,20 @@ class ShardedWeight(torch.Tensor):
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
-        live, over, parallel = quantizer, mesh.get_group(), module._parallel(self._gemm)
+        # Rows over the mesh; the part that they are of, over the processes that share the weight.
+        live, splits, parallel = quantizer, [Split(0, mesh.get_group())], module._parallel(self._gemm)
+        if parallel is not None:
+            splits.append(Split(parallel.split_of("weight"), parallel.group))
         if is_backward and self._used is not None:
             quantizer, amaxes = self._used
         else:
-            amaxes = _whole_amaxes(shard, quantizer, over, parallel)
+            amaxes = shared_amaxes(shard, quantizer, splits)
             if self._used is not None and module._weight_scales is not None:
                 quantizer = self._used[0]  # the next micro-batch: by the scale of the first
             self._used = quantizer.frozen(), amaxes
         storage = quantize_storage(shard, quantizer, **amaxes)
         if not is_backward:
-            live.share_amax(lambda amax: largest(amax, [over] if parallel is None else [over, parallel.group]))
+            live.share_amax(lambda amax: largest(amax, groups_of(splits)))
         buffers, sent = extract(storage, *which, count)
         return tuple(buffers), (outer_size, quantizer, sent)
 
@@ -143,18 +154,6 @@ class ShardedWeight(torch.Tensor):
         if metadata is not None:
             return gathered(all_gather_outputs, metadata, param_dtype, out)
         return None if out is not None else (all_gather_outputs[0], ())
-
-
-def _whole_amaxes(shard: torch.Tensor, quantizer: Quantizer, over: Any, parallel: Any) -> dict[str, torch.Tensor]:
-    """What the quantization of a shard of rows must be given of the whole weight, of which the processes of `over` have
-    a part, and those of `parallel` the others."""
-    found = whole_amaxes(shard, quantizer, 0, lambda amax: largest(amax, [over]))
-    if parallel is None:
-        return found
-    # A split by columns leaves the maxima of columns as they are, and makes others of those of rows.
-    cut = split_amaxes(shard, quantizer, parallel.split_of("weight"))
-    cut = {name: found.get(name, amax) for name, amax in cut.items()}
-    return {**found, **largest_amaxes(cut, lambda amax: largest(amax, [parallel.group]))}
 
 
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool = False) -> nn.Module:

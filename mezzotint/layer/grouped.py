@@ -22,6 +22,7 @@ from mezzotint.layer.weights import Weights, accumulate
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.tensor.grouped import GroupedTensor
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.sharding import Split
 
 
 class GroupWeights(Weights):
@@ -97,6 +98,10 @@ class GroupWeights(Weights):
             parameter = replace_parameter(module, name, made.quantize_(value))
             if self.preserves:
                 high_precision_init(parameter, value)
+
+    def splits(self, module: Any) -> tuple[Split, ...]:
+        """One weight of all groups has scales of this process's parts."""
+        return () if self.stacks["weight"] else super().splits(module)
 
     def _check_quantizers(self, module: Any) -> None:
         assert self.init_recipe is not None

@@ -12,6 +12,7 @@ from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
 from mezzotint.quantization import STATE
+from mezzotint.tensor.sharding import Split
 
 
 class ParallelModule(StatefulModule):
@@ -36,6 +37,27 @@ class ParallelModule(StatefulModule):
         """The group of processes that share the weights: as many as the module was made for."""
         check_group(tp_group, self.tp_size)
         self.tp_group, self._agreed = tp_group, None
+        self._share_weights()
+
+    def _share_weights(self) -> None:
+        """Weights that are kept quantized have the scales of the whole. A collective where one does not know yet that
+        it is a part: all processes of the group must call it."""
+        weights: Any = self._weights
+        for each in weights:
+            each.share(self)
+
+    def _splits_of(self, shard: torch.Tensor) -> tuple[Split, ...]:
+        """How the weight is cut that FSDP2 gathers from this shard and others."""
+        weights: Any = self._weights
+        for each in weights:
+            for name in each.weight_names:
+                if getattr(self._parameters[name], "_local_tensor", None) is shard:
+                    return each.splits(self)
+        return ()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._share_weights()
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         """Split the weights of a module that has them whole. `modes`: of each GEMM. `place(parameter, dim, stride)`:

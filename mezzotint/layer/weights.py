@@ -20,6 +20,8 @@ from mezzotint.layer.parameters import (
     split_names,
 )
 from mezzotint.quantization import STATE
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.sharding import Split, quantize_part, share
 
 
 def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
@@ -185,9 +187,25 @@ class Weights:
         self._draw(value, module, init)
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
-        parameter = replace_parameter(module, name, quantizer.quantize(value))
+        parameter = replace_parameter(module, name, quantize_part(value, quantizer, self.splits(module)))
         if self.preserves:
             high_precision_init(parameter, value)
+
+    def splits(self, module: Any) -> tuple[Split, ...]:
+        """How the weight is cut, which a quantized one must know; nothing before there is a group."""
+        if self.mode is None or self.tp_size == 1 or module.tp_group is None:
+            return ()
+        return (Split(0 if self.mode == "column" else 1, module.tp_group),)
+
+    def share(self, module: Any) -> None:
+        """Quantized weights that do not know how they are cut: from another group, or a state dict. A collective. What
+        FSDP2 has sharded is told when it is gathered."""
+        splits = self.splits(module)
+        for name in self.weight_names if self.is_quantized else ():
+            weight = getattr(module, name)
+            if isinstance(weight, QuantizedTensor) and not weight.is_meta and weight._splits != splits:
+                with torch.no_grad():
+                    share(weight, splits)
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""

@@ -21,7 +21,7 @@ from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype, check_scale
 from mezzotint.tensor.directions import taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer, assemble
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -95,6 +95,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
         first = self._logical_shape()[0]
         return {"_data": (0, first, 1), "_transpose": (1, first, 1)}
+
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]]:
+        return {"_data": ((0, 1), (1, 1)), "_transpose": ((1, 1), (0, 1)), "_scale_inv": (None, None)}
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         return None if self._data is None else {"data": taken(self._data, index), "data_transpose": None}

@@ -18,7 +18,7 @@ from mezzotint.tensor.checks import check_choice, check_epsilon, check_fp8_dtype
 from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
@@ -90,7 +90,7 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
             "_columnwise_scale_inv": (1, blocks, 4) if self._is_2D_scaled else (0, blocks, 1),
         }
 
-    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]]:
         block, is_tiled = FP8_BLOCK, self._is_2D_scaled
         return {
             "_rowwise_data": ((0, 1), (1, 1)),

@@ -18,7 +18,7 @@ from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype
 from mezzotint.tensor.directions import TwoDirectionStorage, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8RowwiseTensorStorage(TwoDirectionStorage):
@@ -54,6 +54,14 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
             "_rowwise_data": (0, shape[0], 1),
             "_rowwise_scale_inv": (0, rows, 1),
             "_columnwise_data": (1, shape[0], 1),
+        }
+
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]]:
+        return {
+            "_rowwise_data": ((0, 1), (1, 1)),
+            "_rowwise_scale_inv": ((0, 1), None),
+            "_columnwise_data": ((1, 1), (0, 1)),
+            "_columnwise_scale_inv": (None, (0, 1)),
         }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:

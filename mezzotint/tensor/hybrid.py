@@ -10,7 +10,7 @@ from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_choice
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer, assemble
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 _SLOTS = 6  # the most buffers that one storage declares
 _ROW = tuple(f"_rowwise_{i}" for i in range(_SLOTS))
@@ -90,14 +90,22 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return slots
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
-        along: dict[str, tuple[int, int, int]] = {}
+        return self._by_slot(lambda part: part._along_rows()) or {}
+
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
+        return self._by_slot(lambda part: part._along_matrix())
+
+    def _by_slot(self, asked: Callable[[QuantizedTensorStorage], dict[str, Any] | None]) -> dict[str, Any] | None:
+        """What each direction says of its buffers; None where one has nothing to say."""
+        found: dict[str, Any] = {}
         for columnwise, slots in ((False, _ROW), (True, _COLUMN)):
             if self._holds(slots):
-                part = self._part(columnwise)
-                each = part._along_rows()
+                each = asked(self._part(columnwise))
+                if each is None:
+                    return None
                 names = [f"_{name}" for name in self._quantizer._part(columnwise)._buffer_names()]
-                along.update({slot: each[name] for slot, name in zip(slots, names, strict=False) if name in each})
-        return along
+                found.update({slot: each[name] for slot, name in zip(slots, names, strict=False) if name in each})
+        return found
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self._part(not self._holds(_ROW))._dequantize(dtype)

@@ -12,7 +12,7 @@ from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_choice
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -52,6 +52,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
         return {"_hp_data": (0, self._hp_data.shape[0], 1)}
+
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]]:
+        return {"_hp_data": ((0, 1), (1, 1))}
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):

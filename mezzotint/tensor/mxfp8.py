@@ -18,7 +18,7 @@ from mezzotint.tensor.checks import check_choice, check_fp8_dtype
 from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class MXFP8TensorStorage(TwoDirectionStorage):
@@ -95,7 +95,7 @@ class MXFP8TensorStorage(TwoDirectionStorage):
             "_columnwise_scale_inv": (0, cdiv(rows, MX_BLOCK), 4),
         }
 
-    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
         if self._with_gemm_swizzled_scales:
             return None
         return {

@@ -24,7 +24,7 @@ from mezzotint.tensor.checks import check_choice
 from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class NVFP4TensorStorage(TwoDirectionStorage):
@@ -153,6 +153,20 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         if self._row_scaled_nvfp4:
             along["_amax_rowwise"] = (0, rows, 1)
         return along
+
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
+        """A byte has two codes. The amax is of all, or of each row, and of each column."""
+        if self._with_gemm_swizzled_scales:
+            return None
+        each = (0, 1) if self._row_scaled_nvfp4 else None
+        return {
+            "_rowwise_data": ((0, 1), (1, 2)),
+            "_rowwise_scale_inv": ((0, 1), (1, NVFP4_BLOCK)),
+            "_columnwise_data": ((1, 2), (0, 1)),
+            "_columnwise_scale_inv": ((1, NVFP4_BLOCK), (0, 1)),
+            "_amax_rowwise": (each, None),
+            "_amax_columnwise": (None, each),
+        }
 
 
 def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
-from mezzotint.tensor.sharding import directions, gathered, send_shard, update_shard
+from mezzotint.tensor.sharding import Split, directions, gathered, send_shard, update_part
 from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
@@ -27,8 +27,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
 
-    # The processes that hold the other rows, from the first time that FSDP2 gathers this shard.
-    _shard_group: Any = None
+    # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
+    _splits: tuple[Split, ...] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,10 +102,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
         """Quantize `tensor` into these buffers, in place."""
         with torch.no_grad():
-            if self._shard_group is None or self._quantizer is None:
+            if not self._splits or self._quantizer is None:
                 QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
             else:
-                update_shard(self, tensor, noop_flag)
+                update_part(self, tensor, noop_flag)
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
@@ -170,7 +170,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            made: Any = self.detach().clone()
+            made: Any = _same_part(self.detach().clone(), self)
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
         made._quantizer = copy.deepcopy(self._quantizer, memo)
@@ -270,9 +270,13 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
 
 @_handles(aten.detach.default, aten.alias.default)
 def _detach(func: Any, tensor: QuantizedTensor) -> Any:
-    made = _with_attributes(tensor._rebuild(), tensor)
-    if tensor._shard_group is not None:
-        made._shard_group = tensor._shard_group
+    return _same_part(_with_attributes(tensor._rebuild(), tensor), tensor)
+
+
+def _same_part(made: Any, tensor: QuantizedTensor) -> Any:
+    """Who has the other parts of a tensor has those of another over its values, too."""
+    if tensor._splits:
+        made._splits = tensor._splits
     return made
 
 
@@ -377,7 +381,7 @@ def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: A
         kwarg: None if (buffer := getattr(tensor, name)) is None else buffer.to(device=device, copy=True)
         for name, kwarg in tensor._FLATTEN_TENSOR_BUFFERS
     }
-    return _with_attributes(tensor._rebuild(**moved), tensor)
+    return _same_part(_with_attributes(tensor._rebuild(**moved), tensor), tensor)
 
 
 def _in_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -399,7 +403,7 @@ def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> Quantize
 def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
     """Attributes that others have put on a tensor."""
     own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES}
-    own |= {"_dtype", "_shard_group"}
+    own |= {"_dtype", "_splits"}
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 

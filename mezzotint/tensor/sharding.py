@@ -9,20 +9,40 @@ is equal in all shards (the scale of the whole, its amax) is not sent. Which dir
 
 Where one is asked for both are of equal size, since FSDP2 allocates once; the scales of the other are made NaN, so that
 whoever reads it after all finds out.
+
+Such a shard, and a part of a weight that tensor parallelism has split by rows or by columns, knows how it is cut
+(`Split`): where a scale depends on the whole its maxima are taken over the processes that have the other parts. They
+are attributes of a tensor and no values, so that a graph, a file or a copy knows nothing of processes.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed
 
-from mezzotint.tensor.quantize import has_whole_amaxes, update_quantized, whole_amaxes
+from mezzotint.tensor.quantize import (
+    assemble,
+    has_whole_amaxes,
+    largest_amaxes,
+    quantize_buffers,
+    split_amaxes,
+    update_quantized,
+)
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class Split:
+    """A cut along dimension 0 or 1 of a matrix: the processes of the group have the other parts."""
+
+    dim: int
+    group: Any
 
 
 @dataclass(frozen=True)
@@ -160,32 +180,71 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
             " its rows must divide evenly, in whole blocks; keep it in high precision (without quantized_model_init) "
             "and use low_precision_gather"
         )
-    if shard._shard_group is None:
-        shard._shard_group = mesh.get_group()
-        _agree(shard)
+    if not shard._splits:
+        share(shard, (Split(0, mesh.get_group()), *getattr(module, "_splits_of", _no_splits)(shard)))
     buffers, sent = extract(shard, *which, count)
     return tuple(buffers), (orig_size, quantizer, sent)
 
 
-def update_shard(shard: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-    """Quantize x into a shard as the whole is quantized: by the amaxes of all shards, which are also those kept."""
-    quantizer, groups = shard._quantizer, [shard._shard_group]
-    amaxes = whole_amaxes(x, quantizer, 0, lambda amax: largest(amax, groups))
-    update_quantized(x, shard, quantizer, noop_flag=noop_flag, **amaxes)
-    quantizer.share_amax(lambda amax: largest(amax, groups))
+def _no_splits(shard: Any) -> tuple[Split, ...]:
+    return ()
 
 
-def _agree(shard: Any) -> None:
-    """One scale for all shards: each may have been quantized on its own before it was known to be one."""
-    along = shard._along_rows()
-    shared = [buffer.reshape(-1) for name, buffer in shard._buffers() if name not in along]
-    groups = [shard._shard_group]
-    shard._quantizer.share_amax(lambda amax: largest(amax, groups))
-    if shared:
-        both = torch.cat([*shared, *[-buffer for buffer in shared]])
-        differs = largest((largest(both, groups) != both).any().float(), groups)
-        if bool(differs):
-            shard.quantize_(shard._dequantize(torch.float32).view(shard.shape))
+def shared_amaxes(x: torch.Tensor, quantizer: Quantizer, splits: Sequence[Split]) -> dict[str, torch.Tensor]:
+    """What the quantization of x, a part of a tensor, must be given of the whole."""
+    found: dict[str, torch.Tensor] = {}
+    for split in splits:
+        # A cut between columns leaves the maxima of columns as they are, and makes others of those of rows.
+        cut = split_amaxes(x, quantizer, split.dim)
+        cut = {name: found.get(name, amax) for name, amax in cut.items()}
+        found.update(largest_amaxes(cut, partial(largest, groups=[split.group])))
+    return found
+
+
+def groups_of(splits: Sequence[Split]) -> list[Any]:
+    return [split.group for split in splits]
+
+
+def quantize_part(x: torch.Tensor, quantizer: Quantizer, splits: tuple[Split, ...]) -> Any:
+    """A part of a tensor → quantized as the whole is, now and when it is written."""
+    if not splits or quantizer.is_custom():
+        return quantizer.quantize(x)
+    buffers = quantize_buffers(x, quantizer, {**shared_amaxes(x, quantizer, splits)})
+    quantizer.share_amax(partial(largest, groups=groups_of(splits)))
+    made = assemble(buffers, quantizer, False, x.shape, x.dtype)
+    made._splits = splits
+    return made
+
+
+def update_part(part: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+    """Quantize x into a part as the whole is quantized: by the amaxes of all parts, which are also those kept."""
+    quantizer, splits = part._quantizer, part._splits
+    x = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
+    update_quantized(x, part, quantizer, noop_flag=noop_flag, **shared_amaxes(x, quantizer, splits))
+    quantizer.share_amax(partial(largest, groups=groups_of(splits)))
+
+
+def share(part: Any, splits: tuple[Split, ...]) -> None:
+    """From now on it is known to be a part. It may have been quantized on its own before: then all of them are again,
+    from what they hold, so that there is one scale."""
+    quantizer = part._quantizer
+    if quantizer is None or quantizer.is_custom():
+        return
+    part._splits = splits
+    quantizer.share_amax(partial(largest, groups=groups_of(splits)))
+    if splits and differs(part, splits):
+        part.quantize_(part._dequantize(torch.float32).view(part.shape))
+
+
+def differs(part: QuantizedTensorStorage, splits: Sequence[Split]) -> bool:
+    """Whether what should be equal in all parts is not. A collective: all of them get one answer."""
+    found = torch.zeros((), device=part.device)
+    for split in splits:
+        shared = [buffer.reshape(-1) for buffer in part._shared_buffers(split.dim)]
+        if shared:
+            both = torch.cat([*shared, *[-buffer for buffer in shared]])
+            found += (largest(both, [split.group]) != both).any()
+    return bool(largest(found, groups_of(splits)))
 
 
 def gathered(outputs: Sequence[torch.Tensor], metadata: tuple[Any, Any, Sent], dtype: torch.dtype, out: Any) -> Any:

@@ -11,6 +11,8 @@ from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
 
+Along = tuple[int, int] | None  # a dimension, and of how many rows or columns an entry is
+
 
 class QuantizedTensorStorage(Flattenable):
     """Buffers of one or two directions. Subclasses declare them; all else here follows from the declaration."""
@@ -78,9 +80,10 @@ class QuantizedTensorStorage(Flattenable):
         padded to). Buffers that are not named are equal in all shards."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its shards are put together")
 
-    def _along_matrix(self) -> dict[str, tuple[tuple[int, int], tuple[int, int]]] | None:
+    def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
         """How rows and columns of a matrix lie in its buffers: buffer → for each the dimension, and how many of them an
-        entry is of. None where scales are of a whole row, column or tensor: its parts cannot be put together."""
+        entry is of; None where an entry is of all, so that it is equal in all parts. None: parts are no parts of these
+        buffers."""
         return None
 
     # What the declaration gives
@@ -231,7 +234,12 @@ class QuantizedTensorStorage(Flattenable):
             )
         return type(self)._build(wanted, self._dtype, {**self.get_metadata(), **fields})
 
-    # Shards of rows
+    # Shards of rows, and other parts
+
+    def _shared_buffers(self, dim: int) -> list[torch.Tensor]:
+        """The held buffers that are equal in all parts of a matrix that is cut along `dim`."""
+        along = self._along_matrix() or {}
+        return [buffer for name, buffer in self._buffers() if name in along and along[name][dim] is None]
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         """The held buffers that differ between shards of rows; the others are equal in all."""
