@@ -5,7 +5,8 @@
 
 The column-wise copy is quantized from x, not from the row-wise codes. Scales may be cut to powers of two. No padding.
 Two reads of x where both directions are asked for: row and column amax first, then one cast that writes both. The
-column amax is given where x is some of the rows of a tensor: its columns then have the scales of the whole.
+column amax is given where x is some of the rows of a tensor: its columns then have the scales of the whole. So is the
+row amax where x is some of the columns.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_fr
 from mezzotint.kernels.quantize_ops import quantize_ops
 
 
-def check_col_amax(col_amax: torch.Tensor | None, shape: Sequence[int]) -> None:
-    """One for each column, in FP32."""
-    if col_amax is None:
-        return
-    if tuple(col_amax.shape) != (shape[-1],) or col_amax.dtype != torch.float32:
-        raise ValueError(
-            f"col_amax is {col_amax.dtype} of shape {tuple(col_amax.shape)}: expected torch.float32 of shape "
-            f"({shape[-1]},), the amax of each column"
-        )
+def check_amaxes(row_amax: torch.Tensor | None, col_amax: torch.Tensor | None, shape: Sequence[int]) -> None:
+    """One for each row, and for each column, in FP32."""
+    rows, cols = matrix_shape(tuple(shape))
+    for name, given, count in (("row", row_amax, rows), ("col", col_amax, cols)):
+        if given is not None and (tuple(given.shape) != (count,) or given.dtype != torch.float32):
+            raise ValueError(
+                f"{name}_amax is {given.dtype} of shape {tuple(given.shape)}: expected torch.float32 of shape "
+                f"({count},), the amax of each {'row' if name == 'row' else 'column'}"
+            )
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -42,9 +43,10 @@ def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bo
     return buffers
 
 
-def float8_rowwise_amax_reference(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [K]: max |x| of each column, NaN dropped."""
-    return amax(as_matrix(x).t(), 1)
+def float8_rowwise_amax_reference(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """FP32 [M], or [K] `columnwise`: max |x| of each row, or column, NaN dropped."""
+    matrix = as_matrix(x)
+    return amax(matrix.t() if columnwise else matrix, 1)
 
 
 def _quantize_rows(
@@ -57,6 +59,7 @@ def _quantize_rows(
 
 def float8_rowwise_quantize_reference(
     x: torch.Tensor,
+    row_amax: torch.Tensor | None,
     col_amax: torch.Tensor | None,
     dtype: int,
     pow2: bool,
@@ -64,11 +67,12 @@ def float8_rowwise_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Both directions; `col_amax` FP32 [K] is given where it was reduced over a group, else taken here."""
-    check_col_amax(col_amax, x.shape)
+    """Both directions; amaxes FP32 [M], [K] are given where they were reduced over a group, else taken here."""
+    check_amaxes(row_amax, col_amax, x.shape)
     matrix, out = as_matrix(x), []
     if rowwise:
-        codes, scale_inv = _quantize_rows(matrix, amax(matrix, 1), dtype, pow2, eps)
+        tops = amax(matrix, 1) if row_amax is None else row_amax
+        codes, scale_inv = _quantize_rows(matrix, tops, dtype, pow2, eps)
         out += [codes.reshape(x.shape), scale_inv]
     if columnwise:
         columns = matrix.t().contiguous()
@@ -97,15 +101,15 @@ def _dequantize_fake(
 
 
 float8_rowwise_amax = leaf(
-    "float8_rowwise_amax(Tensor x) -> Tensor",
-    fake=lambda x: x.new_empty((x.shape[-1],), dtype=torch.float32),
+    "float8_rowwise_amax(Tensor x, bool columnwise) -> Tensor",
+    fake=lambda x, columnwise: x.new_empty((matrix_shape(tuple(x.shape))[columnwise],), dtype=torch.float32),
     cpu=float8_rowwise_amax_reference,
     cuda="float8_rowwise:amax",
 )
 
 float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     "float8_rowwise_quantize",
-    "Tensor? col_amax, int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
+    "Tensor? row_amax, Tensor? col_amax, int dtype, bool pow2, float eps, bool rowwise, bool columnwise",
     geometry=lambda shape, *options: float8_rowwise_buffers(shape, *options[-2:]),
     reference=float8_rowwise_quantize_reference,
     cuda="float8_rowwise:quantize",

@@ -26,6 +26,20 @@ _CAST_E4M3 = tl.constexpr(
 )
 _CAST_E5M2 = tl.constexpr(_CAST_E4M3.value.replace("e4m3", "e5m2"))
 
+# Triton's interpreter knows no inline assembly.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# To 16 bits, and back, two at a time: one by one a conversion takes a quarter of the multiprocessor's units.
+NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+_ROUNDED_BF16 = tl.constexpr(
+    "{ .reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000; }"
+)
+_ROUNDED_FP16 = tl.constexpr(
+    "{ .reg .b32 p; .reg .b16 l, h; cvt.rn.f16x2.f32 p, $3, $2; mov.b32 {l, h}, p;"
+    " cvt.f32.f16 $0, l; cvt.f32.f16 $1, h; }"
+)
+
 
 @triton.jit
 def drop_nan(amax):
@@ -46,6 +60,27 @@ def cast_fp8(value, DTYPE: tl.constexpr):
     """FP32 → uint8 codes: nearest even, saturating, NaN → 0x7F."""
     asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3
     return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
+
+
+@triton.jit
+def narrow(value, TYPE: tl.constexpr):
+    """FP32 → TYPE, nearest even."""
+    if INTERPRETED or tl.float32 == TYPE:
+        return value.to(TYPE)
+    elif tl.bfloat16 == TYPE:
+        return tl.inline_asm_elementwise(NARROW_BF16, "=r,r,r", [value], dtype=tl.bfloat16, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(NARROW_FP16, "=r,r,r", [value], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
+def rounded(value, TYPE: tl.constexpr):
+    """FP32 → FP32, as if it had been written as TYPE."""
+    if INTERPRETED or tl.float32 == TYPE:
+        return value.to(TYPE).to(tl.float32)
+    else:
+        asm: tl.constexpr = _ROUNDED_BF16 if tl.bfloat16 == TYPE else _ROUNDED_FP16
+        return tl.inline_asm_elementwise(asm, "=&r,=r,r,r", [value], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit

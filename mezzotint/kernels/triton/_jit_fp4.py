@@ -14,8 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-# Triton's interpreter knows no inline assembly.
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+from mezzotint.kernels.triton._jit import INTERPRETED, NARROW_BF16, NARROW_FP16
 
 _FLT_MAX = tl.constexpr(3.4028234663852886e38)
 
@@ -114,8 +113,6 @@ _PHILOX = _asm(
     "mov.b32 $0, c0; mov.b32 $1, c1; mov.b32 $2, c2; mov.b32 $3, c3;",
 )
 
-_NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
-_NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 _CANONICAL_BF16 = _asm(
     ".reg .b32 o, z; mov.b32 o, 0x3F803F80; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $2, o, z; mov.b32 $1, $0;"
 )
@@ -178,7 +175,7 @@ def pack8(codes):
 @triton.jit
 def round8(v):
     """Eight FP32 tensors → int32, eight E2M1 codes each."""
-    if _INTERPRETED:
+    if INTERPRETED:
         codes = ()
         for i in tl.static_range(8):
             codes += (cast_e2m1(v[i]),)
@@ -200,7 +197,7 @@ def round8_stochastic(x, factor, low, high, signs, NATURAL: tl.constexpr):
 
     `signs`: four words that hold the signs of x, where x is NaN none: see `sign_pairs` and, NATURAL, `neighbours`.
     """
-    if _INTERPRETED:
+    if INTERPRETED:
         codes = ()
         for i in tl.static_range(8):
             word = low if i < 4 else high
@@ -219,7 +216,7 @@ def round8_stochastic(x, factor, low, high, signs, NATURAL: tl.constexpr):
 
 @triton.jit
 def _upper_halves(a, b):
-    if _INTERPRETED:
+    if INTERPRETED:
         return b
     else:
         asm: tl.constexpr = "prmt.b32 $0, $1, $2, 0x7632;"
@@ -240,7 +237,7 @@ def sign_pairs(v):
 @triton.jit
 def neighbours(x):
     """16-bit (…, 8) → int32 of the same shape: the pair (0, 1), twice, the pair (2, 3), twice, …; NaN has no sign."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
         # x·1 - 0 is x, but for NaN: any that is computed is the canonical one.
@@ -251,7 +248,7 @@ def neighbours(x):
 @triton.jit
 def block_scale(d, s_dec):
     """FP32 d ≥ 0 → its E4M3 byte (int32), the byte's value, the factor min(fl32(1 / fl32(value · s_dec)), FLT_MAX)."""
-    if _INTERPRETED:
+    if INTERPRETED:
         # The interpreter's own cast to FP8 is not to be trusted. Below 2^-6 a step is 2^-9, the last bit of 2^14.
         d = tl.minimum(d, 448.0)
         bits = d.to(tl.int32, bitcast=True)
@@ -284,7 +281,7 @@ def widen(x):
     """→ FP32. BF16 two at a time: Triton would first take a pair apart."""
     if x.dtype != tl.bfloat16:
         return x.to(tl.float32)
-    elif _INTERPRETED:  # it loses subnormals
+    elif INTERPRETED:  # it loses subnormals
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
@@ -294,7 +291,7 @@ def widen(x):
 @triton.jit
 def _narrow(x, TYPE: tl.constexpr):
     """FP32 → TYPE, nearest even."""
-    if _INTERPRETED and tl.bfloat16 == TYPE:  # it truncates
+    if INTERPRETED and tl.bfloat16 == TYPE:  # it truncates
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(x == x, nearest, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -305,12 +302,12 @@ def _narrow(x, TYPE: tl.constexpr):
 @triton.jit
 def _narrow_pair(low, high, like):
     """Two FP32 tensors → int32, both in the 16-bit type of `like`, nearest even; NaN has no sign."""
-    if _INTERPRETED:
+    if INTERPRETED:
         low = _narrow(low, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
         high = _narrow(high, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
         return (low & 0xFFFF) | (high << 16)
     else:
-        asm: tl.constexpr = _NARROW_BF16 if like.dtype == tl.bfloat16 else _NARROW_FP16
+        asm: tl.constexpr = NARROW_BF16 if like.dtype == tl.bfloat16 else NARROW_FP16
         return tl.inline_asm_elementwise(asm, "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -354,7 +351,7 @@ def widen_pairs(words, like):
 @triton.jit
 def absmax_pairs(words, like):
     """FP32 max |y| over the words of `narrow_pairs`, NaN dropped."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return absmax(widen_pairs(words, like))
     else:
         asm: tl.constexpr = _ABSMAX_BF16 if like.dtype == tl.bfloat16 else _ABSMAX_FP16
@@ -368,7 +365,7 @@ def absmax_pairs(words, like):
 @triton.jit
 def _absmax2(a, b):
     """max(|a|, |b|) but for its sign; of NaN and a number, the number. 16-bit types two at a time."""
-    if _INTERPRETED or a.dtype == tl.float32:
+    if INTERPRETED or a.dtype == tl.float32:
         return tl.maximum(tl.abs(widen(a)), tl.abs(widen(b)))
     else:
         asm: tl.constexpr = _ABSMAX_BF16 if a.dtype == tl.bfloat16 else _ABSMAX_FP16
@@ -457,7 +454,7 @@ def hadamard_absmax(x, SIGN_MASK: tl.constexpr):
 def narrow_absmax(top, TYPE: tl.constexpr):
     """The maxima that `hadamard_absmax` found, scaled and rounded as the transformed are."""
     top = _narrow(top * 4.0, TYPE)
-    if _INTERPRETED and tl.bfloat16 == TYPE:  # it loses subnormals
+    if INTERPRETED and tl.bfloat16 == TYPE:  # it loses subnormals
         return (top.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return top.to(tl.float32)
@@ -477,7 +474,7 @@ def philox16(key, low, high, like, DIRECTION: tl.constexpr):
     `like`: a tensor that threads hold as they shall hold the words. Else Triton lays Philox out anew and moves them.
     """
     k0, k1, c3 = key
-    if _INTERPRETED:
+    if INTERPRETED:
         c0, c1 = low, tl.zeros_like(low) + high
         c2 = tl.zeros_like(c0) + DIRECTION
         c3 += tl.zeros_like(c0)

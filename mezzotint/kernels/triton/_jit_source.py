@@ -14,7 +14,8 @@ A gated gradient (M, 2N) needs at column c what it needs at c + N. A program mak
 kernel calls `load_halves` and walks the two, and has as many programs as N columns take.
 
 Every operation is rounded once, in the order of the reference, so that what is pointwise has the reference's bits;
-exponentials differ from it in the last two bits. The kernels that only write (`_produce.py`) call the same functions.
+exponentials differ from it in the last two bits, by up to 2^-19 before they are rounded to 16. The kernels that only
+write (`_produce.py`) call the same functions.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -25,11 +26,19 @@ import triton.language as tl
 
 from mezzotint.kernels.activation import GATED, is_gated
 from mezzotint.kernels.quantize_ops import Made
-from mezzotint.kernels.triton._jit import as_rows, load_tile
+from mezzotint.kernels.triton._jit import INTERPRETED, as_rows, load_tile, narrow, rounded
 
 _LOG2E = tl.constexpr(1.44269502162933349609375)  # the FP32 number
 _LOG2E_REST = tl.constexpr(1.925963033500952e-08)
 _LN2 = tl.constexpr(0.6931471805599453)
+
+
+# 1 / (1 + e^-x) for results of 16 bits, five instructions: x · log2(e) is rounded. The sum, and so the reciprocal, is
+# scaled by 2^-4 and back: 1 / (1 + e^88) is a subnormal number, which the reciprocal would flush.
+_SIGMOID = tl.constexpr(
+    "{ .reg .f32 e; mul.rn.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; fma.rn.f32 e, e, 0f3D800000, 0f3D800000;"
+    " rcp.approx.ftz.f32 e, e; mul.rn.f32 $0, e, 0f3D800000; }"
+)
 
 
 @triton.jit
@@ -41,36 +50,39 @@ def _exp(x):
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + _exp(-x))
+def _sigmoid(x, FINE: tl.constexpr):
+    if FINE or INTERPRETED:
+        return 1.0 / (1.0 + _exp(-x))
+    else:
+        return tl.inline_asm_elementwise(_SIGMOID, "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _tanh(x):
+def _tanh(x, FINE: tl.constexpr):
     """Near 0 a polynomial: the exponential's way would lose the small number's bits."""
     s = x * x
     p = tl.fma(s, tl.fma(s, -0.005704042501747608, 0.020637862384319305), -0.05373915657401085)
     p = tl.fma(s, tl.fma(s, p, 0.133314311504364), -0.3333328068256378)
-    far = 1.0 - 2.0 / (1.0 + _exp(2.0 * tl.abs(x)))
+    far = 1.0 - 2.0 * _sigmoid(-2.0 * tl.abs(x), FINE)
     return tl.where(tl.abs(x) < 0.625, x + x * (s * p), tl.where(x < 0, -far, far))
 
 
 @triton.jit
-def act(x, ACT: tl.constexpr):
-    """(value, derivative), as `PLAIN` has them."""
+def act(x, ACT: tl.constexpr, FINE: tl.constexpr):
+    """(value, derivative), as `PLAIN` has them. FINE: they stay FP32."""
     if ACT == "gelu":
         square = x * x
-        t = _tanh(x * (0.79788456 + 0.03567741 * square))
+        t = _tanh(x * (0.79788456 + 0.03567741 * square), FINE)
         half = 0.5 + 0.5 * t
         return x * half, 0.5 * x * ((1.0 - t * t) * (0.79788456 + 0.1070322243 * square)) + half
     elif ACT == "qgelu":
-        s = _sigmoid(1.702 * x)
+        s = _sigmoid(1.702 * x, FINE)
         return x * s, 1.702 * x * s * (1.0 - s) + s
     elif ACT == "silu":
-        s = _sigmoid(x)
+        s = _sigmoid(x, FINE)
         return x * s, x * s * (1.0 - s) + s
     elif ACT == "sigmoid":
-        s = _sigmoid(x)
+        s = _sigmoid(x, FINE)
         return s, s * (1.0 - s)
     elif ACT == "relu":
         return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)  # NaN and -0 come through
@@ -81,21 +93,21 @@ def act(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def gates(x1, x2, p0, p1, p2, ACT: tl.constexpr):
+def gates(x1, x2, p0, p1, p2, ACT: tl.constexpr, FINE: tl.constexpr):
     """(value, derivative) of either half; the output is the product of the values."""
     if ACT == "clamped_swiglu":
         limit, alpha, offset = tl.cast(p0, tl.float32), tl.cast(p1, tl.float32), tl.cast(p2, tl.float32)
         a = tl.where(x1 > limit, limit, x1)
-        s = _sigmoid(alpha * a)
+        s = _sigmoid(alpha * a, FINE)
         slope = tl.where(x1 <= limit, s + a * alpha * s * (1.0 - s), 0.0)
         gate = tl.where(x2 > limit, limit, tl.where(x2 < -limit, -limit, x2))
         return a * s, slope, gate + offset, tl.where((x2 >= -limit) & (x2 <= limit), 1.0, 0.0)
     elif ACT == "situglu":
         beta1, beta2 = tl.cast(p0, tl.float32), tl.cast(p1, tl.float32)
-        t, s, u = _tanh(tl.div_rn(x1, beta1)), _sigmoid(x1), _tanh(tl.div_rn(x2, beta2))
+        t, s, u = _tanh(tl.div_rn(x1, beta1), FINE), _sigmoid(x1, FINE), _tanh(tl.div_rn(x2, beta2), FINE)
         return beta1 * t * s, (1.0 - t * t) * s + beta1 * t * (s * (1.0 - s)), beta2 * u, 1.0 - u * u
     else:
-        value, slope = act(x1, ACT)
+        value, slope = act(x1, ACT, FINE)
         return value, slope, x2, tl.full(x2.shape, 1.0, tl.float32)
 
 
@@ -113,7 +125,7 @@ def load_biased(rows, bias, c, mask):
     """Columns c of rows of x with their bias added, rounded as if it had been written."""
     value = load(rows + c, mask)
     if bias is not None:
-        value = (value + load(bias + c, mask)).to(rows.dtype.element_ty).to(tl.float32)
+        value = rounded(value + load(bias + c, mask), rows.dtype.element_ty)
     return value
 
 
@@ -122,7 +134,7 @@ def load_grad(dy, stride, scales, r, c, rows, inside, TYPE: tl.constexpr):
     """dy at rows r [R], columns c (1, C) or (R, C), times the scales of the rows, rounded."""
     grad = load(dy + r[:, None] * stride + c, inside)
     if scales is not None:
-        grad = (grad * load(scales + r, rows)[:, None]).to(TYPE).to(tl.float32)
+        grad = rounded(grad * load(scales + r, rows)[:, None], TYPE)
     return grad
 
 
@@ -144,6 +156,7 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
     inside = None if EVEN else (r < M)[:, None] & (c < K)
     at = r[:, None] * stride
     TYPE: tl.constexpr = x.dtype.element_ty
+    FINE: tl.constexpr = tl.float32 == TYPE
     if KIND == "norm":
         cols = None if EVEN else c < K
         g = load(given[3] + c, cols)
@@ -159,18 +172,18 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
         value = load_biased(x + at, given[1], c, inside)
         if SOURCE[2]:
             second = load_biased(x + at, given[1], c + K, inside)
-            value, _slope, second, _flat = gates(value, second, given[2], given[3], given[4], HOW)
+            value, _slope, second, _flat = gates(value, second, given[2], given[3], given[4], HOW, FINE)
             value = value * second
         else:
-            value, _slope = act(value, HOW)
+            value, _slope = act(value, HOW, FINE)
         if given[5] is not None:
-            value = value.to(TYPE).to(tl.float32) * load(given[5] + r, rows)[:, None]
+            value = rounded(value, TYPE) * load(given[5] + r, rows)[:, None]
     else:
         tl.static_assert(KIND == "activation_backward")
-        _value, slope = act(load_biased(x + at, given[1], c, inside), HOW)
+        _value, slope = act(load_biased(x + at, given[1], c, inside), HOW, FINE)
         value = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE) * slope
     if KIND != "norm_gamma":
-        value = value.to(TYPE).to(tl.float32)
+        value = rounded(value, TYPE)
     if inside is not None:
         value = tl.where(inside, value, 0.0)
     return value
@@ -186,8 +199,9 @@ def produce_halves(x, given, r, c, M, N, stride, ACT: tl.constexpr, EVEN: tl.con
     x1 = load_biased(at, given[1], c, inside)
     x2 = load_biased(at, given[1], c + N, inside)
     grad = load_grad(given[6], given[7], given[5], r, c, rows, inside, TYPE)
-    first, slope, second, second_slope = gates(x1, x2, given[2], given[3], given[4], ACT)
-    return (grad * slope * second).to(TYPE), (grad * first * second_slope).to(TYPE)
+    FINE: tl.constexpr = tl.float32 == TYPE
+    first, slope, second, second_slope = gates(x1, x2, given[2], given[3], given[4], ACT, FINE)
+    return narrow(grad * slope * second, TYPE), narrow(grad * first * second_slope, TYPE)
 
 
 @triton.jit

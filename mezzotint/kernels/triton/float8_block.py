@@ -43,7 +43,8 @@ def tile_config(
     A source needs registers of its own, hence more threads; halves, twice as many.
     """
     if two_d:
-        return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8, "ONCE": rowwise and columnwise}
+        both = rowwise and columnwise
+        return {"BM": 128, "BN": 128, "GROUP": 1, "num_warps": 8, "ONCE": both, **({"SPAN": 2} if both else {})}
     if not columnwise:
         return {"BM": 32, "BN": 128, "SPAN": 1, "GROUP": 1, "num_warps": 4 if halves else 2, "ONCE": True}
     if not rowwise:

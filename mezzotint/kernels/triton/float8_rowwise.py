@@ -1,11 +1,11 @@
 """FP8 with one scale per row, and per column for the transposed copy, on CUDA.
 
 Row-wise alone: a program holds whole rows in registers, so x is read once (rows of more than 16384 elements: twice,
-the second time mostly from the L2 cache).
+the second time mostly from the L2 cache, but for given row maxima).
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
 1. `_partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
-   partial maxima (strips, K) and (K/128, M): no atomics. Given column maxima are those of one strip.
+   partial maxima (strips, K) and (K/128, M): no atomics. Given maxima are those of one strip, or tile.
 2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
 3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
    still in the cache.
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv
-from mezzotint.kernels.float8_rowwise import check_col_amax
+from mezzotint.kernels.float8_rowwise import check_amaxes
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
@@ -85,6 +85,7 @@ def _rows_kernel(
     data,
     scale_inv,
     noop,
+    row_amax,
     given,
     M,
     K,
@@ -98,7 +99,7 @@ def _rows_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """BM rows, in one piece (WHOLE) or BK columns at a time, twice."""
+    """BM rows, in one piece (WHOLE) or BK columns at a time, twice; once where their maxima are given."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -107,6 +108,9 @@ def _rows_kernel(
     high = (r < M)[:, None]
     if WHOLE:
         value = load_input(x, given, r, c, M, K, stride, SOURCE, False, False)
+    if row_amax is not None:
+        top = tl.load(row_amax + r, mask=r < M, other=0.0)
+    elif WHOLE:
         top = tl.max(tl.abs(value), 1)
     else:
         tops = tl.zeros([BM, BK], tl.float32)
@@ -281,6 +285,7 @@ def quantize(
     x: torch.Tensor | Made,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
+    row_amax: torch.Tensor | None,
     col_amax: torch.Tensor | None,
     dtype: int,
     pow2: bool,
@@ -290,7 +295,8 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     """`config` overrides the cast's, or with row-wise alone the only kernel's."""
-    check_col_amax(col_amax, x.shape)
+    check_amaxes(row_amax, col_amax, x.shape)
+    row_amax = None if row_amax is None else row_amax.contiguous()
     kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
     width = max(partial_config()["BN"], (config or tile_config(rowwise, halves=True)).get("BN", 0))
     how = way(x, kind, width if columnwise else 0)
@@ -307,6 +313,7 @@ def quantize(
                 data,
                 row_inv,
                 noop,
+                row_amax,
                 source.given(),
                 M,
                 K,
@@ -324,18 +331,22 @@ def quantize(
     transpose, col_inv = out[-2:]
     options = partial_config(source.kind)
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
-    sizes = [0 if col_amax is not None else strips * K, K, *((tiles * M, M) if rowwise else ())]
+    sizes = [0 if col_amax is not None else strips * K, K]
+    sizes += [0 if row_amax is not None else tiles * M, M] if rowwise else []
     cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
     rows, row_scale = more or (None, None)
     written = x.new_empty(M, K) if how == "first" else None
-    if strips * tiles and (rowwise or col_amax is None or written is not None):
-        _take_maxima(source, rows, cols if col_amax is None else None, written, noop)
+    wanted = rows if row_amax is None else None, cols if col_amax is None else None
+    if strips * tiles and any(each is not None for each in (*wanted, written)):
+        _take_maxima(source, *wanted, written, noop)
     if written is not None:
         if source.sums is not None:
             sum_columns(read(written), source.sums)
         source, x = read(written), written
     if col_amax is not None:
         cols, strips = col_amax.contiguous(), 1
+    if row_amax is not None and rowwise:
+        rows, tiles = row_amax, 1
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
     if blocks:
@@ -406,18 +417,19 @@ def _take_maxima(
     )
 
 
-def amax(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [K]: max |x| of each column, NaN dropped."""
+def amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
+    """FP32 [M], or [K] `columnwise`: max |x| of each row, or column, NaN dropped."""
     source = read(x)
     x, M, K = source.x, source.M, source.K
     options = partial_config()
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
-    if strips == 0:
-        return x.new_zeros(K, dtype=torch.float32)
-    cols = x.new_empty(strips, K, dtype=torch.float32)
-    if tiles:
-        _take_maxima(source, None, cols, None, None)
-    return cols.amax(0)
+    count, size = (strips, K) if columnwise else (tiles, M)
+    if count == 0:
+        return x.new_zeros(size, dtype=torch.float32)
+    partials = x.new_empty(count, size, dtype=torch.float32)
+    if strips * tiles:
+        _take_maxima(source, *((None, partials) if columnwise else (partials, None)), None, None)
+    return partials.amax(0)
 
 
 def dequantize(
@@ -435,9 +447,11 @@ _TILE, _HALVES = (
 )
 
 AHEAD = [
-    ahead(_rows_kernel, "bf16 u8 fp32 -", **_POW2, WHOLE=True, **rows_config(4096)),
-    ahead(_rows_kernel, "fp32 u8 fp32 fp32", **_EXACT, WHOLE=True, **rows_config(100)),
-    ahead(_rows_kernel, "fp16 u8 fp32 -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
+    ahead(_rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
+    ahead(_rows_kernel, "fp32 u8 fp32 fp32 -", **_EXACT, WHOLE=True, **rows_config(100)),
+    ahead(_rows_kernel, "fp16 u8 fp32 - -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
+    ahead(_rows_kernel, "bf16 u8 fp32 - fp32", **_POW2, WHOLE=True, **rows_config(4096)),
+    ahead(_rows_kernel, "fp32 u8 fp32 fp32 fp32", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
     ahead(_partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),
     ahead(_partial_kernel, "fp32 fp32 fp32 - fp32", **partial_config()),
     ahead(_partial_kernel, "fp16 - fp32 - -", **partial_config()),
@@ -447,10 +461,10 @@ AHEAD = [
     ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
     ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE, EVEN=False),
     ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE, EVEN=False),
-    ahead(_rows_kernel, "bf16 u8 fp32 -", NORM, SOURCE=("norm", True), **_POW2, WHOLE=True, **rows_config(4096)),
+    ahead(_rows_kernel, "bf16 u8 fp32 - -", NORM, SOURCE=("norm", True), **_POW2, WHOLE=True, **rows_config(4096)),
     ahead(
         _rows_kernel,
-        "bf16 u8 fp32 -",
+        "bf16 u8 fp32 - -",
         BACKWARD,
         SOURCE=("activation_backward", "silu"),
         **_POW2,
