@@ -141,7 +141,7 @@ def float8_rowwise(name: str = "float8_rowwise", pow2: bool = True) -> Case:
         name=name,
         launch="float8_rowwise:quantize",
         op=float8_rowwise_quantize,
-        options=lambda row, col, device: (None, E4M3, pow2, 0.0, row, col),
+        options=lambda row, col, device: (None, None, E4M3, pow2, 0.0, row, col),
         buffers=float8_rowwise_buffers,
         reads=_row_reads,
         back=lambda out, col, shape, dtype: (float8_rowwise_dequantize, (*_side(out, col), E4M3, col, dtype)),

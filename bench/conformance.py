@@ -187,7 +187,7 @@ def rowwise_rows(device: str) -> Iterator[Row]:
         for elem, dtype in FP8.items():
             for pow2 in (False, True):
                 for x in (fill((37, 53), high, content, 0) for high in DTYPES.values()):
-                    out = float8_rowwise_quantize(x.to(device), None, dtype, pow2, 0.0, True, True)
+                    out = float8_rowwise_quantize(x.to(device), None, None, dtype, pow2, 0.0, True, True)
                     for side, buffers in ((x, out[:2]), (x.t(), out[2:])):
                         want = exact.quantize_rows_fp8(side.float().contiguous().numpy(), elem, pow2, 0.0)
                         for pair in zip(buffers, want, strict=True):

@@ -38,7 +38,7 @@ def quantize(
         data, scale = float8_quantize(x, None, dtype, pow2, 0.0, *way)
         return Operand(data, scale, kind=kind, dtype=dtype)
     if kind == "row":
-        data, scale = float8_rowwise_quantize(x, None, dtype, pow2, 0.0, *way)
+        data, scale = float8_rowwise_quantize(x, None, None, dtype, pow2, 0.0, *way)
         return Operand(data, scale, kind=kind, dtype=dtype)
     if kind in ("block1d", "block2d"):
         data, scale = float8_block_quantize(x, dtype, pow2, 0.0, kind == "block2d", *way)

@@ -117,11 +117,12 @@ class Float8RowwiseQuantizer(Quantizer):
             self.rowwise_usage,
             self.columnwise_usage,
         )
-        return float8_rowwise_quantize, ("col_amax",), options
+        return float8_rowwise_quantize, ("row_amax", "col_amax"), options
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
-        """A split between rows leaves those whole, and cuts columns."""
-        return (float8_rowwise_amax, ("col_amax",), ()) if self.columnwise_usage and dim == 0 else None
+        """A split between rows leaves those whole, and cuts columns; one between columns the other way round."""
+        is_cut = self.columnwise_usage if dim == 0 else self.rowwise_usage
+        return (float8_rowwise_amax, ("col_amax" if dim == 0 else "row_amax",), (dim == 0,)) if is_cut else None
 
     def _in_place_op(self) -> Any:
         return float8_rowwise_quantize_

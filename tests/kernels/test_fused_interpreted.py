@@ -87,6 +87,31 @@ def check_copied_input(launch: Any, op: Any) -> None:
         assert all(map(torch.equal, got, want)), (shape, view)
 
 
+def check_given_maxima(rowwise: Any, op: Any, amax: Any) -> None:
+    """Of parts of a tensor: rows, columns or both by maxima of the whole, also of rows that no program holds whole."""
+    from mezzotint.constants import E4M3
+
+    x, whole_row = draw((40, 130), BF16, 6), rowwise.WHOLE_ROW
+    tops = [rowwise.amax(x, way) for way in (False, True)]
+    assert all(torch.equal(top, amax(x, way)) for top, way in zip(tops, (False, True), strict=True))
+    for given, usage, longest in (
+        ((True, False), (True, True), whole_row),
+        ((False, True), (True, True), whole_row),
+        ((True, True), (True, True), whole_row),
+        ((True, True), (False, True), whole_row),
+        ((True, False), (True, False), whole_row),
+        ((True, False), (True, False), 128),
+    ):
+        rowwise.WHOLE_ROW = longest
+        larger = [top * 3 if is_given else None for top, is_given in zip(tops, given, strict=True)]
+        options = (*larger, E4M3, False, 0.0, *usage)
+        want = op(x, *options)
+        got = [torch.full_like(buffer, 0x5A) for buffer in want]
+        rowwise.quantize(x, got, None, *options)
+        assert all(map(torch.equal, got, want)), (given, usage, longest)
+    rowwise.WHOLE_ROW = whole_row
+
+
 def main() -> None:
     import numpy as np
     from triton.runtime import interpreter
@@ -94,7 +119,7 @@ def main() -> None:
     from mezzotint.constants import E4M3, E5M2
     from mezzotint.kernels.float8 import float8_quantize, float8_quantize_scaled
     from mezzotint.kernels.float8_block import float8_block_quantize
-    from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
+    from mezzotint.kernels.float8_rowwise import float8_rowwise_amax, float8_rowwise_quantize
     from mezzotint.kernels.mxfp8 import mxfp8_quantize
     from mezzotint.kernels.triton import _jit_source, float8, float8_block, float8_rowwise, mxfp8
 
@@ -109,9 +134,10 @@ def main() -> None:
         ("delayed", float8.quantize_scaled, float8_quantize_scaled, (scale, E5M2)),
         ("block", float8_block.quantize, float8_block_quantize, (E4M3, True, 0.0, False)),
         ("mxfp8", mxfp8.quantize, mxfp8_quantize, (E4M3, False, False, False)),
-        ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, E4M3, True, 0.0)),
+        ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, None, E4M3, True, 0.0)),
     )
     check_copied_input(float8.quantize, float8_quantize)
+    check_given_maxima(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)
     for shape, dtype in zip(SHAPES, (BF16, FP32, FP16), strict=True):
         for source, args in cases(shape, dtype):
             for name, launch, op, options in tested:

@@ -50,7 +50,8 @@ ELSEWHERE = {
 }
 AMAX_CASES = {
     "float8": (float8_amax, ()),
-    "float8_rowwise": (float8_rowwise_amax, ()),
+    "float8_rowwise": (float8_rowwise_amax, (False,)),
+    "float8_rowwise-columns": (float8_rowwise_amax, (True,)),
     "nvfp4-both": (nvfp4_amax, (False, 0, False, True, True)),
     "nvfp4-rowwise": (nvfp4_amax, (False, 0, False, True, False)),
     "nvfp4-columnwise-rht": (nvfp4_amax, (True, 0xD7E8, False, False, True)),

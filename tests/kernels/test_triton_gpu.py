@@ -139,20 +139,27 @@ def test_amax() -> None:
         assert_bytes(float8_amax(x), float8_amax(x.cpu()), f"{content}, {view}")
 
 
-def test_column_amax() -> None:
-    """Below, at and above a strip of 256 rows; strides; nothing at all. Then the quantization that it is given to."""
+def test_row_and_column_amax() -> None:
+    """Below, at and above a strip of 256 rows; strides; nothing at all. Then the quantization that they are given to,
+    also of rows that no program holds whole."""
     for rows, cols, dtype in product((0, 1, 255, 256, 257, 1000), (1, 128, 130, 0), HIGH):
         x = torch.randn(rows, cols).to(dtype)
-        assert_bytes(float8_rowwise_amax(x.cuda()), float8_rowwise_amax(x), f"{rows}, {cols}, {dtype}")
-    for content, view in product(CONTENTS, VIEWS):
-        x = as_view(fill((300, 70), torch.bfloat16, content, 0).cuda(), view)
-        top = float8_rowwise_amax(x)
-        assert_bytes(top, float8_rowwise_amax(x.cpu()), f"{content}, {view}")
-        for usage in ((True, True), (False, True)):
-            got = float8_rowwise_quantize(x, top * 2, E4M3, True, 0.0, *usage)
-            want = float8_rowwise_quantize(x.cpu(), top.cpu() * 2, E4M3, True, 0.0, *usage)
+        for way in (False, True):
+            assert_bytes(float8_rowwise_amax(x.cuda(), way), float8_rowwise_amax(x, way), f"{rows}, {cols}, {dtype}")
+    cases = [((300, 70), content, view) for content, view in product(CONTENTS, VIEWS)]
+    for shape, content, view in [*cases, ((3, 16386), "normal", VIEWS[0])]:
+        x = as_view(fill(shape, torch.bfloat16, content, 0).cuda(), view)
+        tops = [float8_rowwise_amax(x, way) for way in (False, True)]
+        for top, way in zip(tops, (False, True), strict=True):
+            assert_bytes(top, float8_rowwise_amax(x.cpu(), way), f"{content}, {view}")
+        usages = ((True, True), (False, True), (True, False))
+        for usage, given in product(usages, ((True, False), (False, True), (True, True))):
+            twice = [top * 2 if is_given else None for top, is_given in zip(tops, given, strict=True)]
+            got = float8_rowwise_quantize(x, *twice, E4M3, True, 0.0, *usage)
+            on_cpu = [None if top is None else top.cpu() for top in twice]
+            want = float8_rowwise_quantize(x.cpu(), *on_cpu, E4M3, True, 0.0, *usage)
             for buffer, expected in zip(got, want, strict=True):
-                assert_bytes(buffer, expected, f"{content}, {view}, {usage}")
+                assert_bytes(buffer, expected, f"{content}, {view}, {usage}, {given}")
 
 
 @pytest.mark.parametrize("out_dtype", HIGH)

@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def test_float8_rowwise(content: str, elem: str, pow2: bool, eps: float) -> None:
     for dtype in DTYPES:
         x = fill((37, 53), dtype, content, 3)
-        out = float8_rowwise_quantize(x, None, FP8[elem], pow2, eps, True, True)
+        out = float8_rowwise_quantize(x, None, None, FP8[elem], pow2, eps, True, True)
         for side, (data, scale_inv) in zip((x, x.t()), (out[:2], out[2:]), strict=True):
             codes, inverse = exact.quantize_rows_fp8(side.float().contiguous().numpy(), elem, pow2, eps)
             np.testing.assert_array_equal(data.numpy(), codes)
