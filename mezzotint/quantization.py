@@ -54,12 +54,17 @@ class Pending:
 
 class Turn:
     """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
-    quantized. Of its own: to set an attribute of an `nn.Module` is slow."""
+    quantized. Of its own: to set an attribute of an `nn.Module` is slow.
 
-    __slots__ = ("has_backward", "is_pending", "is_quantized")
+    In shards (`tensor/gathering.py`): whether backward reads the row-wise copies of weights too, None where no run has
+    said so; and whether they are missing in what FSDP2 has gathered.
+    """
+
+    __slots__ = ("has_backward", "is_pending", "is_quantized", "lacks_rows", "reads_rows_again")
 
     def __init__(self) -> None:
-        self.is_pending = self.has_backward = self.is_quantized = False
+        self.is_pending = self.has_backward = self.is_quantized = self.lacks_rows = False
+        self.reads_rows_again: bool | None = None
 
 
 @dataclass(slots=True)

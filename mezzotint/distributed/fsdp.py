@@ -25,17 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
+from mezzotint.tensor.gathering import Unit, in_backward
 from mezzotint.tensor.quantize import quantize_storage
-from mezzotint.tensor.sharding import (
-    Split,
-    directions,
-    extract,
-    gathered,
-    groups_of,
-    in_backward,
-    largest,
-    shared_amaxes,
-)
+from mezzotint.tensor.sharding import Split, directions, gathered, groups_of, largest, send, shared_amaxes
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten
@@ -64,13 +56,14 @@ class ShardedWeight(torch.Tensor):
     _recipe: Any
     _gemm: int
     _used: Any  # what the last forward quantized with: a quantizer and the amaxes of the whole
+    _unit: Unit | None  # where FSDP2 has it in its books
 
     @staticmethod
     def __new__(cls: Any, tensor: torch.Tensor, recipe: Any, gemm: int) -> "ShardedWeight":
         made = torch.Tensor._make_wrapper_subclass(
             cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        made._tensor, made._recipe, made._gemm, made._used = tensor, recipe, gemm, None
+        made._tensor, made._recipe, made._gemm, made._used, made._unit = tensor, recipe, gemm, None, None
         return made
 
     def __init__(self, *args: Any) -> None:
@@ -125,7 +118,7 @@ class ShardedWeight(torch.Tensor):
         shard = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
         count, rows, is_backward = mesh.size(), cdiv(outer_size[0], mesh.size()), in_backward()
         quantizer = module._live_quantizer(self._recipe, self._gemm, "weight")
-        which = directions(quantizer, rows, bool(getattr(module, "gathers_one_direction", False)), is_backward)
+        which = directions(quantizer, rows)
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
@@ -143,8 +136,8 @@ class ShardedWeight(torch.Tensor):
         storage = quantize_storage(shard, quantizer, **amaxes)
         if not is_backward:
             live.share_amax(lambda amax: largest(amax, groups_of(splits)))
-        buffers, sent = extract(storage, *which, count)
-        return tuple(buffers), (outer_size, quantizer, sent)
+        buffers, sent = send(storage, self, which, mesh, module)
+        return buffers, (outer_size, quantizer, sent)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
@@ -156,19 +149,24 @@ class ShardedWeight(torch.Tensor):
         return None if out is not None else (all_gather_outputs[0], ())
 
 
-def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool = False) -> nn.Module:
+def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool | None = None) -> nn.Module:
     """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
 
-    `recipe` is the one that the model trains with; quantized weights (`quantized_model_init`) need none. Formats that
-    hold two copies of a weight of which one does not follow from the other (MXFP8 in blocks of 1x32) send both.
-    `one_direction` sends the one that is read, in forward or in backward: half the bytes. Then each weight must be
-    gathered again for backward (`reshard_after_forward=True`, also of the root), and no forward be computed again in
-    backward (activation checkpointing): what was not sent is NaN.
+    `recipe` is the one that the model trains with; quantized weights (`quantized_model_init`) need none.
+
+    `one_direction` is for formats that hold two copies of a weight of which one does not follow from the other (MXFP8
+    in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the column-wise
+    one for backward. It sends both where FSDP2 keeps the weight for backward (`reshard_after_forward=False`), and for a
+    backward that computes forward again (activation checkpointing) or may do so (compiled modules). False sends both.
+    True sends one always, also of compiled modules: a forward that is computed again is then an error in eager code,
+    and reads NaN in a graph.
 
     In the state dict weights are what they would be without this: plain tensors, in shards after `fully_shard`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
+    if one_direction is not None and not isinstance(one_direction, bool):
+        raise TypeError(f"one_direction is {one_direction!r}: give True, False or None")
     if recipe is not None and recipe.override() == "high_precision":
         raise ValueError(
             "recipe has backward_override='high_precision', which reads the weight as it is: leave low_precision_gather"

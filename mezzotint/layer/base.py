@@ -134,7 +134,7 @@ class Layer(ParallelModule):
         recipe = STATE.recipe if STATE.enabled else None
         needs = tuple(needs)
         if not torch.compiler.is_compiling():
-            self._note_run(recipe is not None)
+            self._note_run(recipe)
         if recipe is None:
             none = LinearQuantizers(None, None, None)
             numerics = Numerics(dtype, False, False, False, None, False)
@@ -160,16 +160,31 @@ class Layer(ParallelModule):
             call.reuses, call.skips = True, STATE.skip_weight_update.to(self.scale_fwd.device)
         return call if request is None else self._start_delayed(call)
 
-    def _note_run(self, is_quantized: bool) -> None:
+    def _note_run(self, recipe: Recipe | None) -> None:
         """A run inside of backward is one of `torch.utils.checkpoint`: outside of any region it computes in high
         precision what was quantized before, and so other gradients."""
+        turn = self._turn
+        if turn.lacks_rows:
+            raise ValueError(
+                "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: once more, "
+                "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
+                "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
+            )
         if torch._C._current_graph_task_id() == -1:
-            self._turn.is_quantized = is_quantized
-        elif self._turn.is_quantized and not is_quantized and STATE.depth == 0 and STATE.recomputation is None:
+            turn.is_quantized = recipe is not None
+            if self._is_fully_sharded and torch.is_grad_enabled():
+                turn.reads_rows_again = turn.reads_rows_again or self._reads_rows_again(recipe)
+        elif turn.is_quantized and recipe is None and STATE.depth == 0 and STATE.recomputation is None:
             raise RuntimeError(
                 "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
                 "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
             )
+
+    def _reads_rows_again(self, recipe: Recipe | None) -> bool:
+        """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
+        this run is computed again. A checkpoint is seen by its hooks on what is saved, as are others that have some."""
+        is_checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return is_checkpointed or (recipe is not None and recipe.override() is not None)
 
     def _start_delayed(self, call: Call) -> Call:
         request = call.request

@@ -26,6 +26,7 @@ from mezzotint.layer.parameters import Place, check_features, check_input, check
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.recipe import Recipe
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -148,6 +149,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _requantizes(self) -> bool:
         return self.checkpoint
+
+    def _reads_rows_again(self, recipe: Recipe | None) -> bool:
+        return self.checkpoint or super()._reads_rows_again(recipe)
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None

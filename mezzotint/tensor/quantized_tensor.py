@@ -29,6 +29,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
     _splits: tuple[Split, ...] = ()
+    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`gathering.py`)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -403,7 +404,7 @@ def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> Quantize
 def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
     """Attributes that others have put on a tensor."""
     own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES}
-    own |= {"_dtype", "_splits"}
+    own |= {"_dtype", "_splits", "_unit"}
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 
@@ -423,7 +424,7 @@ def _zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any
     """Quantized where a shard of that many rows is of whole blocks: FSDP2 copies the shard into it."""
     quantizer = tensor._quantizer
     shape = tuple(size)
-    if quantizer is None or len(shape) < 2 or directions(quantizer, shape[0], False, False) is None:
+    if quantizer is None or len(shape) < 2 or directions(quantizer, shape[0]) is None:
         return NotImplemented
     made = _empty(func, tensor, shape, **options)
     if made is not NotImplemented:

@@ -4,11 +4,10 @@ A direction is sent as the buffers that differ between shards (`_along_rows`), f
 is equal in all shards (the scale of the whole, its amax) is not sent. Which directions:
 
     the column-wise copy follows from the row-wise one     the row-wise one, for forward and for backward
-    it does not, and one is asked for                      what is read: row-wise in forward, column-wise in backward
-    it does not                                            both
+    it does not                                            those that are read (`gathering.py`)
 
-Where one is asked for both are of equal size, since FSDP2 allocates once; the scales of the other are made NaN, so that
-whoever reads it after all finds out.
+Where one is sent it is as long as the other would be, so that FSDP2 need not allocate anew; the scales of the other are
+made NaN, so that whoever reads it after all finds out.
 
 Such a shard, and a part of a weight that tensor parallelism has split by rows or by columns, knows how it is cut
 (`Split`): where a scale depends on the whole its maxima are taken over the processes that have the other parts. They
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from mezzotint.tensor.gathering import read_directions, unit_of
 from mezzotint.tensor.quantize import (
     assemble,
     has_whole_amaxes,
@@ -57,15 +57,14 @@ class Sent:
     kept: tuple[torch.Tensor, ...] = ()  # of one process, for which FSDP2 hands over the first buffer alone
 
 
-def directions(quantizer: Quantizer, rows: int, one: bool, backward: bool) -> tuple[bool, bool] | None:
-    """Which directions shards of this many rows send: (row-wise, column-wise); None where bytes cannot be gathered."""
+def directions(quantizer: Quantizer, rows: int) -> tuple[bool, bool] | None:
+    """Which directions shards of this many rows can send: (row-wise, column-wise), the second where it does not follow
+    from the first; None where bytes cannot be gathered."""
     if quantizer.is_custom() or not _parts_go(quantizer) or not _divides(quantizer, rows, False):
         return None
     if quantizer.derives_columnwise():
         return True, False
-    if not _divides(quantizer, rows, True):
-        return None
-    return (not backward, backward) if one else (True, True)
+    return (True, True) if _divides(quantizer, rows, True) else None
 
 
 def _parts_go(quantizer: Quantizer) -> bool:
@@ -80,11 +79,6 @@ def _parts_go(quantizer: Quantizer) -> bool:
 def _divides(quantizer: Quantizer, rows: int, columnwise: bool) -> bool:
     multiple = quantizer.gather_multiple(columnwise)
     return multiple is not None and rows % multiple == 0
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward: FSDP2 gathers for it, and gathers ahead, from inside of it."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def largest(x: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
@@ -106,6 +100,19 @@ def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, coun
     shared = {name: buffer for name, buffer in shard._buffers() if name not in fields}
     kept = tuple(flat[1:]) if count == 1 else ()
     return flat[: len(flat) - len(kept)], Sent(rowwise, columnwise, count, meta, shared, kept)
+
+
+def send(
+    storage: QuantizedTensorStorage, shard: Any, which: tuple[bool, bool], mesh: Any, module: Any
+) -> tuple[tuple[torch.Tensor, ...], Sent]:
+    """Flat tensors to gather of what `storage` holds, a shard of the module's weight, and what they are."""
+    count, unit = mesh.size(), None
+    if which[1]:
+        which, unit = read_directions(shard, module, mesh.get_group()), unit_of(shard, module)
+    buffers, sent = extract(storage, *which, count)
+    if unit is not None:
+        unit.fit(buffers, count)
+    return tuple(buffers), sent
 
 
 def _derives(tensor: QuantizedTensorStorage) -> bool:
@@ -172,8 +179,7 @@ def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> Non
 def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """`fsdp_pre_all_gather` of a quantized shard of rows: what to gather, and what `gathered` must know."""
     count, quantizer = mesh.size(), shard._quantizer
-    one = bool(getattr(module, "gathers_one_direction", False))
-    which = None if quantizer is None else directions(quantizer, shard.shape[0], one, in_backward())
+    which = None if quantizer is None else directions(quantizer, shard.shape[0])
     if which is None or orig_size[0] % count:
         raise ValueError(
             f"a weight of shape {tuple(orig_size)} in {type(shard).__name__} cannot be gathered from {count} processes:"
@@ -182,8 +188,8 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
         )
     if not shard._splits:
         share(shard, (Split(0, mesh.get_group()), *getattr(module, "_splits_of", _no_splits)(shard)))
-    buffers, sent = extract(shard, *which, count)
-    return tuple(buffers), (orig_size, quantizer, sent)
+    buffers, sent = send(shard, shard, which, mesh, module)
+    return buffers, (orig_size, quantizer, sent)
 
 
 def _no_splits(shard: Any) -> tuple[Split, ...]:

@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, load_full_state
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
-from tests.distributed.sharded import Steps, batch, loss_of, model, optimizer, sent, sharded, train, width_of
+from tests.distributed.sharded import Again, Steps, batch, loss_of, model, optimizer, sent, sharded, train, width_of
 from tests.recipes import RECIPES, VARIANTS
 from tests.worlds import Result, attempt
 
@@ -35,7 +36,7 @@ def long_run(rank: int) -> Result:
         width = width_of(name)
         made = model(width)
         if recipe is not None:
-            low_precision_gather(made, recipe, one_direction=True)
+            low_precision_gather(made, recipe)
         made = sharded(made)
         losses = train(made, recipe, LONG, width=width)
         found[name] = {"losses": losses, **full(made)}
@@ -46,7 +47,7 @@ def long_run(rank: int) -> Result:
     return found
 
 
-def ways(name: str, one: bool = False) -> dict[str, Callable[..., Any]]:
+def ways(name: str, one: bool | None = None) -> dict[str, Callable[..., Any]]:
     """How a model comes to be sharded."""
     recipe, width = ALL[name], width_of(name)
     made: dict[str, Callable[..., Any]] = {"high precision": lambda **o: sharded(model(width, **o))}
@@ -65,9 +66,9 @@ def short_runs(rank: int) -> Result:
     """Losses of two steps, sharded and alone, each way."""
     found: Result = {}
     for name in (*RECIPES, "mxfp8 2d", "nvfp4-plain"):
-        for one in (False, True) if name in ("rowwise", "mxfp8", "custom", "nvfp4-plain") else (False,):
+        for one in (None, False) if name in ("rowwise", "mxfp8", "custom", "nvfp4-plain") else (None,):
             for way, make in ways(name, one).items():
-                if one and way == "high precision":
+                if one is False and way == "high precision":
                     continue
                 made, width = make(), width_of(name)
                 kind = type(made[1].fc1_weight._local_tensor).__name__
@@ -122,33 +123,108 @@ def one_unit(rank: int) -> Result:
 
 
 def one_direction(rank: int) -> Result:
-    """A forward that is computed again in backward finds NaN in the copy that was not sent."""
-    made = sharded(low_precision_gather(model(), ALL["mxfp8"], one_direction=True))
-    with mz.autocast(recipe=ALL["mxfp8"]):
-        loss = loss_of(Steps(made, False)(batch(0, 64)))
-    loss.backward()
-    gradients = [parameter.grad.full_tensor() for parameter in made.parameters() if parameter.grad is not None]
-    return {"loss": loss.item(), "finite": all(bool(gradient.isfinite().all()) for gradient in gradients)}
+    """A format that has to send both copies: the bytes of each gather of two steps, their losses, and those alone."""
+    recipe, other = ALL["mxfp8"], VARIANTS["mxfp8-dequantized"]
+    found: Result = {}
+
+    def small(init: Any = None, **options: Any) -> nn.Sequential:
+        return model(init=init, bias=False, normalization="RMSNorm", **options)
+
+    def gather(made: nn.Sequential, trained: Any = recipe, **options: Any) -> nn.Sequential:
+        return sharded(low_precision_gather(made, trained), **options)
+
+    def in_part(made: nn.Sequential) -> nn.Sequential:
+        made[1].checkpoint = True
+        return made
+
+    def run(case: str, made: nn.Module, reference: nn.Module, trained: Any = recipe, **how: Any) -> None:
+        with sent() as gathers:
+            losses = train(made, trained, 2, **how)
+        how.pop("call", None)
+        found[case] = gathers, losses, train(reference, trained, 2, **how)
+
+    run("again for backward", gather(small()), small())
+    run("quantized", sharded(small(recipe)), small(recipe))
+    run("kept for backward", gather(small(), reshard_after_forward=False), small())
+    run("recomputed", Steps(gather(small()), False), Steps(small(), False))
+    run("reentrant", Steps(gather(small()), True), Steps(small(), True))
+    run("recomputed inside", gather(recomputed(small())), recomputed(small()))
+    run("recomputed in part", gather(in_part(small())), in_part(small()))
+    run("overridden", gather(small(), other), small(), other)
+    kept = gather(small())
+
+    def keep(x: torch.Tensor, is_first_microbatch: bool) -> torch.Tensor:
+        kept.set_reshard_after_backward(not is_first_microbatch)
+        return kept(x)
+
+    run("kept after backward", kept, Steps(small()), call=keep, microbatches=2)
+    held = gather(small())
+
+    def by_hand(x: torch.Tensor) -> torch.Tensor:
+        for block in held:
+            block.unshard()
+        return held(x)
+
+    run("by hand", held, small(), call=by_hand)
+    return found
+
+
+def agreed(rank: int) -> Result:
+    """One of two modules does not run on the second process, which uses its weight all the same."""
+    recipe, kind = ALL["mxfp8"], {"bias": False, "params_dtype": torch.bfloat16, "device": "cpu"}
+
+    class Some(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = mz.Linear(64, 64, **kind), mz.Linear(64, 64, **kind)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.second(x) if rank == 0 else nn.functional.linear(x, self.second.weight.dequantize())
+
+    torch.manual_seed(0)
+    made = fully_shard(low_precision_gather(Some(), recipe), reshard_after_forward=True)
+    with sent() as gathers:
+        train(made, recipe, 2)
+    units = [linear.weight._local_tensor._unit for linear in (made.first, made.second)]
+    return {"gathers": gathers, "read again": [unit.reads_rows_again for unit in units]}
 
 
 def compiled(rank: int) -> Result:
-    """Blocks compiled whole: losses and graphs."""
+    """Blocks compiled whole: losses, graphs, and whether backward is sent both copies of a weight."""
     warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)  # Dynamo looks at grad
     found: Result = {}
-    for name, way in (
-        ("delayed", "high precision"),
-        ("current", "gathered"),
-        ("rowwise", "gathered"),
-        ("mxfp8", "quantized"),
-        ("custom", "gathered"),
+    for name, way, one in (
+        ("delayed", "high precision", None),
+        ("current", "gathered", None),
+        ("rowwise", "gathered", True),
+        ("mxfp8", "quantized", None),
+        ("custom", "gathered", None),
     ):
         torch._dynamo.reset()
-        made, counter = ways(name)[way](), CompileCounterWithBackend("aot_eager")
+        made, counter = ways(name, one)[way](), CompileCounterWithBackend("aot_eager")
         for block in made:
             block.compile(backend=counter, fullgraph=True)
         losses = train(made, ALL[name], 3)
-        found[f"{name} {way}"] = losses, train(alone(name, way), ALL[name], 3), counter.frame_count
+        reads = getattr(getattr(made[0].weight._local_tensor, "_unit", None), "reads_rows_again", None)
+        found[f"{name} {way}"] = losses, train(alone(name, way), ALL[name], 3), counter.frame_count, reads
+    torch._dynamo.reset()
+    recipe, counter = ALL["mxfp8"], CompileCounterWithBackend("aot_eager")
+    made = sharded(low_precision_gather(recomputed(model()), recipe))  # by the compiler, in the graph of backward
+    for block in made:
+        block.compile(backend=counter, fullgraph=True)
+    losses, expected = train(made, recipe, 3), train(model(), recipe, 3)
+    found["recomputed"] = (
+        losses,
+        expected,
+        counter.frame_count,
+        made[0].block.weight._local_tensor._unit.reads_rows_again,
+    )
     return found
+
+
+def recomputed(made: nn.Sequential) -> nn.Sequential:
+    return nn.Sequential(*map(Again, made))
 
 
 def bytes_sent(rank: int) -> Result:
@@ -158,7 +234,7 @@ def bytes_sent(rank: int) -> Result:
         recipe, width = ALL[name], width_of(name)
         made = model(width, bias=False, normalization="RMSNorm")
         if recipe is not None:
-            low_precision_gather(made, recipe, one_direction=True)
+            low_precision_gather(made, recipe)
         made = sharded(made)
         with sent() as gathers:
             train(made, recipe, 1, width=width)
@@ -322,6 +398,18 @@ def wrong_use(rank: int) -> Result:
     attempt(found, "uneven", lambda: uneven(batch(0, 64)))
     fused = fully_shard(mz.Linear(64, 64, fuse_wgrad_accumulation=True, device="cpu", params_dtype=torch.bfloat16))
     attempt(found, "main_grad", lambda: fused(batch(0, 64)))
+    attempt(found, "directions", lambda: low_precision_gather(model(), recipe, one_direction=1))  # type: ignore[arg-type]
+    one = partial(low_precision_gather, recipe=ALL["mxfp8"], one_direction=True)
+    kept = sharded(one(model()), reshard_after_forward=False)
+    attempt(found, "kept for backward", lambda: train(kept, ALL["mxfp8"], 1))
+    again = Steps(sharded(one(model())), False)
+    attempt(found, "recomputed", lambda: train(again, ALL["mxfp8"], 1))
+    later = sharded(one(model()))
+    later.set_reshard_after_backward(False)
+    attempt(found, "kept after backward", lambda: train(later, ALL["mxfp8"], 2))
+    late = sharded(low_precision_gather(model(), ALL["mxfp8"]))
+    train(late, ALL["mxfp8"], 1)
+    attempt(found, "recomputed later", lambda: train(Steps(late, False), ALL["mxfp8"], 1))
     found["kept"] = type(ShardedWeight(torch.ones(2, 2), recipe, 0) * 2).__name__
     dist.barrier()
     return found
@@ -338,6 +426,7 @@ CHECKS = (
     compositions,
     one_unit,
     one_direction,
+    agreed,
     compiled,
     bytes_sent,
     policy,

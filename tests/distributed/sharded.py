@@ -39,10 +39,10 @@ def model(width: int = 64, init: Recipe | None = None, head: int = 0, **options:
     return made
 
 
-def sharded(made: nn.Sequential, **options: Any) -> nn.Sequential:
+def sharded(made: nn.Sequential, reshard_after_forward: bool = True, **options: Any) -> nn.Sequential:
     """Each block on its own, gathered again for backward."""
     for block in made:
-        fully_shard(block, reshard_after_forward=True, **options)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     return fully_shard(made, **options)
 
 
@@ -77,6 +77,17 @@ class Steps(nn.Module):
             else:
                 x = mz.checkpoint(block, x.requires_grad_(), use_reentrant=self.reentrant)
         return x
+
+
+class Again(nn.Module):
+    """A block that is recomputed in backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mz.checkpoint(self.block, x, use_reentrant=False)
 
 
 def train(

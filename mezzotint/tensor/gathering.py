@@ -1,0 +1,131 @@
+"""Which copies of a weight are read until FSDP2 gathers it again, where one does not follow from the other.
+
+    gathered for forward, and again for backward     row-wise
+    gathered for forward alone, or by hand           both
+    gathered for backward                            column-wise; both where a forward is computed in backward
+                                                     (activation checkpointing), or comes after it without a gather
+
+What FSDP2 is about to do is in its own bookkeeping (torch 2.11 to 2.15), which is private: where it is not found both
+are read. What backward reads is said by the module's run in eager code (`Turn.reads_rows_again`); a graph says nothing,
+since the compiler may compute a part of forward again, and then both are. All processes must send as much, though a
+module may have run on some of them only: they agree, once, at the first gather for backward.
+"""
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+# What is read of FSDP2's own objects.
+_OF_GROUP = ("_reshard_after_forward", "_training_state", "fsdp_params", "modules", "reshard_after_backward")
+_OF_PARAM = ("_sharded_local_tensor", "all_gather_outputs")
+
+
+class Unit:
+    """A weight in FSDP2's bookkeeping, and the group of weights that it is gathered with."""
+
+    __slots__ = ("_group", "_param", "reads_rows_again")
+
+    def __init__(self, group: Any, param: Any) -> None:
+        self._group, self._param = weakref.ref(group), weakref.ref(param)  # which hold the weight
+        self.reads_rows_again: bool | None = None  # as all processes have agreed
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the weight is in no books
+
+    def is_of(self, shard: Any) -> bool:
+        param = self._param()
+        return self._group() is not None and param is not None and param._sharded_local_tensor is shard
+
+    def gathers_again(self) -> bool:
+        """Whether a weight that is gathered for forward is freed after it. Not so where only some of several modules
+        run that are gathered together."""
+        group: Any = self._group()
+        return group._reshard_after_forward and len(group.modules) == 1
+
+    def stage(self) -> str:
+        """What it gathers for."""
+        group: Any = self._group()
+        return group._training_state.name
+
+    def frees_after_backward(self) -> bool:
+        group: Any = self._group()
+        return group.reshard_after_backward
+
+    def fit(self, buffers: Sequence[torch.Tensor], count: int) -> None:
+        """FSDP2 allocates what it gathers into once; for `buffers` of another size it must do so again."""
+        param: Any = self._param()
+        held = [(x.numel(), x.dtype) for x in param.all_gather_outputs]
+        if held != [(x.numel() * count, x.dtype) for x in buffers]:
+            param.all_gather_outputs = []
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward: FSDP2 gathers for it, and gathers ahead, from inside of it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def unit_of(shard: Any, module: Any) -> Unit | None:
+    """Of a shard of one of the module's weights; None where FSDP2 keeps its books otherwise, or has copied the shard
+    from the CPU."""
+    if shard._unit is None or not shard._unit.is_of(shard):
+        shard._unit = next((unit for unit in _units(module) if unit.is_of(shard)), None)
+    return shard._unit
+
+
+def _units(module: Any) -> Iterator[Unit]:
+    books = sys.modules.get("torch.distributed._composable_state")  # there once anything is in shards
+    for held in list(getattr(books, "_module_state_mapping", {}).values()):
+        state: Any = held()
+        groups: Any = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [getattr(state, "_fsdp_param_group", None)]  # torch 2.11
+        for group in groups:
+            if not all(hasattr(group, name) for name in _OF_GROUP):
+                continue
+            for param in group.fsdp_params:
+                info = getattr(param, "_module_info", None)
+                if getattr(info, "module", None) is module and all(hasattr(param, name) for name in _OF_PARAM):
+                    yield Unit(group, param)
+
+
+def read_directions(shard: Any, module: Any, group: Any) -> tuple[bool, bool]:
+    """(row-wise, column-wise): what a gather from the processes of `group` must send of each shard."""
+    is_one, turn = getattr(module, "gathers_one_direction", None), getattr(module, "_turn", None)
+    if is_one is None:
+        found = _found_directions(unit_of(shard, module), turn, shard.device, group)
+    else:
+        found = _told_directions(is_one, unit_of(shard, module))
+    if turn is not None:
+        turn.lacks_rows = not found[0]
+    return found
+
+
+def _told_directions(is_one: bool, unit: Unit | None) -> tuple[bool, bool]:
+    if not is_one:
+        return True, True
+    if unit is not None and unit.stage() == "FORWARD" and not in_backward() and not unit.gathers_again():
+        raise ValueError(
+            "one_direction is True, but FSDP2 keeps what it gathers for forward until backward, which reads the other "
+            "direction: give fully_shard reshard_after_forward=True, or leave one_direction"
+        )
+    return not in_backward(), in_backward()
+
+
+def _found_directions(unit: Unit | None, turn: Any, device: torch.device, group: Any) -> tuple[bool, bool]:
+    if unit is None:
+        return True, True
+    stage = unit.stage()
+    if stage == "FORWARD" and not in_backward():
+        return True, not unit.gathers_again()
+    if stage != "PRE_BACKWARD":  # by hand; or for a forward that is computed again, whose backward finds it
+        return True, True
+    if unit.reads_rows_again is None:
+        is_read = turn is None or turn.reads_rows_again is not False
+        agreed = torch.tensor(float(is_read), device=device)
+        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
+        unit.reads_rows_again = bool(agreed)
+    return unit.reads_rows_again or not unit.frees_after_backward(), True
