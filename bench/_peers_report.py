@@ -86,7 +86,8 @@ def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict
 
 def markdown(report: dict[str, Any]) -> str:
     """A page: the ratios of each mode, then every number."""
-    lines = ["# Against the peers", "", f"As `make bench ARGS=peers` found it: {title(report)}.", ""]
+    command = 'ARGS="peers --one-thread"' if report["one_thread"] else "ARGS=peers"
+    lines = ["# Against the peers", "", f"As `make bench {command}` found it: {title(report)}.", ""]
     lines += ["`bench/peers.py` says what is measured, and how. A ratio is BF16's time in the same mode over the"]
     lines += ["candidate's: more is faster. Written with `--markdown`.", ""]
     for mode in MODES:

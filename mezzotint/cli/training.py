@@ -102,7 +102,9 @@ class Training:
             is_first = None if train.accumulate == 1 else micro == 0
             with autocast(enabled=self.recipe is not None, recipe=self.recipe, amax_reduction_group=everyone):
                 loss = self.call(tokens, targets, is_first_microbatch=is_first)
-            (loss / train.accumulate).backward()
+            # In this thread: a device has one of its own for backward, in which Python is slower (README.md, Speed).
+            with torch.autograd.set_multithreading_enabled(False):
+                (loss / train.accumulate).backward()
             total += loss.detach() / train.accumulate
         limit = train.clip or math.inf
         if self.meshes is None:
