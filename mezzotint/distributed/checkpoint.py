@@ -7,8 +7,8 @@ What is written is `plain_state(model)`: parameters as they are, shards as DTens
 its buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, which hold at every world size the
 same bytes; delayed scaling's state under `…_extra_state`. Parts of weights (modules made with `tp_group`, and gated
 ones that a style has split) are written where they lie in the whole (`parts.py`), and read by any number of processes
-that share them; quantized ones where no block is cut. With torch.save or safetensors: `full_state(model)` gathers
-shards, and `load_full_state` gives it back, to a model in shards or to a whole one.
+that share them; quantized ones where no block is cut, with scales of the whole once. With torch.save or safetensors:
+`full_state(model)` gathers shards, and `load_full_state` gives it back, to a model in shards or to a whole one.
 
 A checkpoint is there when all of it is: DCP writes `.metadata` last.
 """
@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
 from mezzotint.distributed.groups import is_initialized
-from mezzotint.distributed.parts import Parts, Place, find_split, local_of, place_of, whole_of
+from mezzotint.distributed.parts import Parts, Place, check_scales, find_split, local_of, place_of, whole_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 METADATA = ".metadata"
@@ -69,6 +69,7 @@ def save(
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
     places = find_split(model)
+    check_scales(model)
     state = {"model": _placed(plain_state(model), places, model), "extra": dict(_tensors(extra or {}))}
     if optimizer is not None:
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
@@ -235,9 +236,9 @@ def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]
     found: list[tuple[str, Any]] = []
     for attribute, whole in local._buffers():
         buffer = shards.get(attribute, whole)
-        if attribute in along and len(local.shape) == 2:  # nor that behind the columns, which parts of a weight cut
-            dim, columns = along[attribute][1]
-            buffer = buffer.narrow(dim, 0, cdiv(local.shape[1], columns))
+        columns = along[attribute][1] if attribute in along and len(local.shape) == 2 else None
+        if columns is not None:  # nor that behind the columns, which parts of a weight cut
+            buffer = buffer.narrow(columns[0], 0, cdiv(local.shape[1], columns[1]))
         if attribute in shards and isinstance(value, DTensor):
             placements = [Shard(meta["dims"][attribute]) if isinstance(p, Shard) else p for p in value.placements]
             buffer = DTensor.from_local(buffer, value.device_mesh, placements, run_check=False)

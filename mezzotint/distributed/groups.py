@@ -63,7 +63,7 @@ def check_agreed(group: Any, **values: str) -> None:
     found: list[Any] = [None] * world_size(group)
     torch.distributed.all_gather_object(found, values, group)
     for name in values:
-        _check_same(name, [other[name] for other in found])
+        _check_same(name, [other.get(name, "none") for other in found])  # it may be somewhere else
 
 
 def check_changed(group: Any, name: str, value: str) -> None:

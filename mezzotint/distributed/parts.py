@@ -24,7 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from mezzotint.constants import cdiv
 from mezzotint.distributed.fsdp import ShardedWeight
 from mezzotint.distributed.groups import rank_in, world_size
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.sharding import Split, differs
+from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 _KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each process"
 
@@ -57,34 +58,38 @@ class Place:
         along = tensor._along_matrix()
         if along is None:
             raise ValueError(
-                f"{self.name} is quantized ({type(tensor).__name__}), and a part of a weight (tp_group): its scales "
-                f"are of this part. {_KEEP}"
+                f"{self.name} is quantized ({type(tensor).__name__}), and a part of a weight (tp_group): its buffers "
+                f"are no parts of those of the whole. {_KEEP}"
             )
         width = tensor.shape[1]
-        return {name: self._buffer(buffer, width, *along[name]) for name, buffer in tensor._buffers()}
+        return {name: self._buffer(buffer, width, along[name]) for name, buffer in tensor._buffers()}
 
-    def _buffer(self, buffer: torch.Tensor, width: int, rows: tuple[int, int], columns: tuple[int, int]) -> "Parts":
-        """`rows`, `columns`: the dimension of the buffer along which they lie, and of how many an entry is."""
-        (dim, tall), (other, wide) = rows, columns
-
-        def entries(number: int, each: int) -> int:
-            if number % each:
-                raise ValueError(
-                    f"{self.name} is quantized in blocks of {tall}x{wide}, and a part of a weight of shape "
-                    f"{self.shape} (tp_group) that cuts them. {_KEEP}"
-                )
-            return number // each
-
-        def place(row: int, column: int) -> tuple[int, ...]:
-            found = entries(row, tall), entries(column, wide)
-            return found if dim == 0 else found[::-1]
-
-        held = buffer.narrow(other, 0, entries(width, wide))
-        pieces = []
+    def _buffer(self, buffer: torch.Tensor, width: int, along: tuple[Along, Along]) -> "Parts":
+        """`width`: columns that this process has. What is of all rows, or of all columns (`along`), is equal on all
+        processes, and written once."""
+        shape, found = list(buffer.shape), {}
+        for number, lies in enumerate(along):
+            if lies is not None:
+                shape[lies[0]] = cdiv(self.shape[number], lies[1])
         for piece in self.pieces:
-            first, last = entries(piece.first, tall), entries(piece.last, tall)
-            pieces.append((place(*piece.offsets), held.narrow(dim, first, last - first)))
-        return Parts(place(*self.shape), buffer.dtype, pieces)
+            offsets, part = [0] * buffer.dim(), buffer
+            # Of rows and of columns: where they begin in this process's tensor, where in the whole, and how many.
+            spans = (piece.first, piece.offsets[0], piece.last - piece.first), (0, piece.offsets[1], width)
+            for number, (lies, span) in enumerate(zip(along, spans, strict=True)):
+                if lies is not None:
+                    dim, (first, offsets[dim], size) = lies[0], self._entries(number, lies[1], *span)
+                    part = part.narrow(dim, first, size)
+            found.setdefault(tuple(offsets), part)
+        return Parts(tuple(shape), buffer.dtype, list(found.items()))
+
+    def _entries(self, dim: int, each: int, first: int, begin: int, size: int) -> tuple[int, int, int]:
+        """Of rows or columns → of what is of `each` of them, which must not be cut."""
+        if first % each or begin % each or (size % each and begin + size != self.shape[dim]):
+            raise ValueError(
+                f"{self.name} is quantized in blocks of {each} {'columns' if dim else 'rows'}, and a part of a weight "
+                f"of shape {self.shape} (tp_group) that cuts them. {_KEEP}"
+            )
+        return first // each, begin // each, cdiv(size, each)
 
     @torch.no_grad()
     def copy_whole(self, value: torch.Tensor, whole: torch.Tensor) -> None:
@@ -115,6 +120,22 @@ def find_split(model: nn.Module) -> dict[str, Place]:
             found[name] = _place_of_part(name, parameter.shape, _held(parameter), of, *how)
     found.update({name: place_of(name, p) for name, p in model.named_parameters() if has_halves(p)})
     return found
+
+
+def check_scales(model: nn.Module) -> None:
+    """Quantized parts are of one tensor: what they share is equal on all processes, or it is an error on each of them.
+    A collective."""
+    for path, module in model.named_modules():
+        split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
+        for own, (dim, _) in split.items():
+            local: Any = local_of(getattr(module, own))
+            if isinstance(local, QuantizedTensorStorage) and differs(local, [Split(dim, module.tp_group)]):
+                name = f"{path}.{own}" if path else own
+                raise ValueError(
+                    f"{name} is quantized ({type(local).__name__}), and a part of a weight (tp_group) whose "
+                    "scales are not those of the other parts: it was loaded from bytes of parts that were quantized on "
+                    "their own. Load values in high precision, or take a step of an optimizer first"
+                )
 
 
 def find_places(model: nn.Module) -> dict[str, Place]:

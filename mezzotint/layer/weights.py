@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from mezzotint.distributed.gradients import local_part
-from mezzotint.distributed.groups import part_of, rank_in
+from mezzotint.distributed.groups import check_agreed, part_of, rank_in
 from mezzotint.functional.linear import MainGrad
+from mezzotint.layer.parallel import without_addresses
 from mezzotint.layer.parameters import (
     Place,
     default_init,
@@ -42,6 +43,12 @@ def accumulate(parameter: Any, gradient: torch.Tensor | None) -> None:
     """Add to the gradient of a parameter, as autograd does."""
     if gradient is not None and parameter.requires_grad:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _check_same(name: str, quantizer: Any, splits: tuple[Split, ...]) -> None:
+    """Parts of one weight are in one format: with another one a process would wait for maxima that do not come."""
+    for split in splits:
+        check_agreed(split.group, **{f"the quantizer of {name}": without_addresses(quantizer)})
 
 
 class Weights:
@@ -187,7 +194,9 @@ class Weights:
         self._draw(value, module, init)
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
-        parameter = replace_parameter(module, name, quantize_part(value, quantizer, self.splits(module)))
+        splits = self.splits(module)
+        _check_same(name, quantizer, splits)
+        parameter = replace_parameter(module, name, quantize_part(value, quantizer, splits))
         if self.preserves:
             high_precision_init(parameter, value)
 
@@ -204,6 +213,7 @@ class Weights:
         for name in self.weight_names if self.is_quantized else ():
             weight = getattr(module, name)
             if isinstance(weight, QuantizedTensor) and not weight.is_meta and weight._splits != splits:
+                _check_same(name, weight._quantizer, splits)
                 with torch.no_grad():
                     share(weight, splits)
 

@@ -16,9 +16,10 @@ import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, is_complete, load, load_full_state, plain_state, save
 from mezzotint.distributed.fsdp import low_precision_gather
 from mezzotint.distributed.parts import find_places
-from tests.distributed.sharded import model, optimizer, sharded, train
+from tests.distributed.parallel import BITWISE
+from tests.distributed.sharded import model, optimizer, sharded, spread_out, train
 from tests.recipes import RECIPES
-from tests.worlds import Result
+from tests.worlds import Result, attempt
 
 WIDTH = 128  # a quarter of it is one block of MXFP8
 SIZE = 4
@@ -216,16 +217,22 @@ def parts_of_four(rank: int) -> Result:
     return found
 
 
+# Recipes of weights that are kept quantized in parts, and whether parts of four processes, and halves of those of two,
+# are whole blocks.
+QUANTIZED = {"block": False, "mxfp8": True, "current": True, "delayed": True, "rowwise": True, "nvfp4": True}
+QUANTIZED |= {"nvfp4-row-scaled": True, "custom": True}
+
+
 def quantized_model(recipe: str, tp_group: Any = None, seed: int = 0) -> nn.Sequential:
-    """The same, of weights that are kept quantized: parts of two processes, in MXFP8 of four, are whole blocks."""
+    """The same, of weights that are kept quantized, parts of two processes being whole blocks."""
     torch.manual_seed(seed)
     width = 256 if recipe == "block" else 128
-    options: dict[str, Any] = {"device": "cpu", "params_dtype": torch.bfloat16, "tp_group": tp_group}
-    with mz.quantized_model_init(recipe=RECIPES[recipe]):
+    options: dict[str, Any] = {"device": "cpu", "params_dtype": torch.bfloat16, "init_method": spread_out}
+    with mz.quantized_model_init(recipe=BITWISE[recipe]):
         return nn.Sequential(
-            mz.LayerNormLinear(width, width, parallel_mode="column", **options),
-            mz.Linear(width, width, parallel_mode="row", **options),
-            mz.LayerNormMLP(width, width, activation="swiglu", set_parallel_mode=True, **options),
+            mz.LayerNormLinear(width, width, parallel_mode="column", tp_group=tp_group, **options),
+            mz.Linear(width, width, parallel_mode="row", tp_group=tp_group, **options),
+            mz.LayerNormMLP(width, width, activation="swiglu", set_parallel_mode=True, tp_group=tp_group, **options),
         )
 
 
@@ -233,21 +240,25 @@ def quantized_parts(rank: int) -> Result:
     """Written by two, and from that by two in shards and by four; what is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
     two, found = mesh["parts"].get_group(), {}
-    for recipe in ("block", "mxfp8"):
+    for recipe, is_divided in QUANTIZED.items():
         save(folder() / f"{recipe} parts", quantized_model(recipe, two))
-    for name, made in (
-        ("mxfp8 parts in shards", sharded(quantized_model("mxfp8", two, 1), mesh=mesh["shards"])),
-        ("mxfp8 parts of four", quantized_model("mxfp8", dist.group.WORLD, 2)),
-    ):
-        load(folder() / "mxfp8 parts", made)
-        save(folder() / name, made)
-    for recipe, width in (("current", 128), ("mxfp8", 64)):
-        with mz.quantized_model_init(recipe=RECIPES[recipe]):
-            made = mz.Linear(128, width, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu")
-        try:
-            save(folder() / "refused", made)
-        except ValueError as error:
-            found[recipe] = str(error)
+        others = {
+            "in shards": lambda recipe=recipe: sharded(quantized_model(recipe, two, 1), mesh=mesh["shards"]),
+            "of four": lambda recipe=recipe: quantized_model(recipe, dist.group.WORLD, 2),
+        }
+        for name, other in others.items() if is_divided else ():
+            made = other()
+            load(folder() / f"{recipe} parts", made)
+            save(folder() / f"{recipe} parts {name}", made)
+    options: dict[str, Any] = {"device": "cpu", "bias": False, "tp_group": dist.group.WORLD}
+    with mz.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        cut = mz.Linear(128, 64, parallel_mode="column", **options)
+    with mz.quantized_model_init(recipe=RECIPES["current"]):
+        own = mz.Linear(128, 64, parallel_mode="column", **options)
+        one = mz.GroupedLinear(2, 128, 64, parallel_mode="column", single_grouped_weight=True, **options)
+    own.weight.copy_from_storage(own.weight._quantizer.quantize(torch.full((16, 128), float(rank + 1))))
+    for case, module in (("cut", cut), ("own", own), ("one", one)):
+        attempt(found, case, lambda module=module: save(folder() / "refused", module))
     return found
 
 

@@ -2,6 +2,7 @@
 use is refused."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import mezzotint as mz
 from mezzotint import ops, recipe
 from mezzotint.distributed import reduce_gradients
 from mezzotint.distributed.shards import quantize_shard
+from mezzotint.optimizers import FusedAdam
 from tests.distributed.delayed_world import endings, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.quantizer_formats import FORMATS
@@ -257,6 +259,84 @@ def copies(rank: int) -> Result:
     return {"wrong": wrong, "sums": made["sums"]}
 
 
+def kept(mode: str = "column", **options: Any) -> Any:
+    """A linear whose weight is kept quantized, with one scale."""
+    with mz.quantized_model_init(recipe=RECIPES["current"]):
+        return make(mz.Linear, 64, 64, parallel_mode=mode, **{"tp_group": world()[0], **options})
+
+
+def kept_weights(rank: int) -> Result:
+    """What knows that it is a part, and goes on to be: copies, what is moved or loaded, a group that is set later. And
+    what does not: files, graphs."""
+    group, size, _ = world()
+    first = kept()
+    splits, value = first.weight._splits, part(draw(64, 64, seed=8), 0)
+    late = kept(tp_group=None, tp_size=size)
+    own = late.weight.detach().clone()
+    late.set_tensor_parallel_group(group)
+    assigned = kept()
+    state = pickle.loads(pickle.dumps(first.state_dict()))
+    assigned.load_state_dict(state, assign=True)
+    parts = {
+        "copy": copy.deepcopy(first).weight,
+        "moved": first.weight.to("cpu", copy=True),
+        "late": late.weight,
+        "assigned": assigned.weight,
+        "applied": copy.deepcopy(first)._apply(lambda t: t.to("cpu", copy=True)).weight,
+        "operation": kept_operation(group),
+    }
+    for weight in parts.values():
+        with torch.no_grad():
+            weight.copy_(value)
+    codes = {name: (weight._data.clone(), weight._scale_inv.clone()) for name, weight in parts.items()}
+    # The scale of a group that is set later is that of the process with the larger numbers.
+    shared = kept(tp_group=None, tp_size=size)
+    with torch.no_grad():
+        shared.weight.copy_(value * (1 + rank))
+    before = shared.weight._scale_inv.clone()
+    shared.set_tensor_parallel_group(group)
+    scales = [before, shared.weight._scale_inv]
+    _, context = first.weight.__tensor_flatten__()
+    return {
+        "splits": {name: weight._splits == splits for name, weight in parts.items()},
+        "codes": codes,
+        "scales": scales,
+        "alone": [state["weight"]._splits, own._splits, first.weight.clone()._splits],
+        "context": sorted(context),
+        "compiled": compiled_kept(),
+    }
+
+
+def kept_operation(group: Any) -> Any:
+    with mz.quantized_model_init(recipe=RECIPES["current"]):
+        made = ops.Linear(
+            64, 64, device="cpu", dtype=torch.bfloat16, tensor_parallel_mode="column", tensor_parallel_group=group
+        )
+    return next(p for p in made.parameters() if p.dim() == 2)
+
+
+def compiled_kept() -> Result:
+    """Eager and compiled code side by side; an optimizer writes the weights in between."""
+    eager, twin = kept("row"), kept("row")
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(twin, fullgraph=True, backend=counter)
+    wrong = []
+    optims = [FusedAdam(module.parameters(), lr=0.01) for module in (eager, twin)]
+    for i in range(3):
+        x, dy = part(draw(32, 64, seed=i), 1), draw(32, 64, seed=9 + i)
+        for module, how, optim in ((eager, None, optims[0]), (twin, call, optims[1])):
+            with mz.autocast(recipe=RECIPES["current"]):
+                (module if how is None else how)(x).backward(dy)
+            optim.step()
+            optim.zero_grad()
+        wrong += [i for a, b in zip(eager.weight._buffers(), twin.weight._buffers(), strict=True) if not equal(a, b)]
+    return {"wrong": wrong, "graphs": counter.frame_count}
+
+
+def equal(a: tuple[str, torch.Tensor], b: tuple[str, torch.Tensor]) -> bool:
+    return a[0] == b[0] and torch.equal(a[1], b[1])
+
+
 def stochastic(rank: int) -> Result:
     """Parts of a gradient draw on their own: as far from one process as that is from itself with other numbers."""
     group, size, _ = world()
@@ -314,6 +394,10 @@ def wrong_use(rank: int) -> Result:
         with mz.autocast(recipe=mixed):
             module(torch.ones(32, 32))
 
+    def kept_in(recipe: Any) -> Any:
+        with mz.quantized_model_init(recipe=recipe):
+            return mz.Linear(32, 32, parallel_mode="column", **made)
+
     def under(module: Any, **region: Any) -> None:
         with mz.autocast(**region):
             module(torch.ones(32, 32))
@@ -336,6 +420,8 @@ def wrong_use(rank: int) -> Result:
         "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
         "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
+        "kept otherwise": lambda: kept_in(mixed),
+        "kept by one": lambda: under(kept_in(mixed) if rank else mz.Linear(32, 32, parallel_mode="column", **made)),
     }
     found: Result = {}
     for name, case in cases.items():
@@ -384,6 +470,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     losses,
     grouped,
     copies,
+    kept_weights,
     stochastic,
     dynamic,
     changes,

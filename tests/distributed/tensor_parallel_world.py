@@ -168,6 +168,70 @@ def options(rank: int) -> Result:
     return found
 
 
+# The first in a world of four, too.
+KEPT = ["current", "rowwise", "nvfp4", "custom"]
+KEPT += [name for name, recipe in BITWISE.items() if recipe is not None and name not in KEPT]
+
+
+def kept(rank: int) -> Result:
+    """Weights that are kept quantized: those of one process, bit for bit, as drawn, after steps of an optimizer, and
+    written in high precision."""
+    group, size, _ = world()
+    found: Result = {}
+    for name, mode in [(name, mode) for name in KEPT[: None if size == 2 else 4] for mode in MODES]:
+        width = unit(name) * size
+        with mz.quantized_model_init(recipe=BITWISE[name]):
+            whole = make(mz.Linear, width, width, init_method=uneven)
+            split = make(mz.Linear, width, width, init_method=uneven, parallel_mode=mode, tp_group=group)
+        wrong = [f"{key} drawn" for key in differing_buffers(split.weight, whole.weight)]
+        optims = [torch.optim.SGD(module.parameters(), 0.1, weight_decay=0.1) for module in (whole, split)]
+        for i in range(3 if "delayed" in name else 1):
+            x, dy = draw(unit(name), 1, width, seed=1 + i), draw(unit(name), 1, width, seed=50 + i) * (1 + i)
+            for module, optim, inputs in zip(
+                (whole, split), optims, ((x, dy), split_of(mode, False, x, dy)), strict=True
+            ):
+                leaf = inputs[0].clone().requires_grad_()
+                with mz.autocast(recipe=BITWISE[name]):
+                    y = module(leaf)
+                y.backward(inputs[1])
+                optim.step()
+                optim.zero_grad()
+            wrong += [f"{key} of step {i}" for key in differing_buffers(split.weight, whole.weight)]
+        value = uneven(draw(width, width, seed=7))
+        whole.load_state_dict({**whole.state_dict(), "weight": value})
+        split.load_state_dict({**split.state_dict(), "weight": part_like(split.weight, value)})
+        wrong += [f"{key} loaded" for key in differing_buffers(split.weight, whole.weight)]
+        found[f"{name} {mode}"] = wrong
+    return found
+
+
+def uneven(weight: torch.Tensor) -> torch.Tensor:
+    """Every row and every column of another size, the largest numbers in the last."""
+    rows, columns = weight.shape
+    grown = torch.linspace(-6, 0, rows).exp2()[:, None] * torch.linspace(-6, 0, columns).exp2()
+    return weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(grown)
+
+
+def differing_buffers(split: Any, whole: Any) -> list[str]:
+    """Of a part and the whole: codes, scales of all, of a row or a column, and the values of each direction."""
+    wrong = []
+    for name, buffer in whole._buffers():
+        if (buffer.dtype == torch.float32 and buffer.dim() == 1) or "data" in name or "transpose" in name:
+            held = getattr(split, name)
+            cut = [dim for dim in range(buffer.dim()) if held.shape[dim] != buffer.shape[dim]]
+            if not torch.equal(held, part(buffer, *cut) if cut else buffer):
+                wrong.append(name)
+    usages = whole.get_usages()
+    assert split.get_usages() == usages
+    for columnwise in [usage == "columnwise" for usage, is_held in usages.items() if is_held]:
+        got, want = (
+            w.detach().keep(rowwise=not columnwise, columnwise=columnwise).dequantize() for w in (split, whole)
+        )
+        if not torch.equal(got, part_like(split, want)):
+            wrong.append(f"values {columnwise}")
+    return wrong
+
+
 class Stack(torch.nn.Module):
     """A norm, a column-parallel and a row-parallel linear, as they come in pairs."""
 
@@ -204,5 +268,5 @@ def compiled(rank: int) -> Result:
     return {name: compiled_case(name, "inductor" if name == "mxfp8" else "aot_eager") for name in RECIPES}
 
 
-CHECKS: tuple[Callable[[int], Result], ...] = (linears, ragged, no_tokens, shards, sent, options)
-CHECKS_OF_FOUR: tuple[Callable[[int], Result], ...] = (linears, ragged, shards)
+CHECKS: tuple[Callable[[int], Result], ...] = (linears, ragged, no_tokens, shards, sent, options, kept)
+CHECKS_OF_FOUR: tuple[Callable[[int], Result], ...] = (linears, ragged, shards, kept)

@@ -10,7 +10,17 @@ from torch import nn
 
 from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
 from tests.distributed import grouped_world, mesh_world
-from tests.distributed.dcp_world import CASES, CHECKS, SIZE, build, learnt, quantized_model, split_model, steps
+from tests.distributed.dcp_world import (
+    CASES,
+    CHECKS,
+    QUANTIZED,
+    SIZE,
+    build,
+    learnt,
+    quantized_model,
+    split_model,
+    steps,
+)
 from tests.distributed.sharded import optimizer
 from tests.worlds import Result, World, results, run_world
 
@@ -99,21 +109,26 @@ def assert_parts_of(made: list[Result], whole: Result) -> None:
     assert all(count >= whole[key][0][1].numel() for key, count in seen.items())
 
 
-@pytest.mark.parametrize("name", ["block parts", "mxfp8 parts", "mxfp8 parts in shards", "mxfp8 parts of four"])
-def test_parts_of_quantized_weights(world: World, folder: Path, name: str) -> None:
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_parts_of_quantized_weights(world: World, folder: Path, recipe: str) -> None:
     """Codes and scales are those of the whole weight, quantized in one process, bit for bit."""
     results(world, "quantized_parts")
-    recipe = name.partition(" ")[0]
-    made, expected = quantized_model(recipe, seed=3), full_state(quantized_model(recipe))
-    assert not torch.equal(full_state(made)["0.weight.rowwise_data"], expected["0.weight.rowwise_data"])
-    load(folder / name, made)
-    assert_same(full_state(made), expected)
+    expected = full_state(quantized_model(recipe))
+    for name in ("", " in shards", " of four") if QUANTIZED[recipe] else ("",):
+        made = quantized_model(recipe, seed=3)
+        state = full_state(made)
+        assert not any(torch.equal(value, expected[key]) for key, value in state.items() if value.dtype == torch.uint8)
+        load(folder / f"{recipe} parts{name}", made)
+        assert_same(full_state(made), expected)
 
 
 def test_parts_that_are_refused(world: World) -> None:
     for found in results(world, "quantized_parts"):
-        assert found["current"].startswith("weight is quantized (Float8Tensor), and a part of a weight (tp_group)")
-        assert found["mxfp8"].startswith("weight is quantized in blocks of 32x1, and a part of a weight of shape (64, ")
+        assert found["cut"].startswith(
+            "ValueError: weight is quantized in blocks of 32 rows, and a part of a weight of shape (64, 128) (tp_group)"
+        )
+        assert "ValueError: weight is quantized (Float8Tensor), and a part of a weight (tp_group) whose" in found["own"]
+        assert found["one"].startswith("ValueError: weight is quantized (GroupedTensor), and a part of a weight")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.distributed.parallel import unit
-from tests.distributed.tensor_parallel_world import CHECKS, CHECKS_OF_FOUR, MODES, RAGGED, compiled
+from tests.distributed.tensor_parallel_world import CHECKS, CHECKS_OF_FOUR, KEPT, MODES, RAGGED, compiled
 from tests.quantizer_formats import FORMATS
 from tests.recipes import RECIPES, VARIANTS
 from tests.worlds import World, results, run_world
@@ -11,8 +11,6 @@ from tests.worlds import World, results, run_world
 # A sum over processes is of numbers that were rounded to BF16 before, and is rounded again: each by half a unit in the
 # last place, 2^-8, of numbers that may be twice the result.
 BOUND = 2.0**-6
-# In row-wise scaling a row that is split has a scale for each part. Only a backward on what forward multiplied sees it.
-SPLIT_ROWS = "rowwise-exact-dequantized row tokens"
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +51,7 @@ def test_equals_one_process(world: World, recipe: str, mode: str, tokens: str) -
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_variants_equal_one_process(two: World, recipe: str, mode: str) -> None:
-    case = f"{recipe} {mode} tokens"
-    if case != SPLIT_ROWS:
-        check(two, "linears", case)
-        return
-    for found in results(two, "linears"):
-        assert found[case]["wrong"] == ["weight of step 0", "dx of step 0"]
-        assert found[case]["sums"] <= 0.1
+    check(two, "linears", f"{recipe} {mode} tokens")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -122,9 +114,10 @@ def test_what_is_sent(two: World, recipe: str, mode: str) -> None:
     for found in results(two, "sent"):
         sent = dict(found[f"{recipe} {mode}"])
         assert sent.pop("reduce_scatter_tensor bfloat16") == 2 * (2 * m) * k
-        # Row-wise scaling has one for each column: of x and of the weight, or of dy.
-        columns = {"column": 2, "row": 1}[mode] * k if recipe == "rowwise" else 8
-        assert sent.pop("all_reduce float32", 0) <= 4 * columns
+        # Row-wise scaling has one for each column of x and of the weight, and for each row of dy; or for each column of
+        # dy, and for each row of x and of the weight. These have k rows: twice m tokens, and as many features.
+        lines = 3 * k if recipe == "rowwise" else 8
+        assert sent.pop("all_reduce float32", 0) <= 4 * lines
         assert sent == {f"all_gather_into_tensor {dtype}": size for dtype, size in gathered(recipe, mode).items()}
 
 
@@ -134,6 +127,19 @@ def test_what_is_sent(two: World, recipe: str, mode: str) -> None:
 def test_options_change_the_way_only(two: World, recipe: str, mode: str, kind: str) -> None:
     for found in results(two, "options"):
         assert found[f"{recipe} {mode} {kind}"] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("recipe", KEPT)
+def test_weights_that_are_kept_quantized(two: World, recipe: str, mode: str) -> None:
+    """Their codes and scales are those of one process."""
+    for found in results(two, "kept"):
+        assert found[f"{recipe} {mode}"] == []
+
+
+def test_weights_that_four_keep_quantized(four: World) -> None:
+    for found in results(four, "kept"):
+        assert found == {f"{recipe} {mode}": [] for recipe in KEPT[:4] for mode in MODES}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

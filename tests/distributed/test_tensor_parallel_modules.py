@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mezzotint.recipe import QuantizerRole
+from tests.distributed.parallel import draw
 from tests.distributed.tensor_parallel_modules_world import CHECKS, LAYERS
 from tests.recipes import RECIPES
 from tests.worlds import World, results, run_world
@@ -101,6 +103,25 @@ def test_copies_checkpoints_and_quantized_weights(world: World) -> None:
         assert found["sums"] <= BOUND
 
 
+def test_weights_that_are_kept_quantized(world: World) -> None:
+    """As one tensor, in every copy; no graph and no file knows of processes."""
+    made = results(world, "kept_weights")
+    quantizer = RECIPES["current"].quantizer(QuantizerRole("linear", "weight"))
+    whole = quantizer.quantize(draw(64, 64, seed=8))
+    for rank, found in enumerate(made):
+        assert len(found["splits"]) == 6
+        assert all(found["splits"].values())
+        for codes, scale in found["codes"].values():
+            assert torch.equal(codes, whole._data.chunk(2)[rank])
+            assert torch.equal(scale, whole._scale_inv)
+        assert found["alone"] == [(), (), ()]
+        assert found["context"] == ["class", "dtype", "fp8_dtype", "quantizer"]
+        assert found["compiled"] == {"wrong": [], "graphs": 1}
+    before, after = zip(*[found["scales"] for found in made], strict=True)
+    assert before[0] < before[1]
+    assert torch.equal(*after)
+
+
 def test_stochastic_rounding(world: World) -> None:
     for found in results(world, "stochastic"):
         assert found["y"]
@@ -141,6 +162,8 @@ REFUSED = {
     "one without": "recipe is not the same on the 2 processes of the group: rank 0 has",
     "ops": "in_features is 31: it must be divisible by the 2 processes",
     "chained": "columnwise_source is 'rowwise_dequantized'",
+    "kept otherwise": "the quantizer of weight is not the same on the 2 processes of the group: rank 0 has Float8Curr",
+    "kept by one": "is not the same on the 2 processes of the group: rank 0 has",
 }
 
 
