@@ -8,8 +8,8 @@ and again for dW, of which each process keeps its part; dy in backward. What is 
 
 A part is quantized as the whole would be, whichever way it is split: where the scale depends on the whole, the maxima
 are taken over the processes. So the bytes are those of one process, and with them y and dW of "column", dx and dW of
-"row"; the sums over processes are in another order. Two exceptions: in row-wise scaling a row that is split has a scale
-for each part, and a tile (128x128, 32x32, 16x16) must not be cut. Stochastic rounding draws for each part on its own.
+"row"; the sums over processes are in another order. A tile (128x128, 32x32, 16x16) must not be cut, and stochastic
+rounding draws for each part on its own.
 """
 
 from dataclasses import dataclass

@@ -217,10 +217,17 @@ def parts_of_four(rank: int) -> Result:
     return found
 
 
-# Recipes of weights that are kept quantized in parts, and whether parts of four processes, and halves of those of two,
-# are whole blocks.
-QUANTIZED = {"block": False, "mxfp8": True, "current": True, "delayed": True, "rowwise": True, "nvfp4": True}
-QUANTIZED |= {"nvfp4-row-scaled": True, "custom": True}
+# Recipes of weights that are kept quantized in parts, and whether four processes read them, too, and two in shards.
+QUANTIZED = {
+    "block": False,
+    "delayed": False,
+    "custom": False,
+    "current": True,
+    "rowwise": True,
+    "mxfp8": True,
+    "nvfp4": True,
+}
+TRAINED = ("current", "rowwise", "nvfp4")  # whose scales are of the whole
 
 
 def quantized_model(recipe: str, tp_group: Any = None, seed: int = 0) -> nn.Sequential:
@@ -240,16 +247,23 @@ def quantized_parts(rank: int) -> Result:
     """Written by two, and from that by two in shards and by four; what is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shards", "parts"))
     two, found = mesh["parts"].get_group(), {}
-    for recipe, is_divided in QUANTIZED.items():
+    for recipe, is_read in QUANTIZED.items():
         save(folder() / f"{recipe} parts", quantized_model(recipe, two))
         others = {
             "in shards": lambda recipe=recipe: sharded(quantized_model(recipe, two, 1), mesh=mesh["shards"]),
             "of four": lambda recipe=recipe: quantized_model(recipe, dist.group.WORLD, 2),
         }
-        for name, other in others.items() if is_divided else ():
+        for name, other in others.items() if is_read else ():
             made = other()
             load(folder() / f"{recipe} parts", made)
             save(folder() / f"{recipe} parts {name}", made)
+    for recipe in TRAINED:  # parts, and shards of parts
+        for name, made in (
+            ("parts", quantized_model(recipe, two)),
+            ("shards", sharded(quantized_model(recipe, two), mesh=mesh["shards"])),
+        ):
+            train(made, BITWISE[recipe], 1, width=128, optim=torch.optim.SGD(made.parameters(), 0.1, weight_decay=1.0))
+            save(folder() / f"{recipe} trained in {name}", made)
     options: dict[str, Any] = {"device": "cpu", "bias": False, "tp_group": dist.group.WORLD}
     with mz.quantized_model_init(recipe=RECIPES["mxfp8"]):
         cut = mz.Linear(128, 64, parallel_mode="column", **options)

@@ -15,6 +15,7 @@ from tests.distributed.dcp_world import (
     CHECKS,
     QUANTIZED,
     SIZE,
+    TRAINED,
     build,
     learnt,
     quantized_model,
@@ -120,6 +121,22 @@ def test_parts_of_quantized_weights(world: World, folder: Path, recipe: str) -> 
         assert not any(torch.equal(value, expected[key]) for key, value in state.items() if value.dtype == torch.uint8)
         load(folder / f"{recipe} parts{name}", made)
         assert_same(full_state(made), expected)
+
+
+@pytest.mark.parametrize("recipe", TRAINED)
+def test_shards_of_quantized_parts_learn_what_parts_learn(world: World, folder: Path, recipe: str) -> None:
+    """Bit for bit: scales are of the whole over both dimensions of the mesh."""
+    results(world, "quantized_parts")
+    states = []
+    for name in ("parts", "shards"):
+        made = quantized_model(recipe, seed=3)
+        load(folder / f"{recipe} trained in {name}", made)
+        states.append(full_state(made))
+    assert_same(*states)
+    start = full_state(quantized_model(recipe))
+    scales = [key for key, value in start.items() if value.dtype == torch.float32]
+    assert len(scales) >= 4
+    assert not any(torch.equal(states[0][key], start[key]) for key in scales)
 
 
 def test_parts_that_are_refused(world: World) -> None:
