@@ -67,7 +67,8 @@ class Place:
     def _buffer(self, buffer: torch.Tensor, width: int, along: tuple[Along, Along]) -> "Parts":
         """`width`: columns that this process has. What is of all rows, or of all columns (`along`), is equal on all
         processes, and written once."""
-        shape, found = list(buffer.shape), {}
+        shape = list(buffer.shape)
+        found: dict[tuple[int, ...], torch.Tensor] = {}
         for number, lies in enumerate(along):
             if lies is not None:
                 shape[lies[0]] = cdiv(self.shape[number], lies[1])

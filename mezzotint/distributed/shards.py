@@ -1,9 +1,10 @@
 """Shards of quantized tensors: quantized as the whole is, and gathered as bytes.
 
-A format whose scales depend on the whole tensor (current scaling, NVFP4, what is cut in row-wise scaling) takes the largest
-amax over the processes; delayed scaling has its own way, at the end of a step. Rows are gathered buffer by buffer, as
-the storage says that shards lie one behind the other (`_along_rows`), where the quantizer says that this gives the
-whole (`gather_multiple`): blocks along the rows must not be cut. Padding of scales is cut before and made again after.
+A format whose scales depend on the whole tensor (current scaling, NVFP4, what is cut in row-wise scaling) takes the
+largest amax over the processes; delayed scaling has its own way, at the end of a step. Rows are gathered buffer by
+buffer, as the storage says that shards lie one behind the other (`_along_rows`), where the quantizer says that this
+gives the whole (`gather_multiple`): blocks along the rows must not be cut. Padding of scales is cut before and made
+again after.
 """
 
 from typing import Any

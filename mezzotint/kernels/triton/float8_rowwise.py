@@ -428,7 +428,7 @@ def amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
         return x.new_zeros(size, dtype=torch.float32)
     partials = x.new_empty(count, size, dtype=torch.float32)
     if strips * tiles:
-        _take_maxima(source, *((None, partials) if columnwise else (partials, None)), None, None)
+        _take_maxima(source, None if columnwise else partials, partials if columnwise else None, None, None)
     return partials.amax(0)
 
 
