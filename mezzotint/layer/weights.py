@@ -103,7 +103,10 @@ class Weights:
     def check_split(self, mode: str, tp_size: int) -> None:
         """Whether whole parameters can be split so."""
         if self.is_quantized:
-            raise ValueError("a weight of quantized_model_init cannot be split: make the model with high precision")
+            raise ValueError(
+                "a weight of quantized_model_init cannot be split: make the modules in parts (tp_group), or in high "
+                "precision"
+            )
         local_features(mode, tp_size, self.in_features, self.out_features)
         for size in self.sizes if mode == "column" else ():
             part_of("a part's rows", size // self.stride, tp_size)

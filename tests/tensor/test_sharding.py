@@ -75,3 +75,19 @@ def test_blocks_that_would_be_cut() -> None:
 def test_what_follows_from_the_other_direction_is_known(fmt: Format) -> None:
     if fmt.make().derives_columnwise():
         assert "columnwise" in fmt.derives
+
+
+@over_formats()
+def test_rows_of_parts_lie_where_rows_of_shards_do(fmt: Format) -> None:
+    """Of each buffer that differs between them; the others are those that parts share."""
+    whole = fmt.quantize(sample((ROWS, WIDTH)))
+    along, rows = whole._along_matrix(), whole._along_rows()
+    if along is None:
+        assert fmt.name.endswith("swizzled")
+        return
+    shared = {id(buffer) for buffer in whole._shared_buffers(0)}
+    for name, buffer in buffers(whole).items():
+        lies = along[name][0]
+        assert (lies is None) == (name not in rows) == (id(buffer) in shared), name
+        if lies is not None:
+            assert (lies[0], -(-ROWS // lies[1])) == rows[name][:2], name
