@@ -56,14 +56,15 @@ class Turn:
     """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
     quantized. Of its own: to set an attribute of an `nn.Module` is slow.
 
-    In shards (`tensor/gathering.py`): whether backward reads the row-wise copies of weights too, None where no run has
-    said so; and whether they are missing in what FSDP2 has gathered.
+    In shards (`tensor/gathering.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has gathered;
+    and whether backward reads the row-wise ones too, None where no run has said so.
     """
 
-    __slots__ = ("has_backward", "is_pending", "is_quantized", "lacks_rows", "reads_rows_again")
+    __slots__ = ("has_backward", "held", "is_pending", "is_quantized", "reads_rows_again")
 
     def __init__(self) -> None:
-        self.is_pending = self.has_backward = self.is_quantized = self.lacks_rows = False
+        self.is_pending = self.has_backward = self.is_quantized = False
+        self.held = True, True
         self.reads_rows_again: bool | None = None
 
 

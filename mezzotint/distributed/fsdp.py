@@ -9,7 +9,7 @@ Each process keeps its shard of a weight in high precision, quantizes it as the 
 format has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the
 module then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes,
 and the scale of delayed scaling, of the forward before it; so has the next of several micro-batches
-(`is_first_microbatch`).
+(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/gathering.py`.
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
 would cut blocks, where another module has it too, and in formats that do not allow it (a user's own quantizers, a
@@ -155,11 +155,11 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
     `recipe` is the one that the model trains with; quantized weights (`quantized_model_init`) need none.
 
     `one_direction` is for formats that hold two copies of a weight of which one does not follow from the other (MXFP8
-    in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the column-wise
-    one for backward. It sends both where FSDP2 keeps the weight for backward (`reshard_after_forward=False`), and for a
-    backward that computes forward again (activation checkpointing) or may do so (compiled modules). False sends both.
-    True sends one always, also of compiled modules: a forward that is computed again is then an error in eager code,
-    and reads NaN in a graph.
+    in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the
+    column-wise one for backward. It sends both where FSDP2 keeps the weight for backward
+    (`reshard_after_forward=False`), and for a backward that computes forward again (activation checkpointing) or may do
+    so (compiled modules). False sends both. True sends one always, also of compiled modules: a forward that is computed
+    again is then an error in eager code, and reads NaN in a graph.
 
     In the state dict weights are what they would be without this: plain tensors, in shards after `fully_shard`.
     """

@@ -32,6 +32,7 @@ from mezzotint.recipe import (
     slot,
 )
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
+from mezzotint.tensor.gathering import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 
 
@@ -64,6 +65,7 @@ class Layer(ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
+    gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -164,9 +166,9 @@ class Layer(ParallelModule):
         """A run inside of backward is one of `torch.utils.checkpoint`: outside of any region it computes in high
         precision what was quantized before, and so other gradients."""
         turn = self._turn
-        if turn.lacks_rows:
+        if not turn.held[0]:
             raise ValueError(
-                "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: once more, "
+                "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: again, "
                 "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
                 "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
             )
@@ -183,8 +185,13 @@ class Layer(ParallelModule):
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
         this run is computed again. A checkpoint is seen by its hooks on what is saved, as are others that have some."""
-        is_checkpointed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return is_checkpointed or (recipe is not None and recipe.override() is not None)
+        if not self._turn.held[1] and self.gathers_one_direction is None and copies_saved():
+            raise ValueError(
+                "saved_tensors_hooks inside of what FSDP2 gathers at once may copy what is saved for backward before "
+                "the column-wise copies of weights are there. Enter them around the model, or call "
+                "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
+            )
+        return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
 
     def _start_delayed(self, call: Call) -> Call:
         request = call.request

@@ -1,6 +1,6 @@
 """Which copies of a weight are read until FSDP2 gathers it again, where one does not follow from the other.
 
-    gathered for forward, and again for backward     row-wise
+    gathered for forward, and again for backward     row-wise; both where hooks copy what is saved (`save_on_cpu`)
     gathered for forward alone, or by hand           both
     gathered for backward                            column-wise; both where a forward is computed in backward
                                                      (activation checkpointing), or comes after it without a gather
@@ -68,6 +68,18 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def saving_hooks() -> Any:
+    """Those that are called with what forward saves for backward; None where there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def copies_saved() -> bool:
+    """Whether they may copy it, and so the column-wise copies of weights before these are there. A checkpoint's do
+    not."""
+    hooks = saving_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+
+
 def unit_of(shard: Any, module: Any) -> Unit | None:
     """Of a shard of one of the module's weights; None where FSDP2 keeps its books otherwise, or has copied the shard
     from the CPU."""
@@ -100,7 +112,7 @@ def read_directions(shard: Any, module: Any, group: Any) -> tuple[bool, bool]:
     else:
         found = _told_directions(is_one, unit_of(shard, module))
     if turn is not None:
-        turn.lacks_rows = not found[0]
+        turn.held = found
     return found
 
 
@@ -120,7 +132,7 @@ def _found_directions(unit: Unit | None, turn: Any, device: torch.device, group:
         return True, True
     stage = unit.stage()
     if stage == "FORWARD" and not in_backward():
-        return True, not unit.gathers_again()
+        return True, copies_saved() or not unit.gathers_again()
     if stage != "PRE_BACKWARD":  # by hand; or for a forward that is computed again, whose backward finds it
         return True, True
     if unit.reads_rows_again is None:

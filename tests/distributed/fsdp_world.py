@@ -166,7 +166,20 @@ def one_direction(rank: int) -> Result:
         return held(x)
 
     run("by hand", held, small(), call=by_hand)
+    run("saved elsewhere", Copied(gather(small())), small())
     return found
+
+
+class Copied(nn.Module):
+    """A block of which copies are saved for backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied):
+            return self.block(x)
 
 
 def agreed(rank: int) -> Result:
@@ -410,6 +423,8 @@ def wrong_use(rank: int) -> Result:
     late = sharded(low_precision_gather(model(), ALL["mxfp8"]))
     train(late, ALL["mxfp8"], 1)
     attempt(found, "recomputed later", lambda: train(Steps(late, False), ALL["mxfp8"], 1))
+    copied = sharded(low_precision_gather(nn.Sequential(*map(Copied, model())), ALL["mxfp8"]))
+    attempt(found, "saved elsewhere", lambda: train(copied, ALL["mxfp8"], 1))
     found["kept"] = type(ShardedWeight(torch.ones(2, 2), recipe, 0) * 2).__name__
     dist.barrier()
     return found

@@ -183,7 +183,7 @@ def mesh_bytes(rank: int) -> Result:
         recipe = RECIPES[name]
         made = styled(make(128, bias=False), over)
         if recipe is not None:
-            low_precision_gather(made, recipe, one_direction=True)
+            low_precision_gather(made, recipe)
         made = sharded(made, mesh=over["dp"])
         kinds = {type(p._local_tensor) for p in made.parameters() if p.dim() == 2}  # type: ignore[attr-defined]
         assert kinds == {torch.Tensor if recipe is None else ShardedWeight}

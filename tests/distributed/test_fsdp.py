@@ -88,6 +88,7 @@ def test_one_unit(world: World) -> None:
         ("kept for backward", [2, 2]),
         ("kept after backward", [1, 1, 2, 2, 1, 1]),  # two micro-batches, the first of which keeps the weights
         ("by hand", [2, 2, 1, 1]),
+        ("saved elsewhere", [2, 2, 2, 2]),  # as copies, which are made in forward
         ("recomputed", [1, 1, 2, 2]),
         ("reentrant", [1, 1, 2, 2]),
         ("recomputed inside", [1, 1, 2, 2]),  # the checkpoint inside of what is gathered at once
@@ -246,6 +247,7 @@ def test_a_weight_of_two_modules_stays_one() -> None:
         ("kept after backward", "ValueError: FSDP2 has gathered a weight in the one direction that backward reads"),
         ("recomputed", "ValueError: FSDP2 has gathered a weight in the one direction that backward reads"),
         ("recomputed later", "ValueError: FSDP2 has gathered a weight in the one direction that backward reads"),
+        ("saved elsewhere", "ValueError: saved_tensors_hooks inside of what FSDP2 gathers at once may copy"),
         ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 processes"),
         ("main_grad", "ValueError: fuse_wgrad_accumulation needs weight.main_grad"),
     ],
