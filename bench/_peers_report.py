@@ -114,6 +114,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Bars of ratios to BF16, a panel for each mode, cases side by side."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     panels = [(mode, *matrix(report, mode, "ratio")) for mode in MODES]
     panels = [panel for panel in panels if panel[2]]
@@ -132,12 +133,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 row = found.get(name, {})
                 places = [j - 0.4 + (i + 0.5) * width for j, case in enumerate(cases) if case in row]
                 bars = [row[case] for case in cases if case in row]
-                axes.bar(places, bars, width * 0.92, color=COLOURS[name], label=name)
+                axes.bar(places, bars, width * 0.92, color=COLOURS[name])
             axes.axhline(1, color="black", linewidth=0.8)
             axes.set_xticks(range(len(cases)), [_label(case) for case in cases])
             axes.set(title=f"{mode}: times as fast as {BASE}", xlim=(-0.5, most - 0.5))
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        handles = [Patch(color=COLOURS[name], label=name) for name in names]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
         figure.savefig(path)
 
 

@@ -80,6 +80,23 @@ def test_losses_are_those_of_the_page() -> None:
     assert [float(row[2]) for row in rows[1:]] == pytest.approx([loss - base for loss in others], rel=0, abs=1.01e-4)
 
 
+def test_speeds_are_those_of_the_page() -> None:
+    page = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
+    modes = [table(section(f"{mode}: times as fast as BF16", page)) for mode in ("eager", "compiled")]
+    head, *rows = table(section("Speed"))
+    for name, *cells in rows:
+        candidate = name.split(",")[0].lower().replace("torchao ", "torchao-").replace("row-wise", "rowwise")
+        for case, cell in zip(head[1:], cells, strict=True):
+            found = [_ratio(mode, candidate, case.replace("×", "x")) for mode in modes]
+            assert cell == (" / ".join(found) if all(found) else ""), f"{name}, {case}"
+
+
+def _ratio(mode: list[list[str]], candidate: str, case: str) -> str:
+    head, *rows = mode
+    column = next(i for i, name in enumerate(head) if name in (case, f"16384x{case}"))
+    return next(row[column] for row in rows if row[0] == candidate)
+
+
 def test_names_are_there() -> None:
     """Files, tests and `make` verbs."""
     files = set(re.findall(r"`((?:tests|docs|examples|bench|dev)/[\w./:]+)`", README))
