@@ -78,8 +78,8 @@ class Place:
             spans = (piece.first, piece.offsets[0], piece.last - piece.first), (0, piece.offsets[1], width)
             for number, (lies, span) in enumerate(zip(along, spans, strict=True)):
                 if lies is not None:
-                    dim, (first, offsets[dim], size) = lies[0], self._entries(number, lies[1], *span)
-                    part = part.narrow(dim, first, size)
+                    first, begin, size = self._entries(number, lies[1], *span)
+                    part, offsets[lies[0]] = part.narrow(lies[0], first, size), begin
             found.setdefault(tuple(offsets), part)
         return Parts(tuple(shape), buffer.dtype, list(found.items()))
 

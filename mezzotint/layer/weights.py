@@ -215,8 +215,11 @@ class Weights:
         splits = self.splits(module)
         for name in self.weight_names if self.is_quantized else ():
             weight = getattr(module, name)
-            if isinstance(weight, QuantizedTensor) and not weight.is_meta and weight._splits != splits:
-                _check_same(name, weight._quantizer, splits)
+            if not isinstance(weight, QuantizedTensor) or weight.is_meta or weight._splits == splits:
+                continue
+            quantizer = weight._quantizer
+            if quantizer is not None and not quantizer.is_custom():
+                _check_same(name, quantizer, splits)
                 with torch.no_grad():
                     share(weight, splits)
 

@@ -233,11 +233,8 @@ def update_part(part: Any, x: torch.Tensor, noop_flag: torch.Tensor | None) -> N
 def share(part: Any, splits: tuple[Split, ...]) -> None:
     """From now on it is known to be a part. It may have been quantized on its own before: then all of them are again,
     from what they hold, so that there is one scale."""
-    quantizer = part._quantizer
-    if quantizer is None or quantizer.is_custom():
-        return
     part._splits = splits
-    quantizer.share_amax(partial(largest, groups=groups_of(splits)))
+    part._quantizer.share_amax(partial(largest, groups=groups_of(splits)))
     if splits and differs(part, splits):
         part.quantize_(part._dequantize(torch.float32).view(part.shape))
 
