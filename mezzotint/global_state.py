@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.functional.delayed import ENDING
 from mezzotint.quantization import (
     STATE,
     State,
@@ -99,7 +100,7 @@ class FP8GlobalStateManager:
         if forward:
             update_pending(True)
         else:
-            STATE.ending.end()
+            ENDING.end()
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
@@ -119,3 +120,4 @@ class FP8GlobalStateManager:
         fresh = State()
         for name in State.__slots__:
             setattr(STATE, name, getattr(fresh, name))
+        ENDING.waiting = {}

@@ -6,7 +6,7 @@ the region lies in (`functional/delayed.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import DType
 from mezzotint.distributed.groups import world_size
-from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
+from mezzotint.functional.delayed import ScaleState, step, update_states
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -85,7 +85,6 @@ class State:
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
     changed: tuple[str, ...] = ()  # groups whose processes have found out that they changed recipes in this region
-    ending: Ending = field(default_factory=Ending)  # where delayed scaling's gradients wait for the end of backward
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -179,9 +178,13 @@ def update_rule(request: DelayedScalingRequest, *, forward: bool) -> tuple[float
     """How scales follow from histories: the format's largest value · 2^-margin, whether the most recent maximum alone
     counts, and a user's functions where they take the place of both."""
     top = request.fp8_format.value.max_fwd if forward else request.fp8_format.value.max_bwd
-    is_own = callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
-    update = partial(apply_own_rule, request=request, forward=forward) if is_own else None
+    update = partial(apply_own_rule, request=request, forward=forward) if has_own_rule(request) else None
     return float(top) * 2.0**-request.margin, request.amax_compute_algo == "most_recent", update
+
+
+def has_own_rule(request: DelayedScalingRequest) -> bool:
+    """Whether a user's function says how scales follow from histories, or what of them counts."""
+    return callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
 
 
 def apply_own_rule(

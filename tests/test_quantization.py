@@ -13,6 +13,7 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint import DType, hw, quantization
+from mezzotint.functional.delayed import ENDING
 from mezzotint.quantization import STATE, State
 from mezzotint.recipe import (
     CustomRecipe,
@@ -37,6 +38,7 @@ def _nothing_is_left() -> Iterator[None]:
     """Whatever a test does, the state after it is that of the start."""
     yield
     assert State() == STATE
+    assert not ENDING.waiting
 
 
 # Signatures, as upstream has them

@@ -21,6 +21,11 @@ def rank_in(group: Any) -> int:
     return torch.distributed.get_rank(group) if is_initialized() else 0
 
 
+def group_by_name(name: str) -> Any:
+    """The group that an operator in a graph is given by its name."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 def part_of(name: str, size: int, count: int) -> int:
     """This process's part of a dimension that `count` processes share evenly."""
     if size % count:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.delayed import Ending, ScaleState, step, update_states
+from mezzotint.functional.delayed import ENDING, ScaleState, hand_over, step, update_states
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -36,8 +36,7 @@ class Core:
 class GradState(ScaleState):
     """Delayed scaling of gradients: live buffers that backward writes. Never saved, never read by a core."""
 
-    is_first: bool  # this run of the module was its first since the last update: its backward is the last
-    ending: Ending | None = None  # where it waits for other modules; None in a graph
+    is_first: bool = False  # this run of the module was its first since the last update: its backward is the last
 
 
 class Saved:
@@ -156,15 +155,25 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     seen = [amax for amax in amaxes if amax is not None]
     if state.is_first and state.is_alone():
         step(state, seen, slots)
-        return
-    run_op(delayed_saw_, state.history, seen, slots)
-    end_backward(state)
+    elif state.buffer is not None:
+        hand_over(state, seen, slots, state.is_first)
+    else:
+        run_op(delayed_saw_, state.history, seen, slots)
+        end_backward(state)
+
+
+def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[torch.Tensor], slots: list[int]) -> None:
+    """Some of what was seen; `state` where backward saw it, before `end_backward`."""
+    if state is not None and state.buffer is not None:
+        hand_over(state, amaxes, slots, False)
+    else:
+        run_op(delayed_saw_, history, amaxes, slots)
 
 
 def begin_backward(state: GradState | None) -> None:
     """Backward is going to enter what it sees: new scales from what was entered before, if they have waited."""
-    if state is not None and state.ending is not None:
-        state.ending.before(state.scale)
+    if state is not None and not torch.compiler.is_compiling():
+        ENDING.before(state.scale)
 
 
 def end_backward(state: GradState) -> None:
@@ -172,8 +181,10 @@ def end_backward(state: GradState) -> None:
     processes are asked, at the end of the backward of all modules."""
     if not state.is_first:
         return
-    if state.ending is not None and state.groups:
-        state.ending.add(state)
+    if state.buffer is not None:
+        hand_over(state, [], [], True)
+    elif state.groups and not torch.compiler.is_compiling():
+        ENDING.add(state)
     else:
         update_states([state])
 

@@ -1,10 +1,14 @@
 """Delayed scaling's new scales, of many modules at once: their maxima are taken over processes in one collective.
 
-Forward: when the outermost `autocast` region ends. Backward: in eager code the modules that autograd has gone through
-wait for the end of the backward (`Ending`), and so have one collective for all of them, too. A module whose next maxima
-come before (two regions in one backward) makes those that wait take theirs first. So what is computed is what each
-module would compute on its own, as soon as its backward is over; a graph does just that, and so does a group of one:
-`step` enters and updates in one launch.
+Forward: when the outermost `autocast` region ends. Backward: the modules that autograd has gone through wait for its
+end (`ENDING`), and so have one collective for all of them, too. A module whose next maxima come before (two regions in
+one backward) makes those that wait take theirs first. So what is computed is what each module would compute on its own,
+as soon as its backward is over; a group of one does just that: `step` enters and updates in one launch.
+
+A graph hands over what its backward saw to an operator (`hand_over`), which does what eager code does. So the state of
+gradients is written without the compiler's knowledge. That is sound because nothing else in such a graph writes it, or
+reads it in backward: then the compiler has no reason for a copy of it, and gives the operator the buffers themselves. A
+user's own rule is Python, which an operator cannot carry: there a graph has a collective for each module.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +18,9 @@ from typing import Any
 import torch
 
 from mezzotint.distributed.collectives import all_reduce_max
-from mezzotint.kernels._lib import run_op, write_op
-from mezzotint.kernels.delayed import delayed_step_, delayed_update_
+from mezzotint.distributed.groups import group_by_name
+from mezzotint.kernels._lib import leaf, run_op, write_op
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
 
 
 @dataclass(slots=True)
@@ -28,6 +33,7 @@ class ScaleState:
     most_recent: bool
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
+    buffer: torch.Tensor | None = None  # in a graph that hands it over: all rows, of which `history` is the first
 
     def is_alone(self) -> bool:
         """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
@@ -73,7 +79,7 @@ def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """Modules that wait for the end of a backward, in eager code. `quantization.STATE` has the one instance."""
+    """Modules that wait for the end of a backward. The one instance is `ENDING`."""
 
     waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
     task: int = field(default=-1, compare=False)  # the last backward that will call back
@@ -105,3 +111,69 @@ class Ending:
         self.waiting = {key: value for key, value in self.waiting.items() if value[0] != task}
         if states:
             update_states(states)
+
+
+ENDING = Ending()  # not in `quantization.STATE`: an operator takes no object, it must find it
+CLOCK = torch.zeros(1, device="cpu")  # see `_KEPT`
+
+
+def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], is_last: bool) -> None:
+    """In a graph: enter the amaxes, FP32 [1] each, of these slots, and after the last backward of the iteration take
+    new scales, when the backward of all modules ends."""
+    assert state.buffer is not None, "this state is not handed over"
+    if amaxes or is_last:
+        groups = [group.group_name for group in state.groups]
+        options = (state.history.shape[0], state.top, state.most_recent, groups, is_last)
+        with torch.no_grad():
+            delayed_hand_over_(CLOCK, state.scale, state.buffer, amaxes, slots, *options)
+
+
+def catch_up(state: ScaleState) -> torch.Tensor:
+    """In a graph: the scale, FP32 [n], that follows from what was handed over before; a copy."""
+    return delayed_catch_up_(CLOCK, state.scale)
+
+
+def _hand_over(
+    clock: torch.Tensor,
+    scale: torch.Tensor,
+    buffer: torch.Tensor,
+    amaxes: list[torch.Tensor],
+    slots: list[int],
+    rows: int,
+    top: float,
+    most_recent: bool,
+    groups: list[str],
+    is_last: bool,
+) -> None:
+    ENDING.before(scale)
+    history = buffer[:rows]
+    if amaxes:
+        run_op(delayed_saw_, history, amaxes, slots)
+    if is_last:
+        buffer[rows:].zero_()  # `_use_history` does so elsewhere
+        ENDING.add(ScaleState(scale, history, top, most_recent, None, tuple([group_by_name(name) for name in groups])))
+
+
+def _catch_up(clock: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    ENDING.before(scale)
+    return scale.clone()
+
+
+# They say that they write the clock: so they are kept, in their order, which must be the same on all processes. A CUDA
+# graph, which is replayed without Python, is cut at them; where it is not cut, a tensor on the CPU keeps it from being.
+_KEPT = (torch.Tag.cudagraph_unsafe,)
+
+delayed_hand_over_ = leaf(
+    "delayed_hand_over_(Tensor(a!) clock, Tensor scale, Tensor buffer, Tensor[] amaxes, int[] slots, int rows, "
+    "float top, bool most_recent, str[] groups, bool is_last) -> ()",
+    fake=lambda *args: None,
+    cpu=_hand_over,
+    tags=_KEPT,
+)
+
+delayed_catch_up_ = leaf(
+    "delayed_catch_up_(Tensor(a!) clock, Tensor scale) -> Tensor",
+    fake=lambda clock, scale: torch.empty_like(scale),
+    cpu=_catch_up,
+    tags=_KEPT,
+)

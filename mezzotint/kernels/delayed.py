@@ -95,3 +95,11 @@ delayed_snapshot = leaf(
     fake=torch.empty_like,
     cpu=torch.clone,
 )
+
+# A copy that is made in forward: what only backward reads a compiler leaves to backward. It says that it writes
+# `anchor`, a buffer that forward writes.
+delayed_snapshot_in_forward_ = leaf(
+    "delayed_snapshot_in_forward_(Tensor(a!) anchor, Tensor scale) -> Tensor",
+    fake=lambda anchor, scale: torch.empty_like(scale),
+    cpu=lambda anchor, scale: scale.clone(),
+)

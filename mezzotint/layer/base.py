@@ -16,12 +16,12 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_snapshot
+from mezzotint.kernels.delayed import delayed_snapshot, delayed_snapshot_in_forward_
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.quantization import STATE, Pending, reduction_groups, update_rule
+from mezzotint.quantization import STATE, Pending, has_own_rule, reduction_groups, update_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
@@ -202,14 +202,15 @@ class Layer(ParallelModule):
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
                 "recipe without state such as Float8CurrentScaling"
             )
-        self._use_history(request)
+        groups = reduction_groups(request, self._sharing_group())
+        hands_over = self._hands_over(request, groups)
+        self._use_history(request, hands_over)
         recomputation = STATE.recomputation
         # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
         has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
             recomputation is not None and recomputation.has_backward
         )
         is_first = has_backward and not self._turn.has_backward
-        groups = reduction_groups(request, self._sharing_group())
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
         call.scales = run_op(delayed_snapshot, self.scale_fwd) if self._requantizes() else self.scale_fwd
@@ -227,16 +228,38 @@ class Layer(ParallelModule):
                 self._turn.is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
-            call.grad_scales = self.scale_bwd.clone()
-            call.grad_state = GradState(
-                self.scale_bwd,
-                first_rows(self.amax_history_bwd, request.amax_history_len),
-                *update_rule(request, forward=False),
-                groups,
-                is_first,
-                None if torch.compiler.is_compiling() else STATE.ending,
-            )
+            if hands_over:
+                with torch.no_grad():
+                    call.grad_scales = delayed_snapshot_in_forward_(self.amax_history_fwd, self.scale_bwd)
+            else:
+                call.grad_scales = self.scale_bwd.clone()
+            call.grad_state = self._grad_state(request, groups, is_first)
         return call
+
+    def _hands_over(self, request: DelayedScalingRequest, groups: tuple[Any, ...]) -> bool:
+        """Whether a graph gives what backward sees to an operator: `functional/delayed.py`."""
+        return torch.compiler.is_compiling() and bool(groups) and not has_own_rule(request)
+
+    def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
+        """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
+        request = None if STATE.recipe is None else STATE.recipe.quantizer(self._role(gemm, tensor_type))
+        if not (STATE.enabled and isinstance(request, DelayedScalingRequest)):
+            return None, None
+        groups = reduction_groups(request, self._sharing_group())
+        if not self._hands_over(request, groups):
+            return None, None
+        quantizer = Float8ScaledQuantizer(element(request.fp8_format, tensor_type in FORWARD_TENSORS))
+        return quantizer.with_usage(rowwise=True, columnwise=False), self._grad_state(request, groups, False)
+
+    def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
+        return GradState(
+            self.scale_bwd,
+            first_rows(self.amax_history_bwd, request.amax_history_len),
+            *update_rule(request, forward=False),
+            groups,
+            self.amax_history_bwd if self._hands_over(request, groups) else None,
+            is_first,
+        )
 
     def _scales_of_weights(self, call: Call) -> Any:
         """Those that the weights of this call are quantized with, or were when they were kept."""

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mezzotint.quantization import STATE
-from mezzotint.tensor.quantize import quantize
+from mezzotint.functional.autograd import GradState
+from mezzotint.functional.delayed import ENDING, catch_up, hand_over
+from mezzotint.recipe import slot
+from mezzotint.tensor.float8 import Float8Tensor
+from mezzotint.tensor.quantize import quantize, quantize_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
 
 
 def dequantized(inp: Any) -> torch.Tensor:
@@ -19,10 +23,13 @@ def dequantized(inp: Any) -> torch.Tensor:
 
 def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
     """x, whose gradient is given on quantized."""
-    quantizer = module._boundary_quantizer(gemm, "grad_input")
     if torch.compiler.is_compiling():
-        return _QuantizeGradient.apply(x, quantizer, None)
-    return _QuantizeGradient.apply(x, quantizer, partial(STATE.ending.before, module.scale_bwd))
+        quantizer, state = module._handed_over(gemm, "grad_input")
+        if state is not None:
+            return _QuantizeHandedGradient.apply(x, quantizer, state, slot(gemm, "grad_input"))
+        return _QuantizeGradient.apply(x, module._boundary_quantizer(gemm, "grad_input"), None)
+    quantizer = module._boundary_quantizer(gemm, "grad_input")
+    return _QuantizeGradient.apply(x, quantizer, partial(ENDING.before, module.scale_bwd))
 
 
 class _Dequantize(torch.autograd.Function):
@@ -47,3 +54,21 @@ class _QuantizeGradient(torch.autograd.Function):
         if ctx.before is not None:  # by the scale that follows from what the module has seen
             ctx.before()
         return quantize(grad.detach(), ctx.quantizer), None, None
+
+
+class _QuantizeHandedGradient(torch.autograd.Function):
+    """The same in a graph that hands over what backward sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer, state: GradState, place: int) -> torch.Tensor:
+        ctx.quantizer, ctx.state, ctx.place = quantizer, state, place
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        scale = catch_up(ctx.state)[ctx.place : ctx.place + 1]
+        made, amax = quantize_scaled(grad.detach(), ctx.quantizer, scale)
+        assert amax is not None
+        hand_over(ctx.state, [amax], [ctx.place], False)
+        return Float8Tensor._build(made.shape, made._dtype, made.get_metadata()), None, None, None

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.weight import as_storage
-from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.layer.base import Call, scale_of
 from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
@@ -22,11 +21,14 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 class DelayedQuantizer:
     """Delayed scaling of one tensor in one run: by the scale that the run found; the amax enters the history."""
 
-    __slots__ = ("history", "quantizer", "scale", "slot")
+    __slots__ = ("history", "quantizer", "scale", "slot", "state")
 
-    def __init__(self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int) -> None:
+    def __init__(
+        self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int, state: Any = None
+    ) -> None:
         self.quantizer, self.scale = quantizer, scale
         self.history, self.slot = history, slot  # FP32 (L, n); None for a run that enters nothing
+        self.state = state  # GradState of a gradient, else None
 
     def takes_scale(self) -> bool:
         return True
@@ -34,7 +36,7 @@ class DelayedQuantizer:
     def saw(self, amax: torch.Tensor) -> None:
         """Enter a maximum, FP32 [1]."""
         if self.history is not None:
-            run_op(delayed_saw_, self.history, [amax], [self.slot])
+            enter_amaxes(self.state, self.history, [amax], [self.slot])
 
     def quantize(self, tensor: Any) -> Any:
         """A storage of the directions that are wanted."""
@@ -49,10 +51,10 @@ def delayed(op: Any, call: Call, gemm: int, tensor_type: str, quantizer: Any) ->
     if quantizer is None or not quantizer.takes_scale():
         return quantizer
     if tensor_type in FORWARD_TENSORS:
-        scales, history = call.scales, op.amax_history_fwd if call.records else None
+        scales, history, state = call.scales, op.amax_history_fwd if call.records else None, None
     else:
-        scales, history = call.grad_scales, op.amax_history_bwd
-    return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type))
+        scales, history, state = call.grad_scales, op.amax_history_bwd, call.grad_state
+    return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type), state)
 
 
 def value_and_scale(quantizer: Any) -> tuple[Any, torch.Tensor | None]:

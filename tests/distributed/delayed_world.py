@@ -1,13 +1,19 @@
 """Delayed scaling over processes: how often they ask each other, and that it is what one process computes."""
 
-from contextlib import nullcontext
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 import mezzotint as mz
-from mezzotint import ops, quantization, recipe
+from mezzotint import ops, recipe
+from mezzotint.functional.delayed import ENDING
 from tests.distributed.parallel import Sent, differing, draw, make, world
 from tests.recipes import STATE
 from tests.worlds import Result
@@ -18,18 +24,14 @@ def reductions(rank: int) -> Result:
     group, size, _ = world()
     delayed = recipe.DelayedScaling(amax_history_len=3)
 
-    def run(compiles: bool, reduces: bool = True, tokens: int = 16) -> tuple[Any, dict[str, int], torch.Tensor]:
-        torch._dynamo.reset()
+    def run(reduces: bool = True, tokens: int = 16) -> tuple[Any, dict[str, int], torch.Tensor]:
         model = torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(3)])
         chosen = delayed if reduces else recipe.DelayedScaling(amax_history_len=3, reduce_amax=False)
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
         calls: dict[str, int] = {}
         for i in range(3):
             x = draw(tokens, 32, seed=10 * i + rank) * (1 + rank)
-            counted = Sent()
-            # A mode of dispatch is not traced.
-            with nullcontext() if compiles else counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
-                y = call(x)
+            with Sent() as counted, mz.autocast(recipe=chosen, amax_reduction_group=group):
+                y = model(x)
             calls = counted.calls
             y.backward(draw(tokens, 32, seed=40 + 10 * i + rank) * (1 + rank))
         state = [getattr(layer, name) for layer in model for name in STATE]
@@ -37,10 +39,9 @@ def reductions(rank: int) -> Result:
         seen = torch.stack((model[0].amax_history_fwd[:3, 0], model[2].amax_history_bwd[:3, 0]))
         return torch.cat([tensor.reshape(-1) for tensor in state]), calls, seen
 
-    eager, calls, reduced = run(False)
-    graph, _, _ = run(True)
-    _, none, own = run(False, reduces=False)
-    some, _, _ = run(False, tokens=16 if rank == 0 else 0)
+    eager, calls, reduced = run()
+    _, none, own = run(reduces=False)
+    some, _, _ = run(tokens=16 if rank == 0 else 0)
 
     def is_same(state: torch.Tensor) -> bool:
         everywhere = [torch.empty_like(state) for _ in range(size)]
@@ -52,7 +53,6 @@ def reductions(rank: int) -> Result:
         "calls without": none,
         "same everywhere": is_same(eager),
         "same with some": is_same(some) and bool((some[0] != 1).all()),
-        "compiled": torch.equal(eager, graph),
         "own": own,
         "reduced": reduced,
     }
@@ -108,5 +108,85 @@ def endings(rank: int) -> Result:
             calls.append(counted.calls.get("all_reduce float32", 0))
         differ = [f"{name} of step {i}" for i in range(3) for name in differing(states[i], states[3 + i])]
         found[way] = {"wrong": differ, "buffers": len(states[0]), "calls": calls}
-    found["waiting"] = len(quantization.STATE.ending.waiting)
+    found["waiting"] = len(ENDING.waiting)
+    return found
+
+
+class Parts(torch.nn.Module):
+    """One whose bias alone is trained, one that runs twice, one that gives its gradient on quantized, an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.twice, self.quantized = [make(mz.Linear, 32, 32) for _ in range(3)]
+        self.bias.weight.requires_grad_(False)
+        self.operation = ops.Linear(32, 32, device="cpu", dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operation(self.twice(self.quantized(self.twice(self.bias(x)), fp8_grad=True)))
+
+
+def count_reductions(function: Callable[[], Any]) -> int:
+    """Collectives of a call, in a graph or not."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        function()
+    return sum(event.name == "gloo:all_reduce" for event in profiled.events())
+
+
+def graphs(rank: int) -> Result:
+    """The same in graphs: what differs from eager code right after each backward; collectives of eager code and of the
+    graph, those of forward with them."""
+    group, _, _ = world()
+    chosen = recipe.DelayedScaling(amax_history_len=3)
+
+    def forward(call: Any, seed: int) -> torch.Tensor:
+        with mz.autocast(recipe=chosen, amax_reduction_group=group):
+            return call(draw(16, 32, seed=seed + rank) * (1 + rank + seed % 3))
+
+    def retained(call: Any, model: Any, dy: torch.Tensor) -> None:
+        y = forward(call, 0)
+        y.backward(dy, retain_graph=True)
+        y.backward(dy * 3)
+
+    def regions(call: Any, model: Any, dy: torch.Tensor) -> None:
+        (forward(call, 10) + forward(call, 20)).backward(dy)
+
+    def micro_batches(call: Any, model: Any, dy: torch.Tensor) -> None:
+        for y in [forward(call, 30), forward(call, 40)]:
+            y.backward(dy)
+
+    def gradients(call: Any, model: Any, dy: torch.Tensor) -> None:
+        torch.autograd.grad(forward(call, 50), [p for p in model.parameters() if p.requires_grad], dy)
+
+    # The first one first: torch does not retain a graph whose first backward was not asked to.
+    schedules = (retained, regions, micro_batches, gradients)
+    found: Result = {}
+    for way, make_model in (
+        ("modules", lambda: torch.nn.Sequential(*[make(mz.Linear, 32, 32) for _ in range(2)])),
+        ("parts", Parts),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        counter = CompileCounterWithBackend("aot_eager")
+        torch.manual_seed(0)
+        eager = make_model()
+        traced = copy.deepcopy(eager)
+        call = torch.compile(traced, fullgraph=True, backend=counter)
+        wrong, calls = [], {}
+        for place, schedule in enumerate(schedules):
+            dy = draw(16, 32, seed=70 + place) * (1 + rank)
+            runs = [partial(schedule, *run, dy) for run in ((eager, eager), (call, traced))]
+            calls[schedule.__name__] = [count_reductions(run) for run in runs]
+            state, want = (
+                {key: value for key, value in made.named_buffers() if key.split(".")[-1] in STATE}
+                for made in (traced, eager)
+            )
+            wrong += [f"{key} after {schedule.__name__}" for key in differing(state, want)]
+        found[way] = {
+            "wrong": wrong,
+            "calls": calls,
+            "buffers": len(want),
+            "graphs": counter.frame_count,
+            "breaks": len(counters["graph_break"]),
+        }
+    found["waiting"] = len(ENDING.waiting)
     return found

@@ -16,7 +16,7 @@ from mezzotint import ops, recipe
 from mezzotint.distributed import reduce_gradients
 from mezzotint.distributed.shards import quantize_shard
 from mezzotint.optimizers import FusedAdam
-from tests.distributed.delayed_world import endings, reductions
+from tests.distributed.delayed_world import endings, graphs, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.quantizer_formats import FORMATS
 from tests.recipes import RECIPES
@@ -467,6 +467,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     compiled_layer,
     reductions,
     endings,
+    graphs,
     losses,
     grouped,
     copies,

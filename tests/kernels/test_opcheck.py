@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mezzotint.kernels
+from mezzotint.functional.delayed import delayed_catch_up_, delayed_hand_over_
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
     PARAMETERS,
@@ -21,7 +22,13 @@ from mezzotint.kernels.activation import (
     activation_scale_gradient,
     column_sum,
 )
-from mezzotint.kernels.delayed import delayed_saw_, delayed_snapshot, delayed_step_, delayed_update_
+from mezzotint.kernels.delayed import (
+    delayed_saw_,
+    delayed_snapshot,
+    delayed_snapshot_in_forward_,
+    delayed_step_,
+    delayed_update_,
+)
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.kernels.float8_rowwise import float8_rowwise_amax
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
@@ -263,6 +270,15 @@ def test_delayed() -> None:
     torch.library.opcheck(delayed_update_, arguments, test_utils=ALL)
     torch.library.opcheck(delayed_step_, (*state, amaxes, [0, 2], 448.0, False), test_utils=ALL)
     torch.library.opcheck(delayed_snapshot, (torch.rand(3),), test_utils=ALL)
+    torch.library.opcheck(delayed_snapshot_in_forward_, state[::-1], test_utils=ALL)
+
+
+def test_delayed_over_processes() -> None:
+    """Nothing is entered: what these write beside the clock they do not tell the compiler."""
+    scale, clock = torch.ones(3), torch.zeros(1)
+    torch.library.opcheck(delayed_catch_up_, (clock, scale), test_utils=ALL)
+    arguments = (clock, scale, torch.zeros(2, 3), [], [], 1, 448.0, False, [], False)
+    torch.library.opcheck(delayed_hand_over_, arguments, test_utils=ALL)
 
 
 @pytest.mark.compile
@@ -298,6 +314,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
     here |= {op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum)}
     here |= {op.name() for op in (delayed_saw_, delayed_snapshot, delayed_step_, delayed_update_)}
+    here |= {op.name() for op in (delayed_snapshot_in_forward_, delayed_catch_up_, delayed_hand_over_)}
     here |= {norm_add_stats.name()}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}

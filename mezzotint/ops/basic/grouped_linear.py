@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.grouped_linear import (
     GroupedLinearBwdArgs,
     GroupedLinearFwdArgs,
@@ -150,7 +151,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             tuple([scale_of(call.scales, group, "input") for group in groups]),
             tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
             self.save_original_input,
-            None,
+            call.grad_state,
         )
 
     def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:
@@ -192,6 +193,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     ) -> None:
         """What backward needs."""
         ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scales)
+        ctx.grad_state = args.grad_state
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
@@ -213,19 +215,21 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         """dx, and the parameters' gradients in their order; `dbs`: those of biases that are added elsewhere."""
         saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
         (dx, dws, own), amaxes = grouped_linear_backward(saved, as_matrix(dy))
-        return self._finish((dx, dws, dbs or own), amaxes[::2], dy.shape[:-1])
+        return self._finish(ctx, (dx, dws, dbs or own), amaxes[::2], dy.shape[:-1])
 
     def gradients_of(
-        self, saved: GroupedLinearBwdArgs, dys_q: tuple[Any, ...], dbs: tuple[Any, ...], amaxes: Any, leading: Any
+        self, ctx: OperationContext, dys_q: tuple[Any, ...], dbs: tuple[Any, ...], amaxes: Any, leading: Any
     ) -> tuple[Any, tuple[Any, ...]]:
         """The same of groups that a producer has quantized."""
+        saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
         grads, _ = grouped_linear_backward(saved, None, dys_q, dbs if saved.bias_dtypes else ())
-        return self._finish(grads, amaxes, leading)
+        return self._finish(ctx, grads, amaxes, leading)
 
-    def _finish(self, grads: Any, amaxes: Any, leading: Any) -> tuple[Any, tuple[Any, ...]]:
+    def _finish(self, ctx: OperationContext, grads: Any, amaxes: Any, leading: Any) -> tuple[Any, tuple[Any, ...]]:
         slots = [slot(group, "grad_output") for group, amax in enumerate(amaxes) if amax is not None]
         if slots:
-            run_op(delayed_saw_, self.amax_history_bwd, [amax for amax in amaxes if amax is not None], slots)
+            seen = [amax for amax in amaxes if amax is not None]
+            enter_amaxes(ctx.grad_state, self.amax_history_bwd, seen, slots)
         dx, dws, dbs = grads
         if dx is not None:
             dx = dx.view(*leading, dx.shape[1])

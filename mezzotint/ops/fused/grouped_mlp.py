@@ -87,12 +87,15 @@ class GroupedMLP(FusedOperation):
         if saved1.quantizers[0].grad_output is None:  # only biases need gradients: there is no product to quantize for
             dx, grads1 = fc1.gradients(basic_op_ctxs[0], activation_gradient(act, da))
         else:
-            dx, grads1 = self._gradients(fc1, saved1, act, da, grad_output.shape[:-1])
+            dx, grads1 = self._gradients(fc1, basic_op_ctxs[0], act, da, grad_output.shape[:-1])
         extra = (scales_gradient(act, da),) if scales else ()
         return dx, [grads1, (), grads2], [(None,), extra, (None,)]
 
-    def _gradients(self, fc1: Any, saved: Any, act: ActivationBwdArgs, da: Any, leading: Any) -> tuple[Any, Any]:
+    def _gradients(
+        self, fc1: Any, ctx: OperationContext, act: ActivationBwdArgs, da: Any, leading: Any
+    ) -> tuple[Any, Any]:
         """Of the first linear: the activation's gradient is made quantized, group by group."""
+        saved = ctx.saved_tensors[0]
         dys_q, dbs, amaxes = [], [], []
         for group, (part, dy) in enumerate(zip(_split(act, saved.splits), da.split(list(saved.splits)), strict=True)):
             dtype = saved.bias_dtypes[group] if saved.needs.bias else None
@@ -102,7 +105,7 @@ class GroupedMLP(FusedOperation):
             dys_q.append(dy_q)
             dbs.append(db)
             amaxes.append(amax)
-        return fc1.gradients_of(saved, tuple(dys_q), tuple(dbs), amaxes, leading)
+        return fc1.gradients_of(ctx, tuple(dys_q), tuple(dbs), amaxes, leading)
 
     def _ops(self) -> tuple[Any, Any, Any]:
         fc1, activation, fc2 = self.basic_ops
