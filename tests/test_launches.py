@@ -109,12 +109,13 @@ TransformerLayer forward      4         1        2       1           1         0
 TransformerLayer backward     8         3        0       1           0         0      0    0  attention,cat,bwd_sum:2
 """
 
-# Beside these: for each module with parameters, delayed scaling notes the amaxes that were seen (`saw`) and, in
-# backward, updates scales and histories as well (`step`); NVFP4 draws random numbers for each gradient that it rounds.
+# Beside these: for each module with parameters, delayed scaling notes the amaxes that were seen (`saw`), copies the
+# scales of gradients and, in backward, updates scales and histories (`step`); NVFP4 draws random numbers for each
+# gradient that it rounds.
 MODULES = {"LayerNormLinear": 1, "LayerNormMLP": 1, "TransformerLayer": 3}
 STATE: dict[tuple[str, str], Callable[[int, int], Counter[str]]] = {
-    ("delayed", "forward"): lambda modules, gradients: Counter(saw=modules, copy_=modules),
-    ("delayed", "backward"): lambda modules, gradients: Counter(step=modules, copy_=2 * modules, clone=modules),
+    ("delayed", "forward"): lambda modules, gradients: Counter(saw=modules, copy_=modules, snapshot=modules),
+    ("delayed", "backward"): lambda modules, gradients: Counter(step=modules, copy_=2 * modules),
     ("nvfp4", "backward"): lambda modules, gradients: Counter(draw_rng=gradients),
 }
 
@@ -135,6 +136,7 @@ KINDS = {  # how an operator's name ends → its column
     "activation_backward": "act",
     "delayed_saw_": "saw",
     "delayed_step_": "step",
+    "delayed_snapshot_in_forward_": "snapshot",
 }
 ATTENTION = "_scaled_dot_product_"  # how PyTorch's operators for it begin, on every device
 

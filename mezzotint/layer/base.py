@@ -228,7 +228,7 @@ class Layer(ParallelModule):
                 self._turn.is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
-            if hands_over:
+            if torch.compiler.is_compiling():
                 with torch.no_grad():
                     call.grad_scales = delayed_snapshot_in_forward_(self.amax_history_fwd, self.scale_bwd)
             else:

@@ -187,8 +187,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
 # On a mesh
 
 
-# Of what one process learns. In FP32 sums in another order change little; stochastic rounding draws for each part on its
-# own.
+# Of what one process learns. In FP32 sums in another order change little; stochastic rounding draws for each part on
+# its own.
 DISTANCES = {"block": 1e-4, "nvfp4": 0.1}
 
 

@@ -98,14 +98,20 @@ def test_checkpoint_of_two_modules_with_cached_weights(use_reentrant: bool) -> N
 
 @over_modules
 def test_interleaved_micro_batches(name: str) -> None:
-    """Two forwards, then two backwards, as a pipeline runs them."""
-    module = make(name)
-    first, leaf1 = run(module, sample(seed=1), RECIPES["delayed"])
-    second, leaf2 = run(module, sample(seed=2), RECIPES["delayed"])
-    gradient(first).backward()
-    gradient(second).backward()
-    assert leaf1.grad is not None
-    assert leaf2.grad is not None
+    """Two forwards, then two backwards, as a pipeline runs them; in a graph with the scales of forward, too."""
+    module, twin, recipe = make(name), make(name), mz.recipe.DelayedScaling()
+    graph = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for step_number in range(3):
+        found = []
+        for each, call in ((twin, twin), (module, graph)):
+            outputs = [run(each, sample(seed=2 * step_number + i), recipe, call) for i in range(2)]
+            for i, (y, _) in enumerate(outputs):
+                (gradient(y) * (1 + 3 * i + step_number)).backward()
+            found.append({key: getattr(each, key).clone() for key in STATE})
+            for i, (_, leaf) in enumerate(outputs):
+                found[-1][f"input {i}"] = leaf.grad
+            found[-1].update({key: parameter.grad for key, parameter in each.named_parameters()})
+        assert_equal(found[1], found[0])
 
 
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
