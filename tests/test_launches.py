@@ -136,6 +136,7 @@ KINDS = {  # how an operator's name ends → its column
     "activation_backward": "act",
     "delayed_saw_": "saw",
     "delayed_step_": "step",
+    "delayed_step_first_": "step",
     "delayed_snapshot_in_forward_": "snapshot",
 }
 ATTENTION = "_scaled_dot_product_"  # how PyTorch's operators for it begin, on every device

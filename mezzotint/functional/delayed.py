@@ -20,7 +20,7 @@ import torch
 from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.distributed.groups import group_by_name
 from mezzotint.kernels._lib import leaf, run_op, write_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_update_
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class ScaleState:
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
     buffer: torch.Tensor | None = None  # in a graph that hands it over: all rows, of which `history` is the first
+    rows: int | None = None  # in a graph: those that are used, where `history` has more
 
     def is_alone(self) -> bool:
         """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
@@ -61,7 +62,11 @@ def update_states(states: Sequence[ScaleState]) -> None:
 
 def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
-    write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
+    if state.rows is None:
+        write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
+    else:
+        options = state.rows, state.top, state.most_recent
+        write_op(delayed_step_first_, state.scale, state.history, amaxes, slots, *options)
 
 
 def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:

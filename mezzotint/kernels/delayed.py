@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mezzotint.constants import FP32_MAX
-from mezzotint.kernels._lib import Late, define, leaf
+from mezzotint.kernels._lib import Late, define, leaf, write_op
 from mezzotint.kernels.elements import div
 
 
@@ -87,6 +87,29 @@ delayed_step_ = leaf(
     fake=lambda scale, history, amaxes, slots, top, most_recent: None,
     cpu=delayed_step_reference,
     cuda="delayed:step",
+)
+
+
+def delayed_step_first_reference(
+    scale: torch.Tensor,
+    buffer: torch.Tensor,
+    amaxes: Sequence[torch.Tensor],
+    slots: Sequence[int],
+    rows: int,
+    top: float,
+    most_recent: bool,
+) -> None:
+    """`delayed_step_` of the first rows of a buffer; those behind them are cleared."""
+    buffer[rows:].zero_()
+    write_op(delayed_step_, scale, buffer[:rows], amaxes, slots, top, most_recent)
+
+
+# A view of a buffer that backward writes a graph would save as the buffer, and find changed by another backward.
+delayed_step_first_ = leaf(
+    "delayed_step_first_(Tensor(a!) scale, Tensor(b!) buffer, Tensor[] amaxes, int[] slots, int rows, float top, "
+    "bool most_recent) -> ()",
+    fake=lambda scale, buffer, amaxes, slots, rows, top, most_recent: None,
+    cpu=delayed_step_first_reference,
 )
 
 # A copy that stays one: for a `clone` a compiler may keep the original, and copy it in backward, when it has changed.

@@ -203,8 +203,7 @@ class Layer(ParallelModule):
                 "recipe without state such as Float8CurrentScaling"
             )
         groups = reduction_groups(request, self._sharing_group())
-        hands_over = self._hands_over(request, groups)
-        self._use_history(request, hands_over)
+        self._use_history(request, self._backward_clears(request))
         recomputation = STATE.recomputation
         # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
         has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
@@ -252,14 +251,23 @@ class Layer(ParallelModule):
         return quantizer.with_usage(rowwise=True, columnwise=False), self._grad_state(request, groups, False)
 
     def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
+        buffer, length = self.amax_history_bwd, request.amax_history_len
+        hands_over = self._hands_over(request, groups)
+        takes_whole = self._backward_clears(request) and not hands_over and length < buffer.shape[0]
         return GradState(
             self.scale_bwd,
-            first_rows(self.amax_history_bwd, request.amax_history_len),
+            buffer if takes_whole else first_rows(buffer, length),
             *update_rule(request, forward=False),
             groups,
-            self.amax_history_bwd if self._hands_over(request, groups) else None,
+            buffer if hands_over else None,
+            length if takes_whole else None,
             is_first,
         )
+
+    def _backward_clears(self, request: DelayedScalingRequest) -> bool:
+        """Whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
+        forward must not write what the backward of another run reads."""
+        return torch.compiler.is_compiling() and not has_own_rule(request)
 
     def _scales_of_weights(self, call: Call) -> Any:
         """Those that the weights of this call are quantized with, or were when they were kept."""

@@ -102,9 +102,9 @@ class StatefulModule(nn.Module):
         if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
             self.adjust_amax_history_length(length)
 
-    def _use_history(self, request: DelayedScalingRequest, hands_over: bool = False) -> None:
-        """From now on this request's rows. Those behind them are cleared: a longer history would find them again. In a
-        graph that `hands_over` what backward sees, backward clears those of gradients."""
+    def _use_history(self, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
+        """From now on this request's rows. Those behind them are cleared: a longer history would find them again. Those
+        of gradients are left to backward where it clears them."""
         if not torch.compiler.is_compiling() and self._request is request:
             return
         length = request.amax_history_len
@@ -112,7 +112,7 @@ class StatefulModule(nn.Module):
         # A graph clears them always: what was before it is state that it would have to guard on.
         is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
         if is_shorter and length < self.amax_history_fwd.shape[0]:
-            self.adjust_amax_history_length(length, True if hands_over else None)
+            self.adjust_amax_history_length(length, True if backward_clears else None)
         self._request = request
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzotint.kernels._lib import write_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_update_
 
 FLT_MAX = float(np.finfo(np.float32).max)
 TOPS = {"e4m3": 448.0, "e5m2": 57344.0, "margin": 448.0 / 8}
@@ -120,11 +120,16 @@ def check_step(
     for slot, value in seen.items():
         raised[0, slot] = max(raised[0, slot].item(), value)
     want = expected(scale, raised, 448.0, most_recent)
-    scale, history = scale.to(device, copy=True), history.to(device, copy=True)
     amaxes = [torch.tensor([value], device=device) for value in seen.values()]
-    delayed_step_(scale, history, amaxes, list(seen), 448.0, most_recent)
-    assert torch.equal(scale.cpu(), want[0])
-    assert torch.equal(history.cpu(), want[1])
+    fresh, rolled = scale.to(device, copy=True), history.to(device, copy=True)
+    delayed_step_(fresh, rolled, amaxes, list(seen), 448.0, most_recent)
+    assert torch.equal(fresh.cpu(), want[0])
+    assert torch.equal(rolled.cpu(), want[1])
+    # The same of the first rows of a buffer with more.
+    fresh, buffer = scale.to(device, copy=True), torch.cat((history, torch.ones_like(history))).to(device)
+    delayed_step_first_(fresh, buffer, amaxes, list(seen), len(history), 448.0, most_recent)
+    assert torch.equal(fresh.cpu(), want[0])
+    assert torch.equal(buffer.cpu(), torch.cat((want[1], torch.zeros_like(history))))
 
 
 SEEN: list[dict[int, float]] = [

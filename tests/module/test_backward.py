@@ -96,10 +96,11 @@ def test_checkpoint_of_two_modules_with_cached_weights(use_reentrant: bool) -> N
                 assert torch.equal(getattr(getattr(block, part), key), getattr(getattr(twin, part), key))
 
 
+@pytest.mark.parametrize("length", [1024, 3], ids=["all rows", "some rows"])
 @over_modules
-def test_interleaved_micro_batches(name: str) -> None:
+def test_interleaved_micro_batches(name: str, length: int) -> None:
     """Two forwards, then two backwards, as a pipeline runs them; in a graph with the scales of forward, too."""
-    module, twin, recipe = make(name), make(name), mz.recipe.DelayedScaling()
+    module, twin, recipe = make(name), make(name), mz.recipe.DelayedScaling(amax_history_len=length)
     graph = torch.compile(module, fullgraph=True, backend="aot_eager")
     for step_number in range(3):
         found = []
