@@ -137,7 +137,7 @@ KINDS = {  # how an operator's name ends → its column
     "delayed_saw_": "saw",
     "delayed_step_": "step",
     "delayed_step_first_": "step",
-    "delayed_snapshot_in_forward_": "snapshot",
+    "delayed_snapshot_": "snapshot",
 }
 ATTENTION = "_scaled_dot_product_"  # how PyTorch's operators for it begin, on every device
 

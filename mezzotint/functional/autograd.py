@@ -155,7 +155,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     seen = [amax for amax in amaxes if amax is not None]
     if state.is_first and state.is_alone():
         step(state, seen, slots)
-    elif state.buffer is not None:
+    elif state.is_handed_over():
         hand_over(state, seen, slots, state.is_first)
     else:
         run_op(delayed_saw_, state.history, seen, slots)
@@ -164,7 +164,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
 
 def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Some of what was seen; `state` where backward saw it, before `end_backward`."""
-    if state is not None and state.buffer is not None:
+    if state is not None and state.is_handed_over():
         hand_over(state, amaxes, slots, False)
     else:
         run_op(delayed_saw_, history, amaxes, slots)
@@ -181,7 +181,7 @@ def end_backward(state: GradState) -> None:
     processes are asked, at the end of the backward of all modules."""
     if not state.is_first:
         return
-    if state.buffer is not None:
+    if state.is_handed_over():
         hand_over(state, [], [], True)
     elif state.groups and not torch.compiler.is_compiling():
         ENDING.add(state)

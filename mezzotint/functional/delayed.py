@@ -28,17 +28,20 @@ class ScaleState:
     """One direction of a module: live buffers, and how they are updated."""
 
     scale: torch.Tensor  # FP32 [n]
-    history: torch.Tensor  # FP32 (L, n)
+    history: torch.Tensor  # FP32 (L, n), or a buffer that begins with it: see `rows`
     top: float
     most_recent: bool
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
-    buffer: torch.Tensor | None = None  # in a graph that hands it over: all rows, of which `history` is the first
-    rows: int | None = None  # in a graph: those that are used, where `history` has more
+    rows: int | None = None  # in a graph, but for a user's own rule: L. The rows behind are cleared with the update
 
     def is_alone(self) -> bool:
         """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
         return not self.groups and self.update is None
+
+    def is_handed_over(self) -> bool:
+        """Whether a graph gives what backward saw to an operator."""
+        return self.rows is not None and bool(self.groups)
 
 
 def update_states(states: Sequence[ScaleState]) -> None:
@@ -62,7 +65,7 @@ def update_states(states: Sequence[ScaleState]) -> None:
 
 def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
-    if state.rows is None:
+    if state.rows is None or state.rows == state.history.shape[0]:
         write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
     else:
         options = state.rows, state.top, state.most_recent
@@ -125,12 +128,11 @@ CLOCK = torch.zeros(1, device="cpu")  # see `_KEPT`
 def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], is_last: bool) -> None:
     """In a graph: enter the amaxes, FP32 [1] each, of these slots, and after the last backward of the iteration take
     new scales, when the backward of all modules ends."""
-    assert state.buffer is not None, "this state is not handed over"
     if amaxes or is_last:
         groups = [group.group_name for group in state.groups]
-        options = (state.history.shape[0], state.top, state.most_recent, groups, is_last)
+        options = (state.rows, state.top, state.most_recent, groups, is_last)
         with torch.no_grad():
-            delayed_hand_over_(CLOCK, state.scale, state.buffer, amaxes, slots, *options)
+            delayed_hand_over_(CLOCK, state.scale, state.history, amaxes, slots, *options)
 
 
 def catch_up(state: ScaleState) -> torch.Tensor:
@@ -155,7 +157,7 @@ def _hand_over(
     if amaxes:
         run_op(delayed_saw_, history, amaxes, slots)
     if is_last:
-        buffer[rows:].zero_()  # `_use_history` does so elsewhere
+        buffer[rows:].zero_()
         ENDING.add(ScaleState(scale, history, top, most_recent, None, tuple([group_by_name(name) for name in groups])))
 
 

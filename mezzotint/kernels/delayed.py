@@ -112,17 +112,10 @@ delayed_step_first_ = leaf(
     cpu=delayed_step_first_reference,
 )
 
-# A copy that stays one: for a `clone` a compiler may keep the original, and copy it in backward, when it has changed.
-delayed_snapshot = leaf(
-    "delayed_snapshot(Tensor scale) -> Tensor",
-    fake=torch.empty_like,
-    cpu=torch.clone,
-)
-
-# A copy that is made in forward: what only backward reads a compiler leaves to backward. It says that it writes
-# `anchor`, a buffer that forward writes.
-delayed_snapshot_in_forward_ = leaf(
-    "delayed_snapshot_in_forward_(Tensor(a!) anchor, Tensor scale) -> Tensor",
+# A copy that is made in forward: a `clone` that only backward reads a compiler leaves to backward, when the original
+# has changed. It says that it writes `anchor`, a buffer that forward writes.
+delayed_snapshot_ = leaf(
+    "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
     fake=lambda anchor, scale: torch.empty_like(scale),
     cpu=lambda anchor, scale: scale.clone(),
 )

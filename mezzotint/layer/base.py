@@ -15,8 +15,7 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight
-from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_snapshot, delayed_snapshot_in_forward_
+from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
@@ -212,7 +211,7 @@ class Layer(ParallelModule):
         is_first = has_backward and not self._turn.has_backward
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
-        call.scales = run_op(delayed_snapshot, self.scale_fwd) if self._requantizes() else self.scale_fwd
+        call.scales = self._snapshot(self.scale_fwd) if self._requantizes() else self.scale_fwd
         if recomputation is not None and recomputation.is_second:
             # The scales of the first run, whose maxima have been entered.
             call.scales, call.weight_scales, is_first = recomputation.next_scales()
@@ -227,47 +226,38 @@ class Layer(ParallelModule):
                 self._turn.is_pending = True
                 STATE.pending = Pending(self, groups, STATE.pending)
         if torch.is_grad_enabled():
-            if torch.compiler.is_compiling():
-                with torch.no_grad():
-                    call.grad_scales = delayed_snapshot_in_forward_(self.amax_history_fwd, self.scale_bwd)
-            else:
-                call.grad_scales = self.scale_bwd.clone()
+            call.grad_scales = self._snapshot(self.scale_bwd)
             call.grad_state = self._grad_state(request, groups, is_first)
         return call
-
-    def _hands_over(self, request: DelayedScalingRequest, groups: tuple[Any, ...]) -> bool:
-        """Whether a graph gives what backward sees to an operator: `functional/delayed.py`."""
-        return torch.compiler.is_compiling() and bool(groups) and not has_own_rule(request)
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
         request = None if STATE.recipe is None else STATE.recipe.quantizer(self._role(gemm, tensor_type))
         if not (STATE.enabled and isinstance(request, DelayedScalingRequest)):
             return None, None
-        groups = reduction_groups(request, self._sharing_group())
-        if not self._hands_over(request, groups):
+        state = self._grad_state(request, reduction_groups(request, self._sharing_group()), False)
+        if not state.is_handed_over():
             return None, None
         quantizer = Float8ScaledQuantizer(element(request.fp8_format, tensor_type in FORWARD_TENSORS))
-        return quantizer.with_usage(rowwise=True, columnwise=False), self._grad_state(request, groups, False)
+        return quantizer.with_usage(rowwise=True, columnwise=False), state
 
     def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
-        buffer, length = self.amax_history_bwd, request.amax_history_len
-        hands_over = self._hands_over(request, groups)
-        takes_whole = self._backward_clears(request) and not hands_over and length < buffer.shape[0]
-        return GradState(
-            self.scale_bwd,
-            buffer if takes_whole else first_rows(buffer, length),
-            *update_rule(request, forward=False),
-            groups,
-            buffer if hands_over else None,
-            length if takes_whole else None,
-            is_first,
-        )
+        buffer, length, takes_all = self.amax_history_bwd, request.amax_history_len, self._backward_clears(request)
+        history = buffer if takes_all else first_rows(buffer, length)
+        rule = update_rule(request, forward=False)
+        return GradState(self.scale_bwd, history, *rule, groups, length if takes_all else None, is_first)
 
     def _backward_clears(self, request: DelayedScalingRequest) -> bool:
         """Whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
-        forward must not write what the backward of another run reads."""
+        forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
         return torch.compiler.is_compiling() and not has_own_rule(request)
+
+    def _snapshot(self, scale: torch.Tensor) -> torch.Tensor:
+        """A copy for backward of what is written before it, made in forward."""
+        if not torch.compiler.is_compiling():
+            return scale.clone()
+        with torch.no_grad():
+            return delayed_snapshot_(self.amax_history_fwd, scale)
 
     def _scales_of_weights(self, call: Call) -> Any:
         """Those that the weights of this call are quantized with, or were when they were kept."""

@@ -24,8 +24,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.delayed import (
     delayed_saw_,
-    delayed_snapshot,
-    delayed_snapshot_in_forward_,
+    delayed_snapshot_,
     delayed_step_,
     delayed_step_first_,
     delayed_update_,
@@ -271,8 +270,7 @@ def test_delayed() -> None:
     torch.library.opcheck(delayed_update_, arguments, test_utils=ALL)
     torch.library.opcheck(delayed_step_, (*state, amaxes, [0, 2], 448.0, False), test_utils=ALL)
     torch.library.opcheck(delayed_step_first_, (*state, amaxes, [0, 2], 2, 448.0, False), test_utils=ALL)
-    torch.library.opcheck(delayed_snapshot, (torch.rand(3),), test_utils=ALL)
-    torch.library.opcheck(delayed_snapshot_in_forward_, state[::-1], test_utils=ALL)
+    torch.library.opcheck(delayed_snapshot_, state[::-1], test_utils=ALL)
 
 
 def test_delayed_over_processes() -> None:
@@ -315,8 +313,8 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op, _ in AMAX_CASES.values()} | {draw_rng.name()}
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
     here |= {op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum)}
-    here |= {op.name() for op in (delayed_saw_, delayed_snapshot, delayed_step_, delayed_step_first_, delayed_update_)}
-    here |= {op.name() for op in (delayed_snapshot_in_forward_, delayed_catch_up_, delayed_hand_over_)}
+    here |= {op.name() for op in (delayed_saw_, delayed_snapshot_, delayed_step_, delayed_step_first_, delayed_update_)}
+    here |= {op.name() for op in (delayed_catch_up_, delayed_hand_over_)}
     here |= {norm_add_stats.name()}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
