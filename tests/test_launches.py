@@ -240,26 +240,26 @@ def test_rotary_positions() -> None:
 KERNELS: dict[str, str] = {
     "delayed": """
         norm_stats                                    _stats_kernel
-        float8_quantize_scaled                        zero_ _cast_tile_kernel
-        float8_quantize_scaled_of_norm                zero_ _cast_tile_kernel
-        float8_quantize_scaled_of_activation          zero_ _cast_tile_kernel
-        float8_quantize_scaled_of_activation_backward zero_ _cast_tile_kernel
+        float8_quantize_scaled                        zero_ cast_tile_kernel
+        float8_quantize_scaled_of_norm                zero_ cast_tile_kernel
+        float8_quantize_scaled_of_activation          zero_ cast_tile_kernel
+        float8_quantize_scaled_of_activation_backward zero_ cast_tile_kernel
         gemm                                          _scaled_mm
         norm_backward                                 _backward_kernel _finish_kernel""",
     "current": """
         norm_stats                             _stats_kernel
-        float8_quantize                        _amax_kernel _cast_tile_kernel
-        float8_quantize_of_norm                _amax_tile_kernel _cast_tile_kernel
-        float8_quantize_of_activation          new_zeros _write_kernel _cast_tile_kernel
-        float8_quantize_of_activation_backward new_zeros _gated_backward_kernel _cast_tile_kernel
+        float8_quantize                        _amax_kernel cast_tile_kernel
+        float8_quantize_of_norm                _amax_tile_kernel cast_tile_kernel
+        float8_quantize_of_activation          new_zeros _write_kernel cast_tile_kernel
+        float8_quantize_of_activation_backward new_zeros _gated_backward_kernel cast_tile_kernel
         gemm                                   _scaled_mm
         norm_backward                          _backward_kernel _finish_kernel""",
     "rowwise": """
         norm_stats                                     _stats_kernel
-        float8_rowwise_quantize                        _partial_kernel _finish_kernel _cast_kernel
-        float8_rowwise_quantize_of_norm                _partial_kernel _finish_kernel _cast_kernel
-        float8_rowwise_quantize_of_activation          _partial_kernel _finish_kernel _cast_kernel
-        float8_rowwise_quantize_of_activation_backward _partial_kernel _finish_kernel _cast_kernel
+        float8_rowwise_quantize                        partial_kernel finish_kernel cast_kernel
+        float8_rowwise_quantize_of_norm                partial_kernel finish_kernel cast_kernel
+        float8_rowwise_quantize_of_activation          partial_kernel finish_kernel cast_kernel
+        float8_rowwise_quantize_of_activation_backward partial_kernel finish_kernel cast_kernel
         gemm                                           _scaled_mm
         norm_backward                                  _backward_kernel _finish_kernel""",
     "block": """

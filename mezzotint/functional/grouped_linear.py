@@ -30,7 +30,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.grouped_gemm import grouped_gemm, grouped_gemm_packed
 from mezzotint.tensor.grouped import GroupedTensorStorage
-from mezzotint.tensor.quantize import quantize_scaled
+from mezzotint.tensor.quantize import quantize_groups
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -106,12 +106,7 @@ def _quantized(
     x: torch.Tensor, splits: tuple[int, ...], quantizers: list[Quantizer | None], scales: Scales
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
     """Each group of rows on its own."""
-    made, amaxes = [], []
-    for part, quantizer, scale in zip(x.split(list(splits)), quantizers, scales, strict=True):
-        part_q, amax = (part, None) if quantizer is None else quantize_scaled(part, quantizer, scale)
-        made.append(part_q)
-        amaxes.append(amax)
-    return tuple(made), tuple(amaxes)
+    return quantize_groups(x.split(list(splits)), quantizers, scales)
 
 
 def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, GroupedLinearMade]:

@@ -103,7 +103,7 @@ class Late:
     def __call__(self, *args: Any) -> Any:
         if self.launch is None:
             self.launch = load_triton(self.target) if hw.has_triton_kernels() else self.reference
-        device = args[0].device.index
+        device = (args[0][0] if isinstance(args[0], list) else args[0]).device.index
         if device == torch.cuda.current_device():
             return self.launch(*args)
         with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments

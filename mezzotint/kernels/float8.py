@@ -98,6 +98,7 @@ float8_quantize, float8_quantize_ = quantize_ops(
     geometry=lambda shape, *options: float8_buffers(shape, *options[-2:]),
     reference=float8_quantize_reference,
     cuda="float8:quantize",
+    cuda_groups="float8:quantize_groups",
 )
 
 float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
@@ -109,6 +110,7 @@ float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
     },
     reference=float8_quantize_scaled_reference,
     cuda="float8:quantize_scaled",
+    cuda_groups="float8:quantize_scaled_groups",
 )
 
 float8_dequantize = leaf(

@@ -117,6 +117,7 @@ float8_block_quantize, float8_block_quantize_ = quantize_ops(
     geometry=lambda shape, *options: float8_block_buffers(shape, *options[-3:]),
     reference=float8_block_quantize_reference,
     cuda="float8_block:quantize",
+    cuda_groups="float8_block:quantize_groups",
 )
 
 float8_block_dequantize = leaf(

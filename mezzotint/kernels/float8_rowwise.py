@@ -113,6 +113,7 @@ float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     geometry=lambda shape, *options: float8_rowwise_buffers(shape, *options[-2:]),
     reference=float8_rowwise_quantize_reference,
     cuda="float8_rowwise:quantize",
+    cuda_groups="float8_rowwise:quantize_groups",
 )
 
 float8_rowwise_dequantize = leaf(

@@ -4,12 +4,15 @@ A norm, an activation or its backward in front of a GEMM need not write its resu
 takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. What it gives is, bit for
 bit, what the two ops one after the other give: the producer's result is rounded to its dtype in between.
 
+`name_groups` does the same to each of many tensors, in as many launches as one takes where the format can. What a call
+for one is given as a tensor is a list there, empty where nothing is given.
+
 On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`Made`) where it would read x. For the
 others, and where Triton does not run, the producer's own op writes x first.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -28,7 +31,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.norm import norm_apply, norm_apply_reference
 
-__all__ = ["SOURCES", "Made", "fused", "quantize_ops"]
+__all__ = ["SOURCES", "Made", "fused", "of_groups", "quantize_ops"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,15 @@ def fused(op: torch._ops.OpOverload, source: str) -> torch._ops.OpOverload:
     return _FUSED[op][source]
 
 
+# Quantization → the op that does it to many tensors.
+_GROUPS: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
+
+
+def of_groups(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The op that quantizes each of many tensors as `op` quantizes one: G times the buffers, tensor by tensor."""
+    return _GROUPS[op]
+
+
 def quantize_ops(
     name: str,
     options: str,
@@ -113,12 +125,15 @@ def quantize_ops(
     geometry: Callable[..., Buffers],
     reference: Callable[..., "list[torch.Tensor]"],
     cuda: str | None,
+    cuda_groups: str | None = None,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
-    """`name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place; `fused` finds the others.
+    """`name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place; `fused`, `of_groups` find the
+    others.
 
     `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
     `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
-    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1.
+    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1. That of many tensors,
+    `cuda_groups`, takes lists: `launch(xs, outs, *options)`; without it they go one after another.
     """
 
     def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
@@ -145,7 +160,48 @@ def quantize_ops(
     _FUSED[functional] = {
         key: _fused_op(f"{name}_of_{key}", options, key, geometry, reference, made_on_cuda) for key in SOURCES
     }
+    _GROUPS[functional] = _groups_op(f"{name}_groups", options, allocate, reference, late, cuda_groups)
     return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
+
+
+def _groups_op(
+    name: str,
+    options: str,
+    allocate: Callable[..., "list[torch.Tensor]"],
+    reference: Callable[..., "list[torch.Tensor]"],
+    late: Callable[..., None],
+    cuda_groups: str | None,
+) -> torch._ops.OpOverload:
+    """`name(xs, options) -> buffers` of each, where a tensor among the options has become a list."""
+    kinds = [option.split()[0] for option in options.split(", ")]
+    tensors = sum(kind.startswith("Tensor") for kind in kinds)  # they come first
+    listed = ", ".join(
+        option.replace("Tensor? ", "Tensor[] ").replace("Tensor ", "Tensor[] ") for option in options.split(", ")
+    )
+
+    def each(xs: list[torch.Tensor], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """What the op of one tensor takes."""
+        for i, x in enumerate(xs):
+            yield x, *[given[i] if given else None for given in args[:tensors]], *args[tensors:]
+
+    def fake(xs: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+        return [buffer for own in each(xs, args) for buffer in allocate(*own)]
+
+    def on_cpu(xs: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+        return [buffer for own in each(xs, args) for buffer in reference(*own)]
+
+    def one_by_one(xs: list[torch.Tensor], outs: list[list[torch.Tensor]], *args: Any) -> None:
+        for (x, *own), out in zip(each(xs, args), outs, strict=True):
+            late(x, out, None, *own)
+
+    launch: Callable[..., None] = one_by_one if cuda_groups is None else Late(cuda_groups, one_by_one)
+
+    def on_cuda(xs: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+        outs = [allocate(*own) for own in each(xs, args)]
+        launch(xs, outs, *args)
+        return [buffer for out in outs for buffer in out]
+
+    return define(f"{name}(Tensor[] xs, {listed}) -> Tensor[]", fake, on_cpu, on_cuda)
 
 
 @cache

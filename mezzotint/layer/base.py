@@ -14,7 +14,7 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
-from mezzotint.functional.weight import quantize_weight
+from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
@@ -285,18 +285,28 @@ class Layer(ParallelModule):
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
+        quantizers = [call.quantizers[gemm].weight for gemm in range(len(weights))]
+        scales = [scale_of(call.weight_scales, gemm, "weight") for gemm in range(len(weights))]
+        parallel = [self._parallel(gemm) for gemm in range(len(weights))]
+        together = None
+        if held is None and len(weights) > 1 and not any(parallel):
+            together = quantize_weights(weights, quantizers, scales)
         for gemm, weight in enumerate(weights):
             workspace = None if held is None else held[gemm]
-            weight_q, fresh, amax = quantize_weight(
-                weight,
-                call.quantizers[gemm].weight,
-                workspace,
-                scale=scale_of(call.weight_scales, gemm, "weight"),
-                parallel=self._parallel(gemm),
-                cache=keeps,
-                update_workspace=call.skips is not None,
-                skip_update_flag=call.skips,
-            )
+            if together is not None:
+                weight_q, amax = together[0][gemm], together[1][gemm]
+                fresh = weight_q if keeps else None
+            else:
+                weight_q, fresh, amax = quantize_weight(
+                    weight,
+                    quantizers[gemm],
+                    workspace,
+                    scale=scales[gemm],
+                    parallel=parallel[gemm],
+                    cache=keeps,
+                    update_workspace=call.skips is not None,
+                    skip_update_flag=call.skips,
+                )
             quantized.append(weight_q)
             kept.append(workspace if fresh is None else fresh)
             amaxes.append(amax)

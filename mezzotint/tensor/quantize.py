@@ -14,7 +14,7 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
-from mezzotint.kernels.quantize_ops import SOURCES
+from mezzotint.kernels.quantize_ops import SOURCES, of_groups
 from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -59,6 +59,51 @@ def quantize_scaled(
         return quantize_storage(x, quantizer), None
     *buffers, amax = quantize_buffers(x, quantizer, {"scale": scale})
     return assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer), amax
+
+
+def quantize_groups(
+    xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]", scales: Sequence[torch.Tensor | None]
+) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
+    """`quantize_scaled` of each of G tensors: storages, the tensors themselves where they are not quantized, and
+    amaxes. By one op where the quantizers are alike."""
+    plan = common_plan(xs, quantizers)
+    if plan is None:
+        each = [
+            (x, None) if quantizer is None else quantize_scaled(x, quantizer, scale)
+            for x, quantizer, scale in zip(xs, quantizers, scales, strict=True)
+        ]
+        return tuple([made for made, _ in each]), tuple([amax for _, amax in each])
+    op, tensors, options = plan
+    given = [_tensor_arguments(x, tensors, {"scale": scale}) for x, scale in zip(xs, scales, strict=True)]
+    listed = [[each[i] for each in given if each[i] is not None] for i in range(len(tensors))]
+    made = run_op(of_groups(op), list(xs), *listed, *options)
+    count = len(made) // len(xs)
+    storages, amaxes = [], []
+    for i, (x, quantizer) in enumerate(zip(xs, quantizers, strict=True)):
+        assert quantizer is not None
+        buffers = made[i * count : (i + 1) * count]
+        amax = None
+        if quantizer.takes_scale():
+            *buffers, amax = buffers
+        storages.append(assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer))
+        amaxes.append(amax)
+    return tuple(storages), tuple(amaxes)
+
+
+def common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> Any:
+    """What one op does to all of these tensors; None where none does, or there is one tensor alone."""
+    first = quantizers[0]
+    if len(xs) == 1 or first is None:
+        return None
+    for x, quantizer in zip(xs, quantizers, strict=True):
+        if quantizer is None or quantizer.is_custom() or quantizer._parts() is not None or quantizer != first:
+            return None
+        if isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype:
+            return None
+        check_input(x, quantizer)
+        if torch.compiler.is_compiling():
+            guard_usages(quantizer)
+    return first.for_dtype(xs[0].dtype)._plan()
 
 
 def quantize_source(

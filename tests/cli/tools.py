@@ -52,7 +52,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 2) ->
 
 def works(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     outcome = run(capsys, *arguments)
-    assert outcome.code == 0, outcome.err
+    assert outcome.code == 0, outcome
     return outcome.out
 
 

@@ -90,6 +90,7 @@ def check_copied_input(launch: Any, op: Any) -> None:
 def check_given_maxima(rowwise: Any, op: Any, amax: Any) -> None:
     """Of parts of a tensor: rows, columns or both by maxima of the whole, also of rows that no program holds whole."""
     from mezzotint.constants import E4M3
+    from mezzotint.kernels.triton import _jit_rowwise
 
     x, whole_row = draw((40, 130), BF16, 6), rowwise.WHOLE_ROW
     tops = [rowwise.amax(x, way) for way in (False, True)]
@@ -102,20 +103,31 @@ def check_given_maxima(rowwise: Any, op: Any, amax: Any) -> None:
         ((True, False), (True, False), whole_row),
         ((True, False), (True, False), 128),
     ):
-        rowwise.WHOLE_ROW = longest
+        rowwise.WHOLE_ROW = _jit_rowwise.WHOLE_ROW = longest
         larger = [top * 3 if is_given else None for top, is_given in zip(tops, given, strict=True)]
         options = (*larger, E4M3, False, 0.0, *usage)
         want = op(x, *options)
         got = [torch.full_like(buffer, 0x5A) for buffer in want]
         rowwise.quantize(x, got, None, *options)
         assert all(map(torch.equal, got, want)), (given, usage, longest)
-    rowwise.WHOLE_ROW = whole_row
+    rowwise.WHOLE_ROW = _jit_rowwise.WHOLE_ROW = whole_row
 
 
-def main() -> None:
+def as_on_a_gpu() -> None:
+    """What the interpreter does in another way, or not at all."""
     import numpy as np
     from triton.runtime import interpreter
 
+    from mezzotint.kernels.triton import _jit_float8, _jit_rowwise, float8_block, mxfp8
+
+    # On a GPU the maximum of NaN and a number is the number.
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    interpreter._convert_float = convert
+    for module in (_jit_float8, float8_block, _jit_rowwise, mxfp8):
+        module.cast_fp8 = cast_fp8
+
+
+def main() -> None:
     from mezzotint.constants import E4M3, E5M2
     from mezzotint.kernels.float8 import float8_quantize, float8_quantize_scaled
     from mezzotint.kernels.float8_block import float8_block_quantize
@@ -123,11 +135,7 @@ def main() -> None:
     from mezzotint.kernels.mxfp8 import mxfp8_quantize
     from mezzotint.kernels.triton import _jit_source, float8, float8_block, float8_rowwise, mxfp8
 
-    # On a GPU the maximum of NaN and a number is the number.
-    interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-    interpreter._convert_float = convert
-    for module in (float8, float8_block, float8_rowwise, mxfp8):
-        module.cast_fp8 = cast_fp8
+    as_on_a_gpu()
     scale, ways = torch.tensor([3.0]), _jit_source.WAYS
     tested: tuple[tuple[str, Any, Any, tuple[Any, ...]], ...] = (
         ("current", float8.quantize, float8_quantize, (None, E4M3, False, 0.0)),

@@ -36,7 +36,7 @@ from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, no
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
-from mezzotint.kernels.quantize_ops import SOURCES, fused
+from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
@@ -281,6 +281,31 @@ def test_delayed_over_processes() -> None:
     torch.library.opcheck(delayed_hand_over_, arguments, test_utils=ALL)
 
 
+def group_arguments(variant: Variant, device: str, usage: tuple[bool, ...], count: int) -> tuple[Any, ...]:
+    """Those of one tensor, for each of many: tensors in lists, which are empty where none is given."""
+    given = variant.arguments(device, usage)
+    kinds = [str(argument.type) for argument in of_groups(variant.quantize)._schema.arguments[1:]]
+    return tuple(
+        ([] if value is None else [value.clone() for _ in range(count)]) if kind == "List[Tensor]" else value
+        for kind, value in zip(kinds, given, strict=True)
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_groups(variant: Variant) -> None:
+    """The bits of one op after another; an empty group among them."""
+    for usage in variant.usages():
+        xs = [sample((rows, 80), variant.dtypes[0]) for rows in (48, 0, 16)]
+        arguments = group_arguments(variant, "cpu", usage, len(xs))
+        op = of_groups(variant.quantize)
+        torch.library.opcheck(op, (xs, *arguments), test_utils=ALL if usage == variant.usages()[-1] else FAST)
+        made, own = op(xs, *arguments), variant.arguments("cpu", usage)
+        wanted = [buffer for x in xs for buffer in variant.quantize(x, *own)]
+        assert all(map(torch.equal, made, wanted))
+        assert len(made) == len(wanted)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -319,6 +344,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
+    here |= {of_groups(variant.quantize).name() for variant in VARIANTS}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)
     assert here | set(ELSEWHERE) == library_ops()

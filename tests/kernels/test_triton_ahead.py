@@ -37,7 +37,7 @@ def kernels_of(module: ModuleType) -> Iterator[str]:
     for name, value in vars(module).items():
         if (
             isinstance(value, Fast | JITFunction)
-            and re.fullmatch(r"_\w+_kernel", name)
+            and re.fullmatch(r"\w+_kernel", name)
             and getattr(value, "kernel", value).__module__ == module.__name__
         ):
             yield name

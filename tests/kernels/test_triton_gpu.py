@@ -16,7 +16,9 @@ from mezzotint.kernels.float8 import float8_amax, float8_dequantize
 from mezzotint.kernels.float8_block import float8_block_dequantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_amax, float8_rowwise_dequantize, float8_rowwise_quantize
 from mezzotint.kernels.mxfp8 import mxfp8_dequantize
+from mezzotint.kernels.quantize_ops import of_groups
 from tests.formats import HIGH, VARIANTS, Variant, variants_of
+from tests.kernels.test_opcheck import group_arguments
 from tests.values import CONTENTS, VIEWS, as_view, fill, raw
 
 pytestmark = pytest.mark.gpu
@@ -116,6 +118,30 @@ def test_noop(name: str) -> None:
         variant.refresh(x.cuda(), typed, torch.zeros(1, device="cuda"), usage)
         for (buffer, expected), got in zip(want.items(), typed, strict=True):
             assert_bytes(got, expected, f"{buffer}, {usage}")
+
+
+# Rows of groups, and columns: whole tiles, multiples of 16, ragged with empty ones, more groups than a launch takes.
+SPLITS = (([256, 128, 512], 256), ([16, 0, 144, 32], 80), ([0, 33, 1, 130, 0], 90), ([24, 3] * 10, 128))
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_groups(name: str, splits: tuple[list[int], int]) -> None:
+    """Each group of rows on its own, and nothing past its end; twice, since the second launch takes another way."""
+    sizes, columns = splits
+    variants = variants_of(name)
+    for index, usage in enumerate(variants[0].usages()):
+        variant = variants[index % len(variants)]
+        if usage not in variant.usages():
+            continue
+        x = fill((sum(sizes), columns), variant.dtypes[0], CONTENTS[-index], index)
+        xs = list(x.split(sizes))
+        wanted = of_groups(variant.quantize)(xs, *group_arguments(variant, "cpu", usage, len(xs)))
+        on_cuda = list(x.cuda().split(sizes))
+        for _ in range(2):
+            made = of_groups(variant.quantize)(on_cuda, *group_arguments(variant, "cuda", usage, len(xs)))
+            for i, (got, want) in enumerate(zip(made, wanted, strict=True)):
+                assert_bytes(got, want, f"{variant}, {usage}, {splits}, buffer {i}")
 
 
 def test_rows_of_every_length() -> None:

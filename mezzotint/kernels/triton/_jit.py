@@ -276,7 +276,8 @@ def ahead(
     """
     signature: dict[str, Any] = {}
     types = pointers.split()
-    constexprs = {name: None for name in ("SOURCE",) if name in kernel.arg_names} | constexprs
+    usual = {"SOURCE": None, "groups": None, "ALIGNED": False}
+    constexprs = {name: value for name, value in usual.items() if name in kernel.arg_names} | constexprs
     for index, name in enumerate(kernel.arg_names):
         if name in constexprs:
             continue
@@ -293,3 +294,21 @@ def ahead(
         else:
             signature[name] = "fp32" if name in ("eps", "top", "factor") else "i32"
     return kernel, signature, constexprs
+
+
+def ahead_of_groups(kernel: Any, pointers: str, **constexprs: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The same of a launch for two groups; "=" in front of a type is one pointer for both."""
+    made = ahead(kernel, pointers.replace("=", ""), **constexprs, ALIGNED=True)
+    single = [each.startswith("=") for each in pointers.split()]
+    signature: dict[str, Any] = {}
+    for index, name in enumerate(kernel.arg_names):
+        if name == "groups":
+            signature[name] = ("i64", "i64")
+        elif name in made[1]:
+            kind = made[1][name]
+            signature[name] = kind if index >= len(single) or single[index] else (kind, kind)
+    constants = {name: value for name, value in made[2].items() if name != "groups"}
+    if "M" in signature:
+        del signature["M"]
+        constants["M"] = None
+    return kernel, signature, constants

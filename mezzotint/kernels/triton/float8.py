@@ -14,183 +14,49 @@ it in both directions; see `spread` for the order of its rows.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.constants import cdiv
+from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
-from mezzotint.kernels.triton._jit import (
-    ahead,
-    as_rows,
-    cast_fp8,
-    decode_fp8,
-    drop_nan,
-    for_inf,
-    inverse,
-    natural_span,
-    raise_amax,
-    scale_from_amax,
-    spread,
-    store_tile,
-    store_transposed,
-    tile_of,
+from mezzotint.kernels.triton._jit import as_rows, for_inf, natural_span
+from mezzotint.kernels.triton._jit_float8 import (
+    cast_kernel,
+    cast_tile_kernel,
+    clear_kernel,
+    dequantize_kernel,
+    flat_config,
+    tile_config,
 )
-from mezzotint.kernels.triton._jit_source import Input, Way, larger, load_halves, read, store_sums, way
-from mezzotint.kernels.triton._launch import Fast
-from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, RMSNORM, SCALED, SCALED_BACKWARD, finish_source
+from mezzotint.kernels.triton._jit_groups import are_alike, in_launches, pack
+from mezzotint.kernels.triton._jit_source import Input, Way, read, way
+from mezzotint.kernels.triton._produce import finish_source
 from mezzotint.kernels.triton.activation import amax_of, write_with_amax
-from mezzotint.kernels.triton.float8_amax import PARTIALS, amax, amax_partials, source_partials
+from mezzotint.kernels.triton.float8_amax import (
+    PARTIALS,
+    PARTIALS_EACH,
+    amax,
+    amax_partials,
+    group_partials,
+    source_partials,
+)
 
-__all__ = ["PARTIALS", "amax", "amax_partials", "dequantize", "quantize", "quantize_scaled"]
+__all__ = [
+    "PARTIALS",
+    "amax",
+    "amax_partials",
+    "dequantize",
+    "quantize",
+    "quantize_groups",
+    "quantize_scaled",
+    "quantize_scaled_groups",
+]
 
 TAKES_SOURCES = True
-
-
-def flat_config() -> dict[str, int]:
-    """Elements per program of the 1-D kernels."""
-    return {"BLOCK": 4096, "num_warps": 4}
-
-
-def tile_config(rowwise: bool, wide: bool = False) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone; a smaller one where a program reads two of x."""
-    if wide:
-        return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
-    if rowwise:
-        return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
-    return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 4}
-
-
-@Fast
-@triton.jit
-def _clear_kernel(out, noop):
-    if tl.load(noop) != 1.0:
-        tl.store(out, 0.0)
-
-
-@triton.jit
-def _scale(
-    source,
-    value,
-    count,
-    eps,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    SCALED: tl.constexpr,
-    BP: tl.constexpr,
-):
-    """The scale: `source` holds it (SCALED), or the amax (BP = 0), or `count` partial maxima; BP < 0: of `value`."""
-    if SCALED:
-        return tl.load(source)
-    else:
-        if BP < 0:
-            amax = drop_nan(tl.max(tl.abs(value)))
-        elif BP == 0:
-            amax = tl.load(source)
-        else:
-            p = tl.arange(0, BP)
-            amax = tl.max(tl.load(source + p, mask=p < count, other=0.0))
-        return scale_from_amax(amax, eps, DTYPE, POW2, FOR_INF)
-
-
-@Fast
-@triton.jit
-def _cast_kernel(
-    x,
-    data,
-    scale_inv,
-    source,
-    amax,
-    noop,
-    numel,
-    count,
-    eps,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    SCALED: tl.constexpr,
-    BP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    pid = tl.program_id(0)
-    block = (pid if SCALED else tl.num_programs(0) - 1 - pid).to(tl.int64)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
-    scale = _scale(source, value, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
-    if pid == 0:
-        tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
-    if data is not None:
-        tl.store(data + i, cast_fp8(value * scale, DTYPE), mask=i < numel)
-    if SCALED:
-        raise_amax(amax, value)
-
-
-@Fast
-@triton.jit
-def _cast_tile_kernel(
-    x,
-    data,
-    transpose,
-    scale_inv,
-    source,
-    amax,
-    noop,
-    given,
-    M,
-    K,
-    stride,
-    count,
-    eps,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    SCALED: tl.constexpr,
-    BP: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    pid = tl.program_id(0)
-    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
-    N = K // PARTS
-    row, tile = tile_of(pid if SCALED else tl.num_programs(0) - 1 - pid, M, N, BM, BN, GROUP)
-    r = row * BM + spread(BM, SPAN)
-    first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
-    scale = _scale(source, first, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
-    if pid == 0:
-        tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
-    for part in tl.static_range(PARTS):
-        col = part * (N // BN) + tile
-        c = col * BN + tl.arange(0, BN)
-        value = (first if part == 0 else second).to(tl.float32)
-        store_sums(given, value, row, c, K, SOURCE)
-        code = cast_fp8(value * scale, DTYPE)
-        if data is not None:
-            store_tile(data, code, r, c, M, K, EVEN)
-        if transpose is not None:
-            store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
-    if SCALED:
-        raise_amax(amax, first if PARTS == 1 else larger(first, second))
-
-
-@Fast
-@triton.jit
-def _dequantize_kernel(data, scale_inv, out, numel, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    code = tl.load(data + i, mask=i < numel, other=0)
-    value = decode_fp8(code, DTYPE) * tl.load(scale_inv)
-    tl.store(out + i, value.to(out.dtype.element_ty), mask=i < numel)
 
 
 def _cast(
@@ -215,7 +81,7 @@ def _cast(
     if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
         grid = (max(1, cdiv(numel, options["BLOCK"])),)
-        _cast_kernel[grid](
+        cast_kernel[grid](
             x,
             data,
             scale_inv,
@@ -234,7 +100,7 @@ def _cast(
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
     partials = source.partials(cdiv(M, options["BM"]))
-    _cast_tile_kernel[grid](
+    cast_tile_kernel[grid](
         x,
         data,
         transpose,
@@ -243,6 +109,7 @@ def _cast(
         amax,
         noop,
         source.given(partials),
+        None,
         M,
         K,
         x.stride(0),
@@ -252,9 +119,50 @@ def _cast(
         **constants,
         **options,
         EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
+        ALIGNED=False,
         enable_fp_fusion=False,
     )
     finish_source(source, partials)
+
+
+def _cast_groups(
+    xs: list[torch.Tensor],
+    outs: list[list[torch.Tensor]],
+    scaling: Sequence[torch.Tensor],
+    rowwise: bool,
+    columnwise: bool,
+    eps: float = 0.0,
+    **constants: Any,
+) -> None:
+    """The same of dense matrices (M_i, K), as many as a launch takes."""
+    K = xs[0].shape[1]
+    buffers = list(zip(*outs, strict=True))
+    options = tile_config(rowwise)
+    span = natural_span(options["BM"], options["BN"], options["num_warps"])
+    # An empty group has a scale too: one program, all masked.
+    groups = pack([x.shape[0] for x in xs], lambda rows: max(1, cdiv(rows, options["BM"])) * cdiv(K, options["BN"]))
+    cast_tile_kernel[(groups.programs,)](
+        groups.of(xs),
+        groups.of(buffers[0]) if rowwise else None,
+        groups.of(buffers[rowwise]) if columnwise else None,
+        groups.of(buffers[rowwise + columnwise]),
+        groups.of(scaling),
+        groups.of(buffers[-1]) if constants["SCALED"] else None,
+        None,
+        None,
+        groups.packed,
+        None,
+        K,
+        K,
+        scaling[0].numel(),
+        eps or None,
+        SOURCE=None,
+        **constants,
+        **options,
+        SPAN=span,
+        **groups.flags(options["BM"], options["BN"], K),
+        enable_fp_fusion=False,
+    )
 
 
 def quantize(
@@ -344,10 +252,53 @@ def quantize_scaled(
     if noop is None:
         out[-1].zero_()
     else:
-        _clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
+        clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
     source = read(x, way(x, "delayed", _width(config)))
     _cast(source, out, noop, scale, rowwise, columnwise, config, **constants)
+
+
+def quantize_groups(
+    xs: list[torch.Tensor],
+    outs: list[list[torch.Tensor]],
+    amaxes: list[torch.Tensor],
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """Current scaling, each of G tensors on its own. `amaxes`: of each, or none."""
+    if amaxes or not are_alike(xs):
+        for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+            quantize(x, out, None, amaxes[i] if amaxes else None, dtype, pow2, eps, rowwise, columnwise)
+        return
+    scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
+    xs = [as_matrix(x) for x in xs]
+    for part in in_launches(len(xs)):
+        partials = group_partials(xs[part])
+        rows = partials.unbind()
+        _cast_groups(xs[part], outs[part], rows, rowwise, columnwise, eps, **scaling, SCALED=False, BP=PARTIALS_EACH)
+
+
+def quantize_scaled_groups(
+    xs: list[torch.Tensor],
+    outs: list[list[torch.Tensor]],
+    scales: list[torch.Tensor],
+    dtype: int,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """Delayed scaling, each of G tensors on its own."""
+    if not are_alike(xs):
+        for x, out, scale in zip(xs, outs, scales, strict=True):
+            quantize_scaled(x, out, None, scale, dtype, rowwise, columnwise)
+        return
+    torch._foreach_zero_([out[-1] for out in outs])
+    constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
+    xs = [as_matrix(x) for x in xs]
+    for part in in_launches(len(xs)):
+        _cast_groups(xs[part], outs[part], scales[part], rowwise, columnwise, **constants)
 
 
 def dequantize(
@@ -361,60 +312,5 @@ def dequantize(
     options = flat_config()
     if out.numel():
         grid = (cdiv(out.numel(), options["BLOCK"]),)
-        _dequantize_kernel[grid](data, scale_inv, out, out.numel(), DTYPE=dtype, **options, enable_fp_fusion=False)
+        dequantize_kernel[grid](data, scale_inv, out, out.numel(), DTYPE=dtype, **options, enable_fp_fusion=False)
     return out
-
-
-_CURRENT = {
-    "DTYPE": E4M3,
-    "POW2": False,
-    "FOR_INF": for_inf(torch.float32, False),
-    "SCALED": False,
-    "BP": PARTIALS,
-}
-_GIVEN = {"DTYPE": E5M2, "POW2": True, "FOR_INF": for_inf(torch.float32, True), "SCALED": False, "BP": 0}
-_DELAYED = {"DTYPE": E4M3, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-_TILE, _HALVES = (
-    options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
-    for options in (tile_config(True), tile_config(True, wide=True))
-)
-
-AHEAD = [
-    ahead(_clear_kernel, "fp32 fp32"),
-    ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
-    ahead(_cast_kernel, "bf16 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **flat_config()),
-    ahead(_cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
-    ahead(_cast_kernel, "fp16 u8 fp32 fp32 fp32 -", **_DELAYED, **flat_config()),
-    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE, EVEN=True),
-    ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **_TILE, EVEN=False),
-    ahead(_cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
-    ahead(_cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
-    ahead(_cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
-    *(
-        ahead(_cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", given, SOURCE=kind, **_CURRENT, **_TILE, EVEN=True)
-        for given, kind in (
-            (RMSNORM, ("norm", False)),
-            (ACTIVATION, ("activation", "gelu", False)),
-            (SCALED, ("activation", "silu", True)),
-        )
-    ),
-    *(
-        ahead(_cast_tile_kernel, f"bf16 {out} fp32 fp32 fp32 -", BACKWARD, SOURCE=kind, **_DELAYED, **tile, EVEN=even)
-        for out, kind, tile, even in (
-            ("u8 -", ("activation_backward", "gelu"), _TILE, False),
-            ("u8 u8", ("halves", "silu"), _HALVES, True),
-            ("- u8", ("halves", "silu"), _HALVES, False),
-        )
-    ),
-    ahead(
-        _cast_tile_kernel,
-        "bf16 u8 u8 fp32 fp32 - -",
-        SCALED_BACKWARD,
-        SOURCE=("halves", "silu"),
-        **{**_CURRENT, "BP": 0},
-        **_HALVES,
-        EVEN=True,
-    ),
-    ahead(_dequantize_kernel, "u8 fp32 bf16", DTYPE=E4M3, **flat_config()),
-    ahead(_dequantize_kernel, "u8 fp32 fp32", DTYPE=E5M2, **flat_config()),
-]

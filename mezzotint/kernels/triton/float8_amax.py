@@ -3,17 +3,21 @@
 Each program leaves one partial maximum: nothing to zero, no atomics.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.triton._jit import ahead, tile_of
+from mezzotint.kernels.triton._jit import ahead, ahead_of_groups, tile_of
+from mezzotint.kernels.triton._jit_groups import chosen, own_rows, pack
 from mezzotint.kernels.triton._jit_source import Input, load_input
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, NORM
 
 PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
+PARTIALS_EACH = 256  # of each of many groups: one alone may be all there is
 
 
 def amax_config() -> dict[str, int]:
@@ -28,19 +32,27 @@ def amax_tile_config() -> dict[str, int]:
 
 @Fast
 @triton.jit
-def _amax_kernel(x, partials, noop, numel, BLOCK: tl.constexpr):
-    """Program p reads every P-th block of x and writes partials[p]."""
+def _amax_kernel(x, partials, noop, groups, numel, BLOCK: tl.constexpr, EACH: tl.constexpr):
+    """Program p reads every P-th block of x and writes partials[p].
+
+    With groups each has EACH programs, and `numel` is of a row.
+    """
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
+    partials += pid
     end = tl.cast(numel, tl.int64)
     step = tl.num_programs(0).to(tl.int64) * BLOCK
+    if groups is not None:
+        x = chosen(x, groups, pid)
+        pid, M = own_rows(None, groups, pid, False)
+        end, step = end * M, EACH * BLOCK
     top = tl.zeros([BLOCK], tl.float32)
     for start in range(pid.to(tl.int64) * BLOCK, end, step):
         i = start + tl.arange(0, BLOCK)
         value = tl.load(x + i, mask=i < end, other=0.0).to(tl.float32)
         top = tl.maximum(top, tl.abs(value))  # of NaN and a number, the number
-    tl.store(partials + pid, tl.max(top))
+    tl.store(partials, tl.max(top))
 
 
 @Fast
@@ -71,7 +83,24 @@ def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
     partials = x.new_empty(count, dtype=torch.float32)
-    _amax_kernel[(count,)](x, partials, noop, x.numel(), **options, enable_fp_fusion=False)
+    _amax_kernel[(count,)](x, partials, noop, None, x.numel(), **options, EACH=0, enable_fp_fusion=False)
+    return partials
+
+
+def group_partials(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(G, PARTIALS_EACH): partial maxima of dense matrices (M_i, K), at most as many as a launch takes."""
+    groups = pack([x.shape[0] for x in xs], lambda rows: PARTIALS_EACH)
+    partials = xs[0].new_empty((len(xs), PARTIALS_EACH), dtype=torch.float32)
+    _amax_kernel[(groups.programs,)](
+        groups.of(xs),
+        partials,
+        None,
+        groups.packed,
+        xs[0].shape[1],
+        **amax_config(),
+        EACH=PARTIALS_EACH,
+        enable_fp_fusion=False,
+    )
     return partials
 
 
@@ -106,8 +135,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 AHEAD = [
-    *(ahead(_amax_kernel, f"{t} fp32 -", **amax_config()) for t in ("bf16", "fp16", "fp32")),
-    ahead(_amax_kernel, "bf16 fp32 fp32", **amax_config()),
+    *(ahead(_amax_kernel, f"{t} fp32 -", **amax_config(), EACH=0) for t in ("bf16", "fp16", "fp32")),
+    ahead(_amax_kernel, "bf16 fp32 fp32", **amax_config(), EACH=0),
+    ahead_of_groups(_amax_kernel, "bf16 =fp32 -", **amax_config(), EACH=PARTIALS_EACH),
     ahead(_amax_finish_kernel, "fp32 fp32", BP=PARTIALS),
     ahead(_amax_tile_kernel, "bf16 fp32", NORM, SOURCE=("norm", True), **amax_tile_config()),
     ahead(_amax_tile_kernel, "bf16 fp32", ACTIVATION, SOURCE=("activation", "silu", True), **amax_tile_config()),

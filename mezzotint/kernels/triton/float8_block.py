@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, FP8_BLOCK, cdiv
+from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
+    ahead_of_groups,
     cast_fp8,
     drop_nan,
     for_inf,
@@ -28,6 +30,7 @@ from mezzotint.kernels.triton._jit import (
     store_transposed,
     tile_of,
 )
+from mezzotint.kernels.triton._jit_groups import are_alike, chosen, in_launches, own_rows, pack
 from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, store_sums, way
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
@@ -62,6 +65,7 @@ def _block_kernel(
     col_scales,
     noop,
     given,
+    groups,
     M,
     K,
     stride,
@@ -76,13 +80,18 @@ def _block_kernel(
     GROUP: tl.constexpr,
     ONCE: tl.constexpr,
     EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
     if noop is not None and tl.load(noop) == 1.0:
         return
+    pid = tl.program_id(0)
+    x, data, scales = chosen(x, groups, pid), chosen(data, groups, pid), chosen(scales, groups, pid)
+    transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
+    pid, M = own_rows(M, groups, pid, ALIGNED)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
-    row, tile = tile_of(tl.program_id(0), M, N, BM, BN, GROUP)
+    row, tile = tile_of(pid, M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, ONCE)
     for part in tl.static_range(PARTS):
@@ -127,6 +136,7 @@ def _square_kernel(
     col_scales,
     noop,
     given,
+    groups,
     M,
     K,
     stride,
@@ -141,11 +151,16 @@ def _square_kernel(
     GROUP: tl.constexpr,
     ONCE: tl.constexpr,
     EVEN: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M block]."""
     if noop is not None and tl.load(noop) == 1.0:
         return
-    row, col = tile_of(tl.program_id(0), M, K, BM, BN, GROUP)
+    pid = tl.program_id(0)
+    x, data, scales = chosen(x, groups, pid), chosen(data, groups, pid), chosen(scales, groups, pid)
+    transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
+    pid, M = own_rows(M, groups, pid, ALIGNED)
+    row, col = tile_of(pid, M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
     value = load_input(x, given, r, c, M, K, stride, SOURCE, EVEN, ONCE)
@@ -191,6 +206,7 @@ def quantize(
         col_scales,
         noop,
         source.given(partials),
+        None,
         M,
         K,
         source.x.stride(0),
@@ -201,9 +217,54 @@ def quantize(
         FOR_INF=for_inf(source.x.dtype, pow2),
         **options,
         EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
+        ALIGNED=False,
         enable_fp_fusion=False,
     )
     finish_source(source, partials)
+
+
+def quantize_groups(
+    xs: list[torch.Tensor],
+    outs: list[list[torch.Tensor]],
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    two_d: bool,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """Each of G tensors on its own."""
+    if not are_alike(xs):
+        for x, out in zip(xs, outs, strict=True):
+            quantize(x, out, None, dtype, pow2, eps, two_d, rowwise, columnwise)
+        return
+    options = tile_config(two_d, rowwise, columnwise)
+    options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
+    kernel, K = _square_kernel if two_d else _block_kernel, xs[0].shape[-1]
+    for part in in_launches(len(xs)):
+        matrices, buffers = [as_matrix(x) for x in xs[part]], list(zip(*outs[part], strict=True))
+        groups = pack([x.shape[0] for x in matrices], lambda rows: cdiv(rows, options["BM"]) * cdiv(K, options["BN"]))
+        if not groups.programs:
+            continue
+        kernel[(groups.programs,)](
+            groups.of(matrices),
+            *[groups.of(buffer) for buffer in (buffers[:2] if rowwise else (None, None))],
+            *[groups.of(buffer) for buffer in (buffers[-2:] if columnwise else (None, None))],
+            None,
+            None,
+            groups.packed,
+            None,
+            K,
+            K,
+            eps or None,
+            SOURCE=None,
+            DTYPE=dtype,
+            POW2=pow2,
+            FOR_INF=for_inf(xs[0].dtype, pow2),
+            **options,
+            **groups.flags(options["BM"], options["BN"], K),
+            enable_fp_fusion=False,
+        )
 
 
 def dequantize(
@@ -222,7 +283,12 @@ def dequantize(
 
 
 def _case(
-    kernel: Any, pointers: str, pow2: bool, given: str | None = None, kind: tuple[Any, ...] | None = None
+    kernel: Any,
+    pointers: str,
+    pow2: bool,
+    given: str | None = None,
+    kind: tuple[Any, ...] | None = None,
+    of_groups: bool = False,
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     x, data, _, transpose, *_ = pointers.split()
     halves = kind is not None and kind[0] == "halves"
@@ -233,6 +299,8 @@ def _case(
     constants["EVEN"] = pow2
     if pow2:
         constants["eps"] = None
+    if of_groups:
+        return ahead_of_groups(kernel, pointers, **constants)
     return ahead(kernel, pointers, given, SOURCE=kind, **constants)
 
 
@@ -244,6 +312,8 @@ AHEAD = [
     _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True),
     _case(_square_kernel, "fp32 u8 fp32 - - fp32", False),
     _case(_square_kernel, "fp16 - - u8 fp32 -", True),
+    _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, of_groups=True),
+    _case(_square_kernel, "fp32 - - u8 fp32 -", False, of_groups=True),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, NORM, ("norm", False)),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, ACTIVATION, ("activation", "silu", True)),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, BACKWARD, ("activation_backward", "silu")),

@@ -4,10 +4,10 @@ Row-wise alone: a program holds whole rows in registers, so x is read once (rows
 the second time mostly from the L2 cache, but for given row maxima, which no GPU has run yet).
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
-1. `_partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
+1. `partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
    partial maxima (strips, K) and (K/128, M): no atomics. Given maxima are those of one strip, or tile.
-2. `_finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
-3. `_cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
+2. `finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
+3. `cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
    still in the cache.
 A source (`_jit_source.py`) is computed in both passes, or in the first, which then writes it, or before.
 """
@@ -15,270 +15,29 @@ A source (`_jit_source.py`) is computed in both passes, or in the first, which t
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from mezzotint.constants import E4M3, E5M2, cdiv
+from mezzotint.constants import cdiv, rup
+from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.float8_rowwise import check_amaxes
 from mezzotint.kernels.quantize_ops import Made
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
-from mezzotint.kernels.triton._jit import (
-    ahead,
-    cast_fp8,
-    drop_nan,
-    for_inf,
-    inverse,
-    natural_span,
-    scale_from_amax,
-    spread,
-    store_tile,
-    store_transposed,
-    tile_of,
+from mezzotint.kernels.triton._jit import for_inf, natural_span
+from mezzotint.kernels.triton._jit_groups import are_alike, in_launches, pack
+from mezzotint.kernels.triton._jit_rowwise import (
+    WHOLE_ROW,
+    cast_kernel,
+    finish_config,
+    finish_kernel,
+    partial_config,
+    partial_kernel,
+    rows_config,
+    rows_kernel,
+    tile_config,
 )
-from mezzotint.kernels.triton._jit_source import Input, load_halves, load_input, read, store_sums, way
-from mezzotint.kernels.triton._launch import Fast
-from mezzotint.kernels.triton._produce import (
-    ACTIVATION,
-    BACKWARD,
-    NORM,
-    RMSNORM,
-    SCALED_BACKWARD,
-    finish_source,
-    sum_columns,
-)
+from mezzotint.kernels.triton._jit_source import Input, read, way
+from mezzotint.kernels.triton._produce import finish_source, sum_columns
 
 TAKES_SOURCES = True
-WHOLE_ROW = 16384  # the longest row that is held in registers
-
-
-def rows_config(K: int) -> dict[str, int]:
-    """Rows per program, their padded length, and threads for 32 to 64 elements each."""
-    BK = min(max(triton.next_power_of_2(K), 128), WHOLE_ROW)
-    BM = max(1, 2048 // BK)
-    return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
-
-
-def partial_config(kind: tuple[Any, ...] | None = None) -> dict[str, int]:
-    """Rows at a time, fewer where an activation needs registers, columns, rows per strip, and loads under way."""
-    BM = 32 if kind is None or kind[0] == "norm" else 16
-    return {"BM": BM, "BN": 128, "STRIP": 256, "STAGES": 3, "num_warps": 4}
-
-
-def finish_config() -> dict[str, int]:
-    """Partials at a time, scales per program."""
-    return {"BP": 64, "BS": 32, "num_warps": 4}
-
-
-def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone; of halves a smaller one: a program holds two."""
-    if halves:
-        return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
-    if rowwise:
-        return {"BM": 64, "BN": 128, "GROUP": 8, "num_warps": 8}
-    return {"BM": 256, "BN": 64, "GROUP": 1, "num_warps": 8}
-
-
-@Fast
-@triton.jit
-def _rows_kernel(
-    x,
-    data,
-    scale_inv,
-    noop,
-    row_amax,
-    given,
-    M,
-    K,
-    stride,
-    eps,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """BM rows, in one piece (WHOLE) or BK columns at a time, twice; once where their maxima are given."""
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    c = tl.arange(0, BK)
-    to = data + r[:, None] * K
-    high = (r < M)[:, None]
-    if WHOLE:
-        value = load_input(x, given, r, c, M, K, stride, SOURCE, False, False)
-    if row_amax is not None:
-        top = tl.load(row_amax + r, mask=r < M, other=0.0)
-    elif WHOLE:
-        top = tl.max(tl.abs(value), 1)
-    else:
-        tops = tl.zeros([BM, BK], tl.float32)
-        for start in range(0, tl.cast(K, tl.int64), BK):
-            value = load_input(x, given, r, start + c, M, K, stride, SOURCE, False, False)
-            tops = tl.maximum(tops, tl.abs(value))
-        top = tl.max(tops, 1)
-    scale = scale_from_amax(drop_nan(top), eps, DTYPE, POW2, FOR_INF)
-    tl.store(scale_inv + r, inverse(scale, POW2), mask=r < M)
-    if WHOLE:
-        tl.store(to + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=high & (c < K)[None, :])
-    else:
-        for start in range(0, tl.cast(K, tl.int64), BK):
-            mask = high & (start + c < K)[None, :]
-            value = load_input(x, given, r, start + c, M, K, stride, SOURCE, False, False)
-            tl.store(to + start + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
-
-
-@Fast
-@triton.jit
-def _partial_kernel(
-    x,
-    rows,
-    cols,
-    out,
-    noop,
-    given,
-    M,
-    K,
-    stride,
-    SOURCE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    STRIP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns.
-
-    `out`, or None: (M, K), what a source makes, for the second pass to read.
-    """
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
-    N = K // PARTS
-    strip, tile = tile_of(tl.program_id(0), M, N, STRIP, BN, 1)
-    c = tile * BN + tl.arange(0, BN)
-    tops = tl.zeros([BM, BN], tl.float32)
-    second_tops = tl.zeros([BM, BN], tl.float32)
-    for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the maxima
-        r = strip * STRIP + start + tl.arange(0, BM)
-        first, second = load_halves(x, given, r, c, M, K, stride, SOURCE, False, False)
-        if cols is not None:
-            tops = tl.maximum(tops, tl.abs(first.to(tl.float32)))
-            if PARTS == 2:
-                second_tops = tl.maximum(second_tops, tl.abs(second.to(tl.float32)))
-        for part in tl.static_range(PARTS):
-            value = first if part == 0 else second
-            if rows is not None:
-                top = drop_nan(tl.max(tl.abs(value.to(tl.float32)), 1))
-                tl.store(rows + (part * (N // BN) + tile) * M + r, top, mask=r < M)
-            if out is not None:
-                store_tile(out, value.to(out.dtype.element_ty), r, part * N + c, M, K, False)
-    if cols is not None:
-        tl.store(cols + strip * K + c, tl.max(tops, 0), mask=c < N)
-        if PARTS == 2:
-            tl.store(cols + strip * K + N + c, tl.max(second_tops, 0), mask=c < N)
-
-
-@triton.jit
-def _finish(
-    partials,
-    count,
-    scales,
-    inverses,
-    size,
-    block,
-    eps,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-):
-    """(count, size) partial maxima → `size` scales and inverses, the given block of BS of them."""
-    s = block.to(tl.int64) * BS + tl.arange(0, BS)
-    tops = tl.zeros([BP, BS], tl.float32)
-    for start in range(0, count, BP):
-        p = start + tl.arange(0, BP).to(tl.int64)
-        mask = (p < count)[:, None] & (s < size)[None, :]
-        tops = tl.maximum(tops, tl.load(partials + p[:, None] * size + s[None, :], mask=mask, other=0.0))
-    scale = scale_from_amax(tl.max(tops, 0), eps, DTYPE, POW2, FOR_INF)
-    tl.store(scales + s, scale, mask=s < size)
-    tl.store(inverses + s, inverse(scale, POW2), mask=s < size)
-
-
-@Fast
-@triton.jit
-def _finish_kernel(
-    rows,
-    cols,
-    row_scale,
-    col_scale,
-    row_inv,
-    col_inv,
-    noop,
-    M,
-    K,
-    tiles,
-    strips,
-    eps,
-    DTYPE: tl.constexpr,
-    POW2: tl.constexpr,
-    FOR_INF: tl.constexpr,
-    BP: tl.constexpr,
-    BS: tl.constexpr,
-):
-    """The first programs finish rows, where these are asked for, the others columns."""
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    pid = tl.program_id(0)
-    if row_inv is None:
-        _finish(cols, strips, col_scale, col_inv, K, pid, eps, DTYPE, POW2, FOR_INF, BP, BS)
-    else:
-        first = tl.cdiv(M, BS)
-        if pid < first:
-            _finish(rows, tiles, row_scale, row_inv, M, pid, eps, DTYPE, POW2, FOR_INF, BP, BS)
-        else:
-            _finish(cols, strips, col_scale, col_inv, K, pid - first, eps, DTYPE, POW2, FOR_INF, BP, BS)
-
-
-@Fast
-@triton.jit
-def _cast_kernel(
-    x,
-    data,
-    transpose,
-    row_scale,
-    col_scale,
-    noop,
-    given,
-    M,
-    K,
-    stride,
-    SOURCE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    if noop is not None and tl.load(noop) == 1.0:
-        return
-    PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
-    N = K // PARTS
-    row, tile = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), M, N, BM, BN, GROUP)
-    r = row * BM + spread(BM, SPAN)
-    first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
-    for part in tl.static_range(PARTS):
-        col = part * (N // BN) + tile
-        c = col * BN + tl.arange(0, BN)
-        value = (first if part == 0 else second).to(tl.float32)
-        store_sums(given, value, row, c, K, SOURCE)
-        if data is not None:
-            scale = tl.load(row_scale + r, mask=r < M, other=0.0)
-            store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
-        scale = tl.load(col_scale + c, mask=c < K, other=0.0)
-        store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
 
 
 def quantize(
@@ -308,7 +67,7 @@ def quantize(
         if rowwise and M:
             options = config or rows_config(K)
             grid = (cdiv(M, options["BM"]),)
-            _rows_kernel[grid](
+            rows_kernel[grid](
                 x,
                 data,
                 row_inv,
@@ -350,7 +109,7 @@ def quantize(
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
     if blocks:
-        _finish_kernel[(blocks,)](
+        finish_kernel[(blocks,)](
             rows,
             cols,
             row_scale,
@@ -358,6 +117,7 @@ def quantize(
             row_inv,
             col_inv,
             noop,
+            None,
             M,
             K,
             tiles,
@@ -372,7 +132,7 @@ def quantize(
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
         grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
         partials = source.partials(cdiv(M, options["BM"]))
-        _cast_kernel[grid](
+        cast_kernel[grid](
             x,
             data,
             transpose,
@@ -380,6 +140,7 @@ def quantize(
             col_scale,
             noop,
             source.given(partials),
+            None,
             M,
             K,
             x.stride(0),
@@ -387,9 +148,114 @@ def quantize(
             DTYPE=dtype,
             **options,
             EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
+            ALIGNED=False,
             enable_fp_fusion=False,
         )
         finish_source(source, partials)
+
+
+def quantize_groups(
+    xs: list[torch.Tensor],
+    outs: list[list[torch.Tensor]],
+    row_amaxes: list[torch.Tensor],
+    col_amaxes: list[torch.Tensor],
+    dtype: int,
+    pow2: bool,
+    eps: float,
+    rowwise: bool,
+    columnwise: bool,
+) -> None:
+    """Each of G tensors on its own. Amaxes: of each, or none."""
+    if row_amaxes or col_amaxes or not columnwise or xs[0].shape[-1] == 0 or not are_alike(xs):
+        for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+            row_amax, col_amax = (amaxes[i] if amaxes else None for amaxes in (row_amaxes, col_amaxes))
+            quantize(x, out, None, row_amax, col_amax, dtype, pow2, eps, rowwise, columnwise)
+        return
+    scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
+    for part in in_launches(len(xs)):
+        _quantize_groups([as_matrix(x) for x in xs[part]], outs[part], eps, rowwise, scaling)
+
+
+def _quantize_groups(
+    xs: list[torch.Tensor], outs: list[list[torch.Tensor]], eps: float, rowwise: bool, scaling: dict[str, Any]
+) -> None:
+    """Dense matrices (M_i, K), as many as a launch takes; the three launches of `quantize`."""
+    sizes, K = [x.shape[0] for x in xs], xs[0].shape[1]
+    *row_buffers, transposes, col_inv = zip(*outs, strict=True)
+    data, row_inv = row_buffers or (None, None)
+    first, finish, cast = partial_config(), finish_config(), tile_config(rowwise)
+    strip, tiles = first["STRIP"], cdiv(K, first["BN"])
+    cols, col_scale, *more = _workspaces(
+        xs[0],
+        [cdiv(size, strip) * K for size in sizes],
+        [K] * len(xs),
+        *([[tiles * size for size in sizes], sizes] if rowwise else ()),
+    )
+    rows, row_scale = more or (None, None)
+    groups = pack(sizes, lambda size: cdiv(size, strip) * tiles)
+    if groups.programs:
+        partial_kernel[(groups.programs,)](
+            groups.of(xs),
+            groups.of(rows),
+            groups.of(cols),
+            None,
+            None,
+            None,
+            groups.packed,
+            None,
+            K,
+            K,
+            SOURCE=None,
+            **first,
+            enable_fp_fusion=False,
+        )
+    groups = pack(sizes, lambda size: cdiv(K, finish["BS"]) + (cdiv(size, finish["BS"]) if rowwise else 0))
+    finish_kernel[(groups.programs,)](
+        groups.of(rows),
+        groups.of(cols),
+        groups.of(row_scale),
+        groups.of(col_scale),
+        groups.of(row_inv),
+        groups.of(col_inv),
+        None,
+        groups.packed,
+        None,
+        K,
+        tiles,
+        strip,
+        eps or None,
+        **scaling,
+        **finish,
+        enable_fp_fusion=False,
+    )
+    groups = pack(sizes, lambda size: cdiv(size, cast["BM"]) * cdiv(K, cast["BN"]))
+    if groups.programs:
+        cast_kernel[(groups.programs,)](
+            groups.of(xs),
+            groups.of(data),
+            groups.of(transposes),
+            groups.of(row_scale),
+            groups.of(col_scale),
+            None,
+            None,
+            groups.packed,
+            None,
+            K,
+            K,
+            SOURCE=None,
+            DTYPE=scaling["DTYPE"],
+            **cast,
+            SPAN=natural_span(cast["BM"], cast["BN"], cast["num_warps"]),
+            **groups.flags(cast["BM"], cast["BN"], K),
+            enable_fp_fusion=False,
+        )
+
+
+def _workspaces(like: torch.Tensor, *sizes: list[int]) -> list[list[torch.Tensor]]:
+    """FP32 parts of one buffer, of these sizes, each at a multiple of 16 bytes."""
+    whole = like.new_empty(sum(rup(size, 4) for each in sizes for size in each), dtype=torch.float32)
+    parts = iter(whole.split([rup(size, 4) for each in sizes for size in each]))
+    return [[next(parts) for _ in each] for each in sizes]
 
 
 def _take_maxima(
@@ -401,13 +267,14 @@ def _take_maxima(
 ) -> None:
     """The first pass: partial maxima of rows and columns, and what the source makes, where they are asked for."""
     options = partial_config(source.kind)
-    _partial_kernel[(cdiv(source.M, options["STRIP"]) * cdiv(source.columns(), options["BN"]),)](
+    partial_kernel[(cdiv(source.M, options["STRIP"]) * cdiv(source.columns(), options["BN"]),)](
         source.x,
         rows,
         cols,
         written,
         noop,
         source.given(),
+        None,
         source.M,
         source.K,
         source.x.stride(0),
@@ -437,61 +304,3 @@ def dequantize(
 ) -> torch.Tensor:
     """dtype(fl32(code · scale_inv)) in the logical shape."""
     return dequantize_tiles(data.contiguous(), scale_inv, dtype, out_dtype, transposed=transposed, along=1, across=0)
-
-
-_POW2 = {"DTYPE": E4M3, "POW2": True, "FOR_INF": for_inf(torch.float32, True)}
-_EXACT = {"DTYPE": E5M2, "POW2": False, "FOR_INF": for_inf(torch.float32, False)}
-_TILE, _HALVES = (
-    options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
-    for options in (tile_config(True), tile_config(True, halves=True))
-)
-
-AHEAD = [
-    ahead(_rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
-    ahead(_rows_kernel, "fp32 u8 fp32 fp32 -", **_EXACT, WHOLE=True, **rows_config(100)),
-    ahead(_rows_kernel, "fp16 u8 fp32 - -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
-    ahead(_rows_kernel, "bf16 u8 fp32 - fp32", **_POW2, WHOLE=True, **rows_config(4096)),
-    ahead(_rows_kernel, "fp32 u8 fp32 fp32 fp32", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
-    ahead(_partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),
-    ahead(_partial_kernel, "fp32 fp32 fp32 - fp32", **partial_config()),
-    ahead(_partial_kernel, "fp16 - fp32 - -", **partial_config()),
-    ahead(_partial_kernel, "bf16 fp32 - - -", **partial_config()),
-    ahead(_finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
-    ahead(_finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
-    ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
-    ahead(_cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE, EVEN=False),
-    ahead(_cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE, EVEN=False),
-    ahead(_rows_kernel, "bf16 u8 fp32 - -", NORM, SOURCE=("norm", True), **_POW2, WHOLE=True, **rows_config(4096)),
-    ahead(
-        _rows_kernel,
-        "bf16 u8 fp32 - -",
-        BACKWARD,
-        SOURCE=("activation_backward", "silu"),
-        **_POW2,
-        WHOLE=True,
-        **rows_config(4096),
-    ),
-    ahead(_partial_kernel, "bf16 fp32 fp32 - -", RMSNORM, SOURCE=("norm", False), **partial_config()),
-    *(
-        ahead(_partial_kernel, f"bf16 fp32 fp32 {out} -", given, SOURCE=kind, **partial_config(kind))
-        for out in ("-", "bf16")
-        for given, kind in (
-            (ACTIVATION, ("activation", "silu", True)),
-            (BACKWARD, ("halves", "silu")),
-        )
-    ),
-    *(
-        ahead(_cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=kind, DTYPE=E4M3, **_TILE, EVEN=True)
-        for given, kind in (
-            (NORM, ("norm", False)),
-            (ACTIVATION, ("activation", "silu", True)),
-            (BACKWARD, ("activation_backward", "gelu")),
-        )
-    ),
-    *(
-        ahead(
-            _cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=("halves", "silu"), DTYPE=E4M3, **_HALVES, EVEN=True
-        )
-        for given in (BACKWARD, SCALED_BACKWARD)
-    ),
-]
