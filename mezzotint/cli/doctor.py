@@ -132,7 +132,9 @@ def _run(
     torch.manual_seed(1)
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = call(leaf)
-    y.backward(grad)
+    # In this thread: that of autograd has no CUDA context yet, and cuBLAS warns of it.
+    with torch.autograd.set_multithreading_enabled(False):
+        y.backward(grad)
     weight: Any = linear.weight
     w32, x32, grad32 = weight.detach().float(), x.float(), grad.float()
     wanted = {"fprop": x32 @ w32.T, "dgrad": grad32 @ w32, "wgrad": grad32.T @ x32}

@@ -92,18 +92,23 @@ def quantize_groups(
 
 def common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> Any:
     """What one op does to all of these tensors; None where none does, or there is one tensor alone."""
-    first = quantizers[0]
-    if len(xs) == 1 or first is None:
-        return None
+    common = None
     for x, quantizer in zip(xs, quantizers, strict=True):
-        if quantizer is None or quantizer.is_custom() or quantizer._parts() is not None or quantizer != first:
+        if quantizer is None or isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype or len(xs) == 1:
             return None
-        if isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype:
+        if quantizer.is_custom() or quantizer._parts() is not None:
             return None
         check_input(x, quantizer)
         if torch.compiler.is_compiling():
             guard_usages(quantizer)
-    return first.for_dtype(xs[0].dtype)._plan()
+        plan = quantizer.for_dtype(x.dtype)._plan()
+        if plan is None:
+            return None
+        if common is None:
+            common = plan
+        elif plan[0] is not common[0] or plan[1] != common[1] or plan[2] != common[2]:
+            return None
+    return common
 
 
 def quantize_source(

@@ -142,9 +142,15 @@ def cast_tile_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0) if SCALED else tl.num_programs(0) - 1 - tl.program_id(0)
-    x, data, transpose = chosen(x, groups, pid), chosen(data, groups, pid), chosen(transpose, groups, pid)
-    scale_inv, source, amax = chosen(scale_inv, groups, pid), chosen(source, groups, pid), chosen(amax, groups, pid)
-    pid, M = own_rows(M, groups, pid, ALIGNED)
+    if groups is not None:
+        x, scale_inv, source = chosen(x, groups, pid), chosen(scale_inv, groups, pid), chosen(source, groups, pid)
+        if data is not None:
+            data = chosen(data, groups, pid)
+        if transpose is not None:
+            transpose = chosen(transpose, groups, pid)
+        if amax is not None:
+            amax = chosen(amax, groups, pid)
+        pid, M = own_rows(groups, pid, ALIGNED)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
     row, tile = tile_of(pid, M, N, BM, BN, GROUP)

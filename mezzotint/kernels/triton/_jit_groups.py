@@ -2,7 +2,7 @@
 
 A kernel that takes groups has one more argument, `groups`: None, or a tuple with a number for each group, which says
 how many rows it has and which of the programs is its first. Its tensors are tuples then, of the same length, and `M`
-is None. A kernel takes its own by `chosen`, what is left of the program's number and the rows by `own_rows`.
+is None. A program takes its own by `chosen`, its number within the group and the rows by `own_rows`.
 
 Triton compiles a kernel anew for an int that is 1 or a multiple of 16, and so for each way in which rows are dealt to
 groups. What `pack` makes is neither. What rows must be a multiple of the kernel learns from ALIGNED.
@@ -25,27 +25,21 @@ def _first(group):
 
 @triton.jit
 def chosen(of, groups, pid):
-    """What the tuple `of` has for the group of program `pid`; without groups, and without a tuple, `of` itself."""
-    if groups is None or of is None:
-        return of
-    else:
-        found = of[0]
-        for g in tl.static_range(1, len(of)):
-            found = tl.where(pid >= _first(groups[g]), of[g], found)
-        return found
+    """What the tuple `of` has for the group of program `pid`."""
+    found = of[0]
+    for g in tl.static_range(1, len(of)):
+        found = tl.where(pid >= _first(groups[g]), of[g], found)
+    return found
 
 
 @triton.jit
-def own_rows(M, groups, pid, ALIGNED: tl.constexpr):
+def own_rows(groups, pid, ALIGNED: tl.constexpr):
     """The number of this program among those of its group, and the group's rows. ALIGNED: a multiple of 16."""
-    if groups is None:
-        return pid, M
-    else:
-        group = chosen(groups, groups, pid)
-        M = ((group >> 32) & 0x3FFFFFFF).to(tl.int32)
-        if ALIGNED:
-            M = M // 16 * 16  # what the compiler then knows
-        return pid - _first(group), M
+    group = chosen(groups, groups, pid)
+    M = ((group >> 32) & 0x3FFFFFFF).to(tl.int32)
+    if ALIGNED:
+        M = M // 16 * 16  # what the compiler then knows
+    return pid - _first(group), M
 
 
 class Groups(NamedTuple):

@@ -133,8 +133,11 @@ def partial_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    x, rows, cols = chosen(x, groups, pid), chosen(rows, groups, pid), chosen(cols, groups, pid)
-    pid, M = own_rows(M, groups, pid, False)
+    if groups is not None:
+        x, cols = chosen(x, groups, pid), chosen(cols, groups, pid)
+        if rows is not None:
+            rows = chosen(rows, groups, pid)
+        pid, M = own_rows(groups, pid, False)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
     strip, tile = tile_of(pid, M, N, STRIP, BN, 1)
@@ -215,10 +218,16 @@ def finish_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    rows, row_scale, row_inv = chosen(rows, groups, pid), chosen(row_scale, groups, pid), chosen(row_inv, groups, pid)
-    cols, col_scale, col_inv = chosen(cols, groups, pid), chosen(col_scale, groups, pid), chosen(col_inv, groups, pid)
-    pid, M = own_rows(M, groups, pid, False)
     if groups is not None:
+        cols, col_scale, col_inv = (
+            chosen(cols, groups, pid),
+            chosen(col_scale, groups, pid),
+            chosen(col_inv, groups, pid),
+        )
+        if row_inv is not None:
+            rows, row_scale = chosen(rows, groups, pid), chosen(row_scale, groups, pid)
+            row_inv = chosen(row_inv, groups, pid)
+        pid, M = own_rows(groups, pid, False)
         strips = tl.cdiv(M, strips)
     if row_inv is None:
         _finish(cols, strips, col_scale, col_inv, K, pid, eps, DTYPE, POW2, FOR_INF, BP, BS)
@@ -256,9 +265,11 @@ def cast_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    x, data, transpose = chosen(x, groups, pid), chosen(data, groups, pid), chosen(transpose, groups, pid)
-    row_scale, col_scale = chosen(row_scale, groups, pid), chosen(col_scale, groups, pid)
-    pid, M = own_rows(M, groups, pid, ALIGNED)
+    if groups is not None:
+        x, transpose, col_scale = chosen(x, groups, pid), chosen(transpose, groups, pid), chosen(col_scale, groups, pid)
+        if data is not None:
+            data, row_scale = chosen(data, groups, pid), chosen(row_scale, groups, pid)
+        pid, M = own_rows(groups, pid, ALIGNED)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
     row, tile = tile_of(pid, M, N, BM, BN, GROUP)

@@ -45,7 +45,7 @@ def _amax_kernel(x, partials, noop, groups, numel, BLOCK: tl.constexpr, EACH: tl
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     if groups is not None:
         x = chosen(x, groups, pid)
-        pid, M = own_rows(None, groups, pid, False)
+        pid, M = own_rows(groups, pid, False)
         end, step = end * M, EACH * BLOCK
     top = tl.zeros([BLOCK], tl.float32)
     for start in range(pid.to(tl.int64) * BLOCK, end, step):

@@ -86,9 +86,13 @@ def _block_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    x, data, scales = chosen(x, groups, pid), chosen(data, groups, pid), chosen(scales, groups, pid)
-    transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
-    pid, M = own_rows(M, groups, pid, ALIGNED)
+    if groups is not None:
+        x = chosen(x, groups, pid)
+        if data is not None:
+            data, scales = chosen(data, groups, pid), chosen(scales, groups, pid)
+        if transpose is not None:
+            transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
+        pid, M = own_rows(groups, pid, ALIGNED)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
     row, tile = tile_of(pid, M, N, BM, BN, GROUP)
@@ -157,9 +161,13 @@ def _square_kernel(
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
-    x, data, scales = chosen(x, groups, pid), chosen(data, groups, pid), chosen(scales, groups, pid)
-    transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
-    pid, M = own_rows(M, groups, pid, ALIGNED)
+    if groups is not None:
+        x = chosen(x, groups, pid)
+        if data is not None:
+            data, scales = chosen(data, groups, pid), chosen(scales, groups, pid)
+        if transpose is not None:
+            transpose, col_scales = chosen(transpose, groups, pid), chosen(col_scales, groups, pid)
+        pid, M = own_rows(groups, pid, ALIGNED)
     row, col = tile_of(pid, M, K, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     c = col * BN + tl.arange(0, BN)
