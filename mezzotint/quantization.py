@@ -84,7 +84,6 @@ class State:
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
-    changed: tuple[str, ...] = ()  # groups whose processes have found out that they changed recipes in this region
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -130,8 +129,6 @@ class autocast:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         self.outer = get_autocast_state()
         set_autocast_state(self.state)
-        if STATE.depth == 0:
-            STATE.changed = ()
         STATE.depth += 1
         return self
 
@@ -140,7 +137,6 @@ class autocast:
         self.outer = None
         STATE.depth -= 1
         if STATE.depth == 0:
-            STATE.changed = ()
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
 
 

@@ -1,5 +1,6 @@
 """What is asked of a process group: how many there are, which one this is, whether all of them agree."""
 
+import json
 from typing import Any
 
 import torch
@@ -62,42 +63,57 @@ def check_group(tp_group: Any, tp_size: int) -> None:
 
 
 def check_agreed(group: Any, **values: str) -> None:
-    """The same on every process of the group, or an error on every one of them. A collective: all must call it."""
-    if torch.distributed.get_backend(group) == "fake":  # nobody answers
+    """The same on every process of the group, or an error on every one of them. All must ask, in the same order.
+
+    They meet in torch.distributed's store. A collective cannot be had while a graph is traced, and processes that go on
+    as before would take it for one of theirs. One that is alone raises after the timeout of the default group.
+    """
+    store = _store(group)
+    if store is None:
         return
-    found: list[Any] = [None] * world_size(group)
-    torch.distributed.all_gather_object(found, values, group)
+    rank, count = rank_in(group), world_size(group)
+    number = store.add(f"{rank}", 1)  # how often this process has asked
+    keys = [f"{number}/{other}" for other in range(count)]
+    store.set(keys[rank], json.dumps(values))
+    try:
+        store.wait(keys)
+    except RuntimeError:
+        absent = ", ".join(f"rank {other}" for other in range(count) if not store.check([keys[other]]))
+        store.delete_key(keys[rank])
+        store.add(f"{rank}", -1)
+        listed = "; ".join(f"{name} is {value}" for name, value in values.items())
+        raise ValueError(
+            f"rank {rank} of the {count} processes of the group has asked alone, {absent} did not: {listed}. Run the "
+            "same modules on all of them, in eager code or in the same graphs, and change recipes at the same step"
+        ) from None
+    found = [json.loads(each) for each in store.multi_get(keys)]
+    if number > 1:
+        store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
     for name in values:
         _check_same(name, [other.get(name, "none") for other in found])  # it may be somewhere else
 
 
-def check_changed(group: Any, name: str, value: str) -> None:
-    """The same of something that changes while the processes run, and may do so on some of them only: they meet in
-    torch.distributed's store, since those that go on as before would take a collective for one of theirs. A process
-    that finds itself alone raises after the timeout of the default group."""
+def note_agreed(group: Any, value: str) -> None:
+    """For `has_agreed`, of every process, after `check_agreed`."""
+    store = _store(group)
+    if store is not None:
+        store.set(f"agreed/{value}", "")
+
+
+def has_agreed(group: Any, value: str) -> bool:
+    """Whether the processes have agreed on it before. Where nobody answers there is nothing to ask."""
+    store = _store(group)
+    return store is None or store.check([f"agreed/{value}"])
+
+
+def _store(group: Any) -> Any:
+    """Where the processes of a group meet; None where they are fake, and nobody answers."""
+    group = torch.distributed.group.WORLD if group is None else group
     if torch.distributed.get_backend(group) == "fake":
-        return
+        return None
     shared = torch.distributed.distributed_c10d._get_default_store()
     members = torch.distributed.get_process_group_ranks(group)
-    store = torch.distributed.PrefixStore(f"mezzotint/{group.group_name}/{members}", shared)
-    rank, count = rank_in(group), world_size(group)
-    number = store.add(f"{rank}", 1)  # how often this process has asked
-    keys = [f"{number}/{other}" for other in range(count)]
-    store.set(keys[rank], value)
-    try:
-        store.wait(keys)
-    except RuntimeError:
-        others = ", ".join(f"rank {other}" for other in range(count) if not store.check([keys[other]]))
-        store.delete_key(keys[rank])
-        store.add(f"{rank}", -1)
-        raise ValueError(
-            f"{name} has become {value} on rank {rank} of the {count} processes of the group, and has not changed on "
-            f"{others}: change it on all of them at the same step"
-        ) from None
-    given = [store.get(key).decode() for key in keys]
-    if number > 1:
-        store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
-    _check_same(name, given)
+    return torch.distributed.PrefixStore(f"mezzotint/{group.group_name}/{members}", shared)
 
 
 def _check_same(name: str, given: list[str]) -> None:

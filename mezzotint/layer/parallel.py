@@ -6,12 +6,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import check_agreed, check_changed, check_group, resolve_size, world_size
+from mezzotint.distributed.groups import (
+    check_agreed,
+    check_group,
+    has_agreed,
+    note_agreed,
+    resolve_size,
+    world_size,
+)
 from mezzotint.functional.parallel import Parallel
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
+from mezzotint.layer.traced import describe_tensor, read_local
 from mezzotint.quantization import STATE
+from mezzotint.recipe import Recipe
 from mezzotint.tensor.sharding import Split
 
 
@@ -24,7 +33,7 @@ class ParallelModule(StatefulModule):
         self.parallel_mode: str | None = None
         self.tp_size, self.sequence_parallel = 1, False
         self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
-        self._agreed: Any = None  # (recipe,): the last that all processes were found to run with
+        self._agreed: Any = None  # (recipe,): the last that all processes were found to run with, in eager code
         self._norm_group: Any = None  # whose processes the parameters of a norm are DTensors of
 
     def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
@@ -108,7 +117,7 @@ class ParallelModule(StatefulModule):
         """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
 
         In eager code the first call asks all processes what they run, and so does each with another recipe than before.
-        Only some may come to that: the first such call of a region meets the others where those are not disturbed.
+        A graph is asked for while it is traced, and has no node of it.
         """
         if not self._modes:
             return
@@ -117,27 +126,25 @@ class ParallelModule(StatefulModule):
                 f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
                 "before the first forward"
             )
+        recipe = STATE.recipe if STATE.enabled else None
         if not torch.compiler.is_compiling():
-            self._agree(inp)
+            if self._agreed is None or (self._agreed[0] is not recipe and self._agreed[0] != recipe):
+                self._ask(recipe, None if self._agreed else f"{tuple(inp.shape)} of {inp.dtype}")
+                self._agreed = (recipe,)
+        elif torch.compiler.is_dynamo_compiling():
+            torch._dynamo.comptime.comptime(_ask_while_tracing)
         if self.sequence_parallel:
             self._check_tokens(inp)
 
-    def _agree(self, inp: torch.Tensor) -> None:
-        recipe = STATE.recipe if STATE.enabled else None
-        agreed = self._agreed
-        if agreed is not None and (agreed[0] is recipe or agreed[0] == recipe):
-            return
+    def _ask(self, recipe: Recipe | None, inp: str | None) -> None:
+        """`inp`: what it is given, where the processes have not compared it before."""
         values = {"recipe": without_addresses(recipe)}
-        if agreed is None:
-            values["inp"] = f"{tuple(inp.shape)} of {inp.dtype}"
+        if inp is not None:
+            values["inp"] = inp
             values["sequence_parallel"] = str(self.sequence_parallel)
             values["module"] = str(self)
-        if agreed is None or self.tp_group.group_name in STATE.changed:
-            check_agreed(self.tp_group, **values)
-        else:
-            check_changed(self.tp_group, "recipe", values["recipe"])
-            STATE.changed = (*STATE.changed, self.tp_group.group_name)
-        self._agreed = (recipe,)
+        check_agreed(self.tp_group, **values)
+        note_agreed(self.tp_group, values["recipe"])
 
     def _check_tokens(self, inp: torch.Tensor) -> None:
         if inp.dim() < 2:
@@ -156,6 +163,17 @@ class ParallelModule(StatefulModule):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_agreed": None}
+
+
+def _ask_while_tracing(context: Any) -> None:
+    """Called by Dynamo in `_meet`, whose locals are read here. A recipe is asked for once by a group, not by module.
+
+    A process that waits here has not run the graph so far: if another one runs the same modules in two graphs, it may
+    be waiting in the first while this one asks for what is in the second. And one may compile again, or export, alone.
+    """
+    module, recipe = read_local(context, "self"), read_local(context, "recipe")
+    if not torch.compiler.is_exporting() and not has_agreed(module.tp_group, without_addresses(recipe)):
+        module._ask(recipe, describe_tensor(context, "inp"))
 
 
 def set_groups(module: nn.Module, tp_group: Any) -> None:

@@ -1,10 +1,8 @@
-"""What each process computes with its part of norms with linears, attention, a transformer layer, a loss, and how wrong
-use is refused."""
+"""What each process computes with its part of norms with linears, attention, a transformer layer, a loss."""
 
 import copy
 import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,13 +10,12 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
-from mezzotint import ops, recipe
+from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
-from mezzotint.distributed.shards import quantize_shard
 from mezzotint.optimizers import FusedAdam
+from tests.distributed.agreement_world import changes, compiled_changes, compiled_wrong_use, wrong_use
 from tests.distributed.delayed_world import endings, graphs, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
-from tests.quantizer_formats import FORMATS
 from tests.recipes import RECIPES
 from tests.worlds import Result
 
@@ -377,88 +374,6 @@ def dynamic(rank: int) -> Result:
     return {"wrong": wrong, "later graphs": graphs[-1] - graphs[0]}
 
 
-def wrong_use(rank: int) -> Result:
-    """What is refused, on every process; none waits for another."""
-    group, size, _ = world()
-    made: dict[str, Any] = {"tp_group": group, "sequence_parallel": True, "device": "cpu"}
-    alone = [dist.new_group([i]) for i in range(size)][rank]
-    column = mz.Linear(32, 32, parallel_mode="column", **made)
-    row = mz.Linear(32, 32, parallel_mode="row", **made)
-    mixed = recipe.MXFP8BlockScaling() if rank else recipe.Float8CurrentScaling()
-    chained = FORMATS["hybrid_chained"].quantizer()
-
-    def changes_recipe() -> None:
-        module = mz.Linear(32, 32, parallel_mode="column", **made)
-        with mz.autocast(recipe=recipe.Float8BlockScaling()):
-            module(torch.ones(32, 32))
-        with mz.autocast(recipe=mixed):
-            module(torch.ones(32, 32))
-
-    def kept_in(recipe: Any) -> Any:
-        with mz.quantized_model_init(recipe=recipe):
-            return mz.Linear(32, 32, parallel_mode="column", **made)
-
-    def under(module: Any, **region: Any) -> None:
-        with mz.autocast(**region):
-            module(torch.ones(32, 32))
-
-    cases: dict[str, Callable[[], Any]] = {
-        "size": lambda: mz.Linear(32, 32, parallel_mode="column", tp_size=size + 1, **made),
-        "no group": lambda: mz.Linear(32, 32, parallel_mode="column", tp_size=size, device="cpu")(torch.ones(4, 32)),
-        "group set": lambda: mz.Linear(32, 32, parallel_mode="row", tp_size=size).set_tensor_parallel_group(alone),
-        "layer group": lambda: layer_of(tp_size=size, set_parallel_mode=True).set_tensor_parallel_group(alone),
-        "features": lambda: mz.Linear(32, 32 * size + 1, parallel_mode="column", **made),
-        "heads": lambda: mz.MultiheadAttention(32, 1, set_parallel_mode=True, **made),
-        "tokens": lambda: row(torch.ones(size + 1, 32 // size)),
-        "no tokens": lambda: row(torch.ones(32 // size)),
-        "uneven": lambda: mz.Linear(32, 32, parallel_mode="column", **made)(torch.ones(4 + rank, 32)),
-        "dtypes": lambda: mz.LayerNormLinear(32, 32, parallel_mode="column", **made)(
-            torch.ones(4, 32, dtype=torch.bfloat16 if rank else torch.float32)
-        ),
-        "recipes": lambda: under(column, recipe=mixed),
-        "recipe changes": changes_recipe,
-        "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
-        "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
-        "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
-        "kept otherwise": lambda: kept_in(mixed),
-        "kept by one": lambda: under(kept_in(mixed) if rank else mz.Linear(32, 32, parallel_mode="column", **made)),
-    }
-    found: Result = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = "accepted"
-        except ValueError as refused:
-            found[name] = str(refused)
-    return found
-
-
-def changes(rank: int) -> Result:
-    """Recipes that change: on all processes, then on the second alone, which finds out; the first is not disturbed."""
-    group, _, _ = world()
-    made: dict[str, Any] = {"parallel_mode": "column", "tp_group": group, "sequence_parallel": True}
-    stack = torch.nn.Sequential(make(mz.Linear, 64, 64, **made), make(mz.Linear, 32, 64, **made))
-    x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
-    chosen = [recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), None, recipe.Float8BlockScaling()]
-    first = [step(stack, x, dy, each) for each in chosen]
-    again = [step(stack, x, dy, each) for each in chosen]
-    error = ""
-    store = dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    if rank == 1:
-        patience = store.timeout
-        store.set_timeout(timedelta(seconds=1))
-        try:
-            step(stack, x, dy, recipe.NVFP4BlockScaling())
-        except ValueError as refused:
-            error = str(refused)
-        store.set_timeout(patience)
-    dist.barrier()
-    last = step(stack, x, dy, chosen[1])
-    wrong = [key for a, b in zip(first, again, strict=True) for key in differing(a, b)]
-    return {"error": error, "wrong": wrong + differing(last, first[1])}
-
-
 CHECKS: tuple[Callable[[int], Result], ...] = (
     norms,
     norm_outputs,
@@ -475,5 +390,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     stochastic,
     dynamic,
     changes,
+    compiled_changes,
     wrong_use,
+    compiled_wrong_use,
 )

@@ -157,11 +157,33 @@ def test_a_recipe_that_changes_on_one_process_only(world: World) -> None:
     first, second = results(world, "changes")
     assert first == {"error": "", "wrong": []}
     assert second["wrong"] == []
-    assert second["error"].startswith("recipe has become NVFP4BlockScaling(")
-    assert second["error"].endswith(
-        "on rank 1 of the 2 processes of the group, and has not changed on rank 0: change it on all of them at the "
-        "same step"
-    )
+    check_alone(second["error"], "NVFP4BlockScaling")
+
+
+def check_alone(error: str, recipe: str) -> None:
+    said = f"rank 1 of the 2 processes of the group has asked alone, rank 0 did not: recipe is {recipe}("
+    assert said in error
+    assert "Run the same modules on all of them, in eager code or in the same graphs, and change recipes" in error
+
+
+def test_recipes_that_change_in_graphs(world: World) -> None:
+    """A group asks once for each recipe, while a graph is traced, and not again: not where one process alone compiles
+    again, not where eager code has asked, not where one has the model in two graphs and the other in one."""
+    for rank, found in enumerate(results(world, "compiled_changes")):
+        error = found.pop("error")
+        if rank == 1:
+            check_alone(error, "Float8BlockScaling")
+        traced, known, eager = ({"wrong": [], "asked": a, "graphs": g} for a, g in ((1, 1), (0, 0), (2, 0)))
+        assert found == {
+            **{f"traced {i}": traced for i in range(3)},
+            **{f"again {i}": known for i in range(3)},
+            "not disturbed": known,
+            "the second compiles again": {**known, "graphs": rank},
+            "eager": eager,  # of each module, with its input
+            "agreed in eager code": {**known, "graphs": 1},
+            "made in the graph": 0,
+            "apart": {"wrong": [], "asked": 1},
+        }
 
 
 REFUSED = {
@@ -190,3 +212,29 @@ def test_wrong_use_is_refused_on_every_rank(world: World, case: str) -> None:
     for found in results(world, "wrong_use"):
         assert found.keys() == REFUSED.keys()
         assert REFUSED[case] in found[case]
+
+
+MIXED = "recipe is not the same on the 2 processes of the group: rank 0 has"
+REFUSED_WHILE_TRACING = {
+    "no group": REFUSED["no group"],
+    "tokens": REFUSED["tokens"],
+    "uneven": REFUSED["uneven"],
+    "uneven, dynamic": "rank 0 has (4, 32) of torch.float32; rank 1 has (5, 32) of torch.float32",
+    "recipes": f"{MIXED} Float8CurrentScaling",
+    "recipes, inductor": f"{MIXED} Float8CurrentScaling",
+    "recipes, graphs may break": f"{MIXED} Float8CurrentScaling",
+    "recipe changes": f"{MIXED} Float8CurrentScaling",
+    "recipe in the graph": f"{MIXED} MXFP8BlockScaling",
+    "one without": f"{MIXED} DelayedScaling",
+    "one eager": f"{MIXED} Float8CurrentScaling",
+    "operations": f"{MIXED} Float8CurrentScaling",
+}
+
+
+def test_wrong_use_is_refused_while_a_graph_is_traced(world: World) -> None:
+    for found in results(world, "compiled_wrong_use"):
+        assert found.pop("graphs") == 0
+        assert found.keys() == REFUSED_WHILE_TRACING.keys()
+        for case, message in REFUSED_WHILE_TRACING.items():
+            assert message in found[case], case
+        assert "enable_2d_quantization=True); rank 1" in found["recipe in the graph"]

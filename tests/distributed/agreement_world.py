@@ -1,0 +1,250 @@
+"""How wrong use over processes is refused, in eager and compiled code, and that right use asks no more than it must."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import mezzotint as mz
+from mezzotint import ops, recipe
+from mezzotint.distributed.shards import quantize_shard
+from tests.distributed.parallel import differing, draw, make, step, world
+from tests.quantizer_formats import FORMATS
+from tests.worlds import Result
+
+COLUMN: dict[str, Any] = {"parallel_mode": "column", "sequence_parallel": True}
+
+
+def linear(**options: Any) -> Any:
+    return mz.Linear(32, 32, device="cpu", **{"tp_group": world()[0], **COLUMN, **options})
+
+
+def strangers() -> Any:
+    """A group of all processes, which have agreed on nothing yet."""
+    return dist.new_group(list(range(world()[1])))
+
+
+def mixed() -> recipe.Recipe:
+    """Another one on each process."""
+    return recipe.MXFP8BlockScaling() if world()[2] else recipe.Float8CurrentScaling()
+
+
+def under(module: Any, **region: Any) -> None:
+    with mz.autocast(**region):
+        module(torch.ones(32, 32))
+
+
+def refusals(cases: dict[str, Callable[[], Any]], *kinds: type[Exception]) -> Result:
+    """What each case is refused with."""
+    found: Result = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "accepted"
+        except kinds as refused:
+            found[name] = str(refused)
+    return found
+
+
+def wrong_use(rank: int) -> Result:
+    """What is refused, on every process; none waits for another."""
+    group, size, _ = world()
+    made: dict[str, Any] = {"tp_group": group, "sequence_parallel": True, "device": "cpu"}
+    alone = [dist.new_group([i]) for i in range(size)][rank]
+    row = linear(parallel_mode="row")
+    chained = FORMATS["hybrid_chained"].quantizer()
+
+    def changes_recipe() -> None:
+        module = linear()
+        under(module, recipe=recipe.Float8BlockScaling())
+        under(module, recipe=mixed())
+
+    def kept_in(recipe: Any) -> Any:
+        with mz.quantized_model_init(recipe=recipe):
+            return linear()
+
+    def layer() -> Any:
+        return mz.TransformerLayer(128, 128, 8, tp_size=size, set_parallel_mode=True)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "size": lambda: linear(tp_size=size + 1),
+        "no group": lambda: mz.Linear(32, 32, parallel_mode="column", tp_size=size, device="cpu")(torch.ones(4, 32)),
+        "group set": lambda: mz.Linear(32, 32, parallel_mode="row", tp_size=size).set_tensor_parallel_group(alone),
+        "layer group": lambda: layer().set_tensor_parallel_group(alone),
+        "features": lambda: mz.Linear(32, 32 * size + 1, parallel_mode="column", **made),
+        "heads": lambda: mz.MultiheadAttention(32, 1, set_parallel_mode=True, **made),
+        "tokens": lambda: row(torch.ones(size + 1, 32 // size)),
+        "no tokens": lambda: row(torch.ones(32 // size)),
+        "uneven": lambda: linear()(torch.ones(4 + rank, 32)),
+        "dtypes": lambda: mz.LayerNormLinear(32, 32, parallel_mode="column", **made)(
+            torch.ones(4, 32, dtype=torch.bfloat16 if rank else torch.float32)
+        ),
+        "recipes": lambda: under(linear(), recipe=mixed()),
+        "recipe changes": changes_recipe,
+        "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
+        "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
+        "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
+        "kept otherwise": lambda: kept_in(mixed()),
+        "kept by one": lambda: under(kept_in(mixed()) if rank else linear()),
+    }
+    return refusals(cases, ValueError)
+
+
+class Region(torch.nn.Module):
+    """A region, and its recipe, that are made in the graph. `option` of the recipe."""
+
+    def __init__(self, module: Any, option: bool) -> None:
+        super().__init__()
+        self.module, self.option = module, option
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with mz.autocast(recipe=recipe.MXFP8BlockScaling(enable_2d_quantization=self.option)):
+            return self.module(x)
+
+
+def compiled_wrong_use(rank: int) -> Result:
+    """The same of graphs, while they are traced: none runs."""
+    _, size, _ = world()
+    counter = CompileCounterWithBackend("aot_eager")
+    x = torch.ones(32, 32)
+
+    def graph(module: Any, backend: Any = counter, **options: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(module, **{"fullgraph": True, **options}, backend=backend)
+
+    def traced(**options: Any) -> Any:
+        return graph(linear(tp_group=strangers()), **options)
+
+    def one_eager() -> None:
+        module = linear(tp_group=strangers())
+        under(graph(module) if rank else module, recipe=mixed())
+
+    def changes_recipe() -> None:
+        module = linear(tp_group=strangers())
+        under(module, recipe=recipe.Float8BlockScaling())
+        under(graph(module), recipe=mixed())
+
+    def operations() -> Any:
+        parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": strangers()}
+        return ops.Sequential(ops.Linear(32, 32, device="cpu", **parallel), ops.GELU())
+
+    def mlp() -> Any:
+        made: dict[str, Any] = {"tp_group": strangers(), "set_parallel_mode": True, "sequence_parallel": True}
+        return mz.LayerNormMLP(32, 32, device="cpu", checkpoint=True, **made)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "no group": lambda: graph(mz.Linear(32, 32, parallel_mode="column", tp_size=size, device="cpu"))(x),
+        "tokens": lambda: graph(linear(parallel_mode="row"))(torch.ones(size + 1, 32 // size)),
+        "uneven": lambda: traced()(torch.ones(4 + rank, 32)),
+        "uneven, dynamic": lambda: traced(dynamic=True)(torch.ones(4 + rank, 32)),
+        "recipes": lambda: under(traced(), recipe=mixed()),
+        "recipes, inductor": lambda: under(traced(backend="inductor"), recipe=mixed()),
+        "recipes, graphs may break": lambda: under(traced(fullgraph=False), recipe=mixed()),
+        "recipe changes": changes_recipe,
+        "recipe in the graph": lambda: graph(Region(linear(tp_group=strangers()), rank == 0))(x),
+        "one without": lambda: under(graph(mlp()), enabled=rank == 0),
+        "one eager": one_eager,
+        "operations": lambda: under(graph(operations()), recipe=mixed()),
+    }
+    found = refusals(cases, ValueError, torch._dynamo.exc.TorchDynamoException)
+    return {**found, "graphs": counter.frame_count}
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Waits for others one second."""
+    store = dist.distributed_c10d._get_default_store()
+    patience = store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        yield
+    finally:
+        store.set_timeout(patience)
+
+
+def stack(group: Any) -> Any:
+    made: dict[str, Any] = {**COLUMN, "tp_group": group}
+    return torch.nn.Sequential(make(mz.Linear, 64, 64, **made), make(mz.Linear, 32, 64, **made))
+
+
+CHOSEN = (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), None, recipe.Float8BlockScaling())
+
+
+def changes(rank: int) -> Result:
+    """Recipes that change: on all processes, then on the second alone, which finds out; the first is not disturbed."""
+    model = stack(world()[0])
+    x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
+    first = [step(model, x, dy, each) for each in CHOSEN]
+    again = [step(model, x, dy, each) for each in CHOSEN]
+    error = ""
+    dist.barrier()
+    if rank == 1:
+        with impatient():
+            error = refusals({"": lambda: step(model, x, dy, recipe.NVFP4BlockScaling())}, ValueError)[""]
+    dist.barrier()
+    last = step(model, x, dy, CHOSEN[1])
+    wrong = [key for a, b in zip(first, again, strict=True) for key in differing(a, b)]
+    return {"error": error, "wrong": wrong + differing(last, first[1])}
+
+
+def questions(group: Any) -> int:
+    """How often this process has asked the others."""
+    shared = dist.distributed_c10d._get_default_store()
+    members = dist.get_process_group_ranks(group)
+    return dist.PrefixStore(f"mezzotint/{group.group_name}/{members}", shared).add(f"{dist.get_rank(group)}", 0)
+
+
+def compiled_changes(rank: int) -> Result:
+    """The same in graphs: by step what differs from eager code, and how many questions and graphs there were."""
+    torch._dynamo.reset()
+    group = strangers()
+    eager, traced = stack(world()[0]), stack(group)
+    counter = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(traced, fullgraph=True, backend=counter)
+    x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
+    want = {each: step(eager, x, dy, each) for each in CHOSEN}
+    found: Result = {"error": ""}
+
+    def run(name: str, each: Any, call: Any = call) -> None:
+        asked, made = questions(group), counter.frame_count
+        wrong = differing(step(traced, x, dy, each, call), want[each])
+        found[name] = {"wrong": wrong, "asked": questions(group) - asked, "graphs": counter.frame_count - made}
+
+    for i, each in enumerate(CHOSEN[:3]):
+        run(f"traced {i}", each)
+    for i, each in enumerate(CHOSEN[:3]):
+        run(f"again {i}", each)
+    dist.barrier()
+    if rank == 1:
+        with impatient():
+            kinds = ValueError, torch._dynamo.exc.TorchDynamoException
+            found["error"] = refusals({"": lambda: step(traced, x, dy, CHOSEN[3], call)}, *kinds)[""]
+    dist.barrier()
+    run("not disturbed", CHOSEN[1])
+    if rank == 1:
+        torch._dynamo.reset()
+    run("the second compiles again", CHOSEN[1])
+    run("eager", CHOSEN[3], None)
+    run("agreed in eager code", CHOSEN[3])
+    equal = Region(traced, option=False)  # its recipe is made in the graph, and equal to one that was agreed on
+    asked = questions(group)
+    torch.compile(equal, fullgraph=True, backend=counter)(x)
+    found["made in the graph"] = questions(group) - asked
+    y, asked = apart(x, counter)
+    found["apart"] = {"wrong": differing({"y": y}, {"y": want[CHOSEN[0]]["y"]}), "asked": asked}
+    return found
+
+
+@torch.no_grad()
+def apart(x: torch.Tensor, backend: Any) -> tuple[torch.Tensor, int]:
+    """A model in one graph on the first process, in one for each module on the second: y, and how many questions."""
+    group, rank = strangers(), world()[2]
+    model = stack(group)
+    first, second = (torch.compile(module, fullgraph=True, backend=backend) for module in model)
+    whole = torch.compile(model, fullgraph=True, backend=backend)
+    with mz.autocast(recipe=CHOSEN[0]):
+        return second(first(x)) if rank else whole(x), questions(group)
