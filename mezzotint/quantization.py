@@ -57,13 +57,14 @@ class Turn:
     quantized. Of its own: to set an attribute of an `nn.Module` is slow.
 
     In shards (`tensor/gathering.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has gathered;
-    and whether backward reads the row-wise ones too, None where no run has said so.
+    whether backward reads the row-wise ones too, None where no run has said so; and whether all processes were found to
+    quantize them alike.
     """
 
-    __slots__ = ("has_backward", "held", "is_pending", "is_quantized", "reads_rows_again")
+    __slots__ = ("has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
 
     def __init__(self) -> None:
-        self.is_pending = self.has_backward = self.is_quantized = False
+        self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
         self.held = True, True
         self.reads_rows_again: bool | None = None
 

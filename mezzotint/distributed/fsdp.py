@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.gathering import Unit, in_backward
+from mezzotint.tensor.gathering import Unit, check_alike, in_backward
 from mezzotint.tensor.quantize import quantize_storage
 from mezzotint.tensor.sharding import Split, directions, gathered, groups_of, largest, send, shared_amaxes
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -118,6 +118,7 @@ class ShardedWeight(torch.Tensor):
         shard = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
         count, rows, is_backward = mesh.size(), cdiv(outer_size[0], mesh.size()), in_backward()
         quantizer = module._live_quantizer(self._recipe, self._gemm, "weight")
+        check_alike(quantizer, self.device, module, mesh.get_group())
         which = directions(quantizer, rows)
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]

@@ -3,8 +3,8 @@
     torch._dynamo.comptime.comptime(function)   # in traced code: Dynamo calls function(context), in plain Python
     read_local(context, "self")                 # in there
 
-The graph gets no node of it, and no guard but those of a local that is read anyway. Dynamo's variables are private
-(seen in torch 2.11 and 2.13); nothing here imports Dynamo, which has been imported where anything here runs.
+The graph gets no node of it, and no guard on what is read: layers that share a graph still do. Dynamo's variables are
+private (seen in torch 2.11 and 2.13). Nothing here imports Dynamo, which has been imported where anything here runs.
 """
 
 import dataclasses
@@ -21,10 +21,9 @@ def read_local(context: Any, name: str) -> Any:
 
 
 def _read(variable: Any, translator: Any) -> Any:
-    cls = variable.python_type()
-    if variable.source is None and dataclasses.is_dataclass(cls):
-        made: Any = object.__new__(cls)
-        for field in dataclasses.fields(cls):
+    if variable.source is None and dataclasses.is_dataclass(variable.python_type()):
+        made: Any = object.__new__(variable.python_type())
+        for field in dataclasses.fields(made):
             object.__setattr__(made, field.name, _read(_attribute(variable, field.name, translator), translator))
         return made
     if hasattr(variable, "value"):

@@ -11,6 +11,7 @@ since the compiler may compute a part of forward again, and then both are. All p
 module may have run on some of them only: they agree, once, at the first gather for backward.
 """
 
+import hashlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,29 @@ def _units(module: Any) -> Iterator[Unit]:
                 info = getattr(param, "_module_info", None)
                 if getattr(info, "module", None) is module and all(hasattr(param, name) for name in _OF_PARAM):
                     yield Unit(group, param)
+
+
+def check_alike(quantizer: Any, device: torch.device, module: Any, group: Any) -> None:
+    """The shards of a module's weight are in one format, or an error on every process: in several ones they would send
+    different buffers, and wait. A collective, at the first gather; of two numbers, since a group may be large."""
+    turn = getattr(module, "_turn", None)
+    if turn is None or turn.is_alike or torch.distributed.get_backend(group) == "fake":  # where nobody answers
+        return
+    is_own = quantizer is None or quantizer.is_custom()
+    text = type(quantizer).__name__ if is_own else repr(quantizer.with_usage(rowwise=True, columnwise=True))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    largest = torch.tensor([number, -number], device=device)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+    high, low = largest.tolist()
+    if high != -low:
+        found: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, text, group)
+        listed = "; ".join(f"rank {found.index(each)} has {each}" for each in dict.fromkeys(found))
+        raise ValueError(
+            f"the shards of a weight are quantized differently on the {len(found)} processes of the group: {listed}. "
+            "Give all of them the same recipe"
+        )
+    turn.is_alike = True
 
 
 def read_directions(shard: Any, module: Any, group: Any) -> tuple[bool, bool]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from mezzotint.tensor.gathering import read_directions, unit_of
+from mezzotint.tensor.gathering import check_alike, read_directions, unit_of
 from mezzotint.tensor.quantize import (
     assemble,
     has_whole_amaxes,
@@ -179,6 +179,7 @@ def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> Non
 def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """`fsdp_pre_all_gather` of a quantized shard of rows: what to gather, and what `gathered` must know."""
     count, quantizer = mesh.size(), shard._quantizer
+    check_alike(quantizer, shard.device, module, mesh.get_group())
     which = None if quantizer is None else directions(quantizer, shard.shape[0])
     if which is None or orig_size[0] % count:
         raise ValueError(

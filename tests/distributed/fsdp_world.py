@@ -425,6 +425,14 @@ def wrong_use(rank: int) -> Result:
     attempt(found, "recomputed later", lambda: train(Steps(late, False), ALL["mxfp8"], 1))
     copied = sharded(low_precision_gather(nn.Sequential(*map(Copied, model())), ALL["mxfp8"]))
     attempt(found, "saved elsewhere", lambda: train(copied, ALL["mxfp8"], 1))
+    mixed = RECIPES["mxfp8"] if rank else recipe
+    for compiles in (False, True):
+        gathered = sharded(low_precision_gather(model(), mixed))
+        with mz.quantized_model_init(recipe=mixed):
+            quantized = sharded(model())
+        for name, made in (("gathered", gathered), ("quantized", quantized)):
+            call = torch.compile(made, backend="aot_eager") if compiles else made
+            attempt(found, f"mixed, {name}, {compiles}", partial(call, batch(0, 64)))
     found["kept"] = type(ShardedWeight(torch.ones(2, 2), recipe, 0) * 2).__name__
     dist.barrier()
     return found

@@ -256,3 +256,15 @@ def test_wrong_use_is_an_error_on_every_rank(world: World, case: str, message: s
     for found in results(world, "wrong_use"):
         assert found[case].startswith(message)
         assert found["kept"] == "Tensor"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("way", ["gathered", "quantized"])
+def test_mixed_recipes_are_an_error_on_every_rank(world: World, way: str, compiles: bool) -> None:
+    for found in results(world, "wrong_use"):
+        message = found[f"mixed, {way}, {compiles}"]
+        assert message.startswith(
+            "ValueError: the shards of a weight are quantized differently on the 2 processes of the"
+        )
+        assert "group: rank 0 has Float8CurrentScalingQuantizer(" in message
+        assert "; rank 1 has MXFP8Quantizer(" in message
