@@ -222,15 +222,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load(paths: list[str]) -> Row:
-    """What one run wrote, or several that each measured a part of it on the same machine and day."""
+    """What one run wrote, or several that each measured a part of it on machines of one kind. Each ratio is to BF16 of
+    its own run; what two runs have measured is that of the first."""
     first, *others = [json.loads(Path(path).read_text()) for path in paths]
+    first["date"] = " and ".join(sorted({report["date"] for report in (first, *others)}))
+    measured = {_what(row) for row in first["rows"]}
     for path, other in zip(paths[1:], others, strict=True):
         for key in ("device", "torch", "torchao", "backend", "reps", "one_thread"):
             if other[key] != first[key]:
                 raise SystemExit(f"--load: {key} is {other[key]} in {path} and {first[key]} in {paths[0]}")
-        first["rows"] += other["rows"]
+        first["rows"] += [row for row in other["rows"] if _what(row) not in measured]
+        measured |= {_what(row) for row in other["rows"]}
         first["seconds"] += other["seconds"]
     return first
+
+
+def _what(row: Row) -> tuple[str, ...]:
+    return row["case"], row["mode"], row["candidate"]
 
 
 def measure(args: argparse.Namespace) -> Row:

@@ -115,6 +115,13 @@ def test_what_was_measured_apart_is_shown_together(tmp_path: Path, capsys: pytes
     assert "32x32x64" in shown
     assert "backward in one thread" in shown
     assert torch._C._is_multithreading_enabled()  # as before
+    again = json.loads(Path(paths[0]).read_text())
+    again["date"], again["rows"] = "2001-02-03", [row | {"ms": 12345.678} for row in again["rows"]]
+    again["rows"][0]["candidate"] = "bf16-loop"
+    (tmp_path / "again.json").write_text(json.dumps(again))
+    report = peers.load([*paths, str(tmp_path / "again.json")])
+    assert [row["candidate"] for row in report["rows"] if row["ms"] == 12345.678] == ["bf16-loop"]
+    assert report["date"].startswith("2001-02-03 and ")
     changed = json.loads(Path(paths[1]).read_text()) | {"torch": "1.0"}
     Path(paths[1]).write_text(json.dumps(changed))
     with pytest.raises(SystemExit, match=r"torch is 1\.0 in .*32x32x64"):
