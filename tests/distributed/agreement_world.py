@@ -234,6 +234,10 @@ def compiled_changes(rank: int) -> Result:
     asked = questions(group)
     torch.compile(equal, fullgraph=True, backend=counter)(x)
     found["made in the graph"] = questions(group) - asked
+    other = strangers()
+    if rank == 1:
+        torch.export.export(linear(tp_group=other), (torch.ones(32, 32),), strict=True)
+    found["exported alone"] = questions(other)
     y, asked = apart(x, counter)
     found["apart"] = {"wrong": differing({"y": y}, {"y": want[CHOSEN[0]]["y"]}), "asked": asked}
     return found
