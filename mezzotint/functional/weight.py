@@ -8,7 +8,7 @@ import torch
 from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.functional.parallel import Parallel, needs_others, quantize_part
 from mezzotint.tensor.flatten import class_by_name, qualified_name
-from mezzotint.tensor.quantize import common_plan, quantize_groups, update_quantized, update_scaled, whole_amaxes
+from mezzotint.tensor.quantize import quantize_groups, update_quantized, update_scaled, whole_amaxes
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -75,14 +75,12 @@ def quantize_weight(
 def quantize_weights(
     tensors: Sequence[Any], quantizers: Sequence[Quantizer | None], scales: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]] | None:
-    """Weights of many groups at once, and their amaxes; None where they are not alike."""
-    if any(isinstance(each, QuantizedTensorStorage) or each.shape != tensors[0].shape for each in tensors):
-        return None
-    with torch.no_grad():
-        tensors = [each.detach() for each in tensors]
-        if common_plan(tensors, quantizers) is None:
+    """Weights of many groups at once, and their amaxes; None where each must be looked at on its own."""
+    for tensor, quantizer in zip(tensors, quantizers, strict=True):
+        if quantizer is None or isinstance(tensor, QuantizedTensorStorage) or tensor.shape != tensors[0].shape:
             return None
-        return quantize_groups(tensors, quantizers, scales)
+    with torch.no_grad():
+        return quantize_groups([tensor.detach() for tensor in tensors], quantizers, scales)
 
 
 def is_valid_workspace(workspace: Any, tensor: torch.Tensor, quantizer: Quantizer) -> bool:

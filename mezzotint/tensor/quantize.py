@@ -66,7 +66,7 @@ def quantize_groups(
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
     """`quantize_scaled` of each of G tensors: storages, the tensors themselves where they are not quantized, and
     amaxes. By one op where the quantizers are alike."""
-    plan = common_plan(xs, quantizers)
+    plan = _common_plan(xs, quantizers)
     if plan is None:
         each = [
             (x, None) if quantizer is None else quantize_scaled(x, quantizer, scale)
@@ -90,7 +90,7 @@ def quantize_groups(
     return tuple(storages), tuple(amaxes)
 
 
-def common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> Any:
+def _common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> Any:
     """What one op does to all of these tensors; None where none does, or there is one tensor alone."""
     common = None
     for x, quantizer in zip(xs, quantizers, strict=True):
