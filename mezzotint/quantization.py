@@ -14,8 +14,9 @@ import torch
 
 from mezzotint import hw
 from mezzotint.constants import DType
-from mezzotint.distributed.groups import world_size
+from mezzotint.distributed.groups import check_agreed, has_agreed, note_agreed, without_addresses, world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
+from mezzotint.functional.traced import read_local
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -85,6 +86,7 @@ class State:
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
+    agreed: tuple[tuple[str, Recipe], ...] = ()  # groups that maxima are taken over, and recipes all of one had
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -128,6 +130,9 @@ class autocast:
     def __enter__(self) -> "autocast":
         if self.outer is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
+        enabled, _, recipe, group = self.state
+        if group is not None and enabled and recipe is not None and torch.is_grad_enabled():
+            _agree(recipe, group)
         self.outer = get_autocast_state()
         set_autocast_state(self.state)
         STATE.depth += 1
@@ -139,6 +144,35 @@ class autocast:
         STATE.depth -= 1
         if STATE.depth == 0:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
+
+
+def _agree(recipe: Recipe, group: Any) -> None:
+    """All processes that maxima are taken over have this recipe, or all of them raise: one with another recipe would
+    take none, and the others wait for it. A group is asked once for a recipe, in eager code and where a graph has the
+    region inside; without gradients no maxima are taken."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.comptime.comptime(_ask_while_tracing)
+        return
+    if torch.compiler.is_compiling() or world_size(group) == 1:
+        return
+    if all(name != group.group_name or known != recipe for name, known in STATE.agreed):
+        _ask(recipe, group)
+        STATE.agreed = (*STATE.agreed, (group.group_name, recipe))
+
+
+def _ask(recipe: Recipe, group: Any) -> None:
+    text = f"{without_addresses(recipe)} in autocast"
+    check_agreed(group, recipe=text)
+    note_agreed(group, text)
+
+
+def _ask_while_tracing(context: Any) -> None:
+    """Called by Dynamo in `_agree`, whose locals are read here. A process may compile again, or export, alone."""
+    recipe, group = read_local(context, "recipe"), read_local(context, "group")
+    if torch.compiler.is_exporting() or world_size(group) == 1:
+        return
+    if not has_agreed(group, f"{without_addresses(recipe)} in autocast"):
+        _ask(recipe, group)
 
 
 def update_pending(updates: bool) -> None:

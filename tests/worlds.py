@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
             found[check.__name__] = traceback.format_exc()
             break  # the others would wait for a process that is elsewhere
     torch.save(found, f"{folder}/{rank}.pt")
+    if len(found) == len(checks):
+        with suppress(RuntimeError):  # another one has failed, and gone
+            dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """What is asked of a process group: how many there are, which one this is, whether all of them agree."""
 
 import json
+import re
 from typing import Any
 
 import torch
@@ -91,6 +92,11 @@ def check_agreed(group: Any, **values: str) -> None:
         store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
     for name in values:
         _check_same(name, [other.get(name, "none") for other in found])  # it may be somewhere else
+
+
+def without_addresses(value: Any) -> str:
+    """The repr, less what differs between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def note_agreed(group: Any, value: str) -> None:

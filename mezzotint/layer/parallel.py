@@ -1,6 +1,5 @@
 """Modules that hold a part of their weights: which part, and whether all processes of the group mean the same."""
 
-import re
 from typing import Any
 
 import torch
@@ -12,13 +11,14 @@ from mezzotint.distributed.groups import (
     has_agreed,
     note_agreed,
     resolve_size,
+    without_addresses,
     world_size,
 )
 from mezzotint.functional.parallel import Parallel
+from mezzotint.functional.traced import describe_tensor, read_local
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
-from mezzotint.layer.traced import describe_tensor, read_local
 from mezzotint.quantization import STATE
 from mezzotint.recipe import Recipe
 from mezzotint.tensor.sharding import Split
@@ -181,8 +181,3 @@ def set_groups(module: nn.Module, tp_group: Any) -> None:
     for child in module.modules():
         if child is not module and hasattr(child, "set_tensor_parallel_group"):
             child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]
-
-
-def without_addresses(value: Any) -> str:
-    """The repr, less what differs between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

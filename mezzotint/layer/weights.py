@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from mezzotint.distributed.gradients import local_part
-from mezzotint.distributed.groups import check_agreed, part_of, rank_in
+from mezzotint.distributed.groups import check_agreed, part_of, rank_in, without_addresses
 from mezzotint.functional.linear import MainGrad
-from mezzotint.layer.parallel import without_addresses
 from mezzotint.layer.parameters import (
     Place,
     default_init,

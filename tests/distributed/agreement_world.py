@@ -33,6 +33,11 @@ def mixed() -> recipe.Recipe:
     return recipe.MXFP8BlockScaling() if world()[2] else recipe.Float8CurrentScaling()
 
 
+def scaled() -> recipe.Recipe:
+    """Delayed scaling on the first process, which takes maxima over all of them."""
+    return recipe.Float8CurrentScaling() if world()[2] else recipe.DelayedScaling()
+
+
 def under(module: Any, **region: Any) -> None:
     with mz.autocast(**region):
         module(torch.ones(32, 32))
@@ -86,6 +91,7 @@ def wrong_use(rank: int) -> Result:
         "recipes": lambda: under(linear(), recipe=mixed()),
         "recipe changes": changes_recipe,
         "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
+        "maxima": lambda: under(mz.Linear(32, 32, device="cpu"), recipe=scaled(), amax_reduction_group=strangers()),
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
         "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
         "kept otherwise": lambda: kept_in(mixed()),
@@ -97,12 +103,13 @@ def wrong_use(rank: int) -> Result:
 class Region(torch.nn.Module):
     """A region, and its recipe, that are made in the graph. `option` of the recipe."""
 
-    def __init__(self, module: Any, option: bool) -> None:
+    def __init__(self, module: Any, option: bool, group: Any = None) -> None:
         super().__init__()
-        self.module, self.option = module, option
+        self.module, self.option, self.group = module, option, group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with mz.autocast(recipe=recipe.MXFP8BlockScaling(enable_2d_quantization=self.option)):
+        chosen = recipe.MXFP8BlockScaling(enable_2d_quantization=self.option)
+        with mz.autocast(recipe=chosen, amax_reduction_group=self.group):
             return self.module(x)
 
 
@@ -146,6 +153,7 @@ def compiled_wrong_use(rank: int) -> Result:
         "recipes, graphs may break": lambda: under(traced(fullgraph=False), recipe=mixed()),
         "recipe changes": changes_recipe,
         "recipe in the graph": lambda: graph(Region(linear(tp_group=strangers()), rank == 0))(x),
+        "maxima": lambda: graph(Region(mz.Linear(32, 32, device="cpu"), rank == 0, strangers()))(x),
         "one without": lambda: under(graph(mlp()), enabled=rank == 0),
         "one eager": one_eager,
         "operations": lambda: under(graph(operations()), recipe=mixed()),
