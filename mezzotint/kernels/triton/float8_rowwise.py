@@ -1,7 +1,7 @@
 """FP8 with one scale per row, and per column for the transposed copy, on CUDA.
 
 Row-wise alone: a program holds whole rows in registers, so x is read once (rows of more than 16384 elements: twice,
-the second time mostly from the L2 cache, but for given row maxima, which no GPU has run yet).
+the second time mostly from the L2 cache, but for given row maxima).
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
 1. `partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
