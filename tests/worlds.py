@@ -1,21 +1,27 @@
 """A world of processes with gloo on the CPU: what each of them computes, for a test to look at.
 
     CHECKS = (one, another)                     # functions of a module, `one(rank) -> dict`; collectives inside
-    world = run_world(folder, CHECKS, size=2)   # for each rank: name of a check → what it gave, or its traceback
+    world = shared_world(factory, CHECKS, size=2)   # for each rank: name of a check → what it gave, or its traceback
     results(world, "one")                       # of each rank; fails here with the traceback from there
 
-Starting a world takes seconds: one for a whole file of tests (a fixture of scope "module").
+Starting a world takes seconds: one for a whole file of tests (a fixture of scope "module"). Where checks read or write
+a folder of the test's: `run_world(folder, CHECKS, size=2)`.
 """
 
+import fcntl
+import os
+import tempfile
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -60,6 +66,23 @@ def run_world(folder: Path, checks: Sequence[Check], size: int = 2) -> World:
             if process.is_alive():
                 process.kill()
     return [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+
+
+def shared_world(factory: pytest.TempPathFactory, checks: Sequence[Check], size: int = 2) -> World:
+    """Run once for all workers of a test run, which share out the tests of a file: one starts the processes, the others
+    wait and read what it got."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    names = ".".join([checks[0].__module__, *[check.__name__ for check in checks], str(size)])
+    folder = root / f"world-{zlib.crc32(names.encode()):08x}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder / "world.pt"
+        if not made.exists():
+            world = run_world(Path(tempfile.mkdtemp(dir=folder)), checks, size)
+            torch.save(world, made)
+        return torch.load(made)
 
 
 def results(world: World, check: str) -> list[Any]:

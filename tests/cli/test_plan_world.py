@@ -17,14 +17,14 @@ from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.traffic import SentBytes
 from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
 from tests.cli.tools import TINY, fails, losses, one_thread, works, write_text
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
+    return shared_world(tmp_path_factory, CHECKS, SIZE)
 
 
 @pytest.mark.parametrize("name", CASES)

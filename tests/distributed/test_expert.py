@@ -15,7 +15,7 @@ from tests.distributed.expert_world import (
     run_steps,
 )
 from tests.recipes import assert_equal
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 FOUR = tuple(check for check in CHECKS if check.__name__ != "compiled")
 
@@ -23,10 +23,7 @@ FOUR = tuple(check for check in CHECKS if check.__name__ != "compiled")
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
     """By size: for each rank what every check gave."""
-    return {
-        size: run_world(tmp_path_factory.mktemp(f"world{size}"), checks, size)
-        for size, checks in ((2, CHECKS), (4, FOUR))
-    }
+    return {size: shared_world(tmp_path_factory, checks, size) for size, checks in ((2, CHECKS), (4, FOUR))}
 
 
 def as_one(made: list[dict[str, Any]]) -> dict[str, Any]:

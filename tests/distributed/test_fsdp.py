@@ -11,12 +11,12 @@ from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
 from tests.distributed.fsdp_world import CHECKS, LONG
 from tests.distributed.sharded import model
 from tests.recipes import RECIPES
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("fsdp"), CHECKS)
+    return shared_world(tmp_path_factory, CHECKS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

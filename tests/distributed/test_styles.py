@@ -7,12 +7,12 @@ import torch
 
 from tests.distributed.styles_world import CHECKS, SIZE
 from tests.recipes import assert_equal
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
+    return shared_world(tmp_path_factory, CHECKS, SIZE)
 
 
 def test_split_from_outside_is_made_in_parts(world: World) -> None:

@@ -6,7 +6,7 @@ from tests.distributed.parallel import unit
 from tests.distributed.tensor_parallel_world import CHECKS, CHECKS_OF_FOUR, KEPT, MODES, RAGGED, compiled
 from tests.quantizer_formats import FORMATS
 from tests.recipes import RECIPES, VARIANTS
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 # A sum over processes is of numbers that were rounded to BF16 before, and is rounded again: each by half a unit in the
 # last place, 2^-8, of numbers that may be twice the result.
@@ -15,18 +15,18 @@ BOUND = 2.0**-6
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("two"), CHECKS, 2)
+    return shared_world(tmp_path_factory, CHECKS, 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)
+    return shared_world(tmp_path_factory, CHECKS_OF_FOUR, 4)
 
 
 @pytest.fixture(scope="module")
 def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A world of its own: it takes long."""
-    return run_world(tmp_path_factory.mktemp("compiling"), (compiled,), 2)
+    return shared_world(tmp_path_factory, (compiled,), 2)
 
 
 @pytest.fixture(params=["two", "four"])

@@ -7,7 +7,7 @@ from mezzotint.recipe import QuantizerRole
 from tests.distributed.parallel import draw
 from tests.distributed.tensor_parallel_modules_world import CHECKS, LAYERS
 from tests.recipes import RECIPES
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 SIZE = 2
 BOUND = 2.0**-6  # as of the linears
@@ -15,7 +15,7 @@ BOUND = 2.0**-6  # as of the linears
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
+    return shared_world(tmp_path_factory, CHECKS, SIZE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

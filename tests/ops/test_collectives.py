@@ -16,7 +16,7 @@ from tests.ops.world import (
     linear_of,
 )
 from tests.recipes import RECIPES, assert_equal
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 RANKS = range(SIZE)
 
@@ -24,7 +24,7 @@ RANKS = range(SIZE)
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """For each rank what every check gave."""
-    return run_world(tmp_path_factory.mktemp("world"), CHECKS, SIZE)
+    return shared_world(tmp_path_factory, CHECKS, SIZE)
 
 
 def part(x: torch.Tensor, rank: int) -> torch.Tensor:

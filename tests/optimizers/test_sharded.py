@@ -1,17 +1,15 @@
 """Optimizers under FSDP2, in a world of two processes: bit for bit as one process, and state that is put together."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.optimizers.world import CASES, CHECKS
-from tests.worlds import World, results, run_world
+from tests.worlds import World, results, shared_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return run_world(Path(tmp_path_factory.mktemp("optimizers")), CHECKS)
+    return shared_world(tmp_path_factory, CHECKS)
 
 
 @pytest.mark.parametrize("name", CASES)
