@@ -55,6 +55,13 @@ def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
 
 
 def run_world(folder: Path, checks: Sequence[Check], size: int = 2) -> World:
+    """One at a time on a machine: its processes take all cores, and of two worlds beside each other one has died."""
+    with (Path(tempfile.gettempdir()) / f"mezzotint-world-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _run(folder, checks, size)
+
+
+def _run(folder: Path, checks: Sequence[Check], size: int) -> World:
     context = mp.spawn(work, (str(folder), checks, size), nprocs=size, join=False, daemon=True)
     end = time.monotonic() + TIMEOUT
     try:
