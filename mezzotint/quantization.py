@@ -156,14 +156,18 @@ def _agree(recipe: Recipe, group: Any) -> None:
     if torch.compiler.is_compiling() or world_size(group) == 1:
         return
     if all(name != group.group_name or known != recipe for name, known in STATE.agreed):
-        _ask(recipe, group)
+        _ask(_as_text(recipe), group)
         STATE.agreed = (*STATE.agreed, (group.group_name, recipe))
 
 
-def _ask(recipe: Recipe, group: Any) -> None:
-    text = f"{without_addresses(recipe)} in autocast"
-    check_agreed(group, recipe=text)
-    note_agreed(group, text)
+def _as_text(recipe: Recipe) -> str:
+    """Apart from what the modules of a group ask for, which is compared with their inputs."""
+    return f"{without_addresses(recipe)} in autocast"
+
+
+def _ask(recipe: str, group: Any) -> None:
+    check_agreed(group, recipe=recipe)
+    note_agreed(group, recipe)
 
 
 def _ask_while_tracing(context: Any) -> None:
@@ -171,8 +175,8 @@ def _ask_while_tracing(context: Any) -> None:
     recipe, group = read_local(context, "recipe"), read_local(context, "group")
     if torch.compiler.is_exporting() or world_size(group) == 1:
         return
-    if not has_agreed(group, f"{without_addresses(recipe)} in autocast"):
-        _ask(recipe, group)
+    if not has_agreed(group, _as_text(recipe)):
+        _ask(_as_text(recipe), group)
 
 
 def update_pending(updates: bool) -> None:
