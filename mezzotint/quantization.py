@@ -14,7 +14,8 @@ import torch
 
 from mezzotint import hw
 from mezzotint.constants import DType
-from mezzotint.distributed.groups import check_agreed, has_agreed, note_agreed, without_addresses, world_size
+from mezzotint.distributed.agreement import check_agreed, check_equal, has_agreed, note_agreed, without_addresses
+from mezzotint.distributed.groups import device_of, world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
 from mezzotint.functional.traced import read_local
 from mezzotint.recipe import (
@@ -87,6 +88,7 @@ class State:
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
     agreed: tuple[tuple[str, Recipe], ...] = ()  # groups that maxima are taken over, and recipes all of one had
+    leaders: tuple[tuple[str, int], ...] = ()  # groups that share weights, and by id the module of each that compares
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -135,6 +137,8 @@ class autocast:
             _agree(recipe, group)
         self.outer = get_autocast_state()
         set_autocast_state(self.state)
+        if STATE.depth == 0:
+            STATE.leaders = ()
         STATE.depth += 1
         return self
 
@@ -143,19 +147,26 @@ class autocast:
         self.outer = None
         STATE.depth -= 1
         if STATE.depth == 0:
+            STATE.leaders = ()
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
 
 
 def _agree(recipe: Recipe, group: Any) -> None:
     """All processes that maxima are taken over have this recipe, or all of them raise: one with another recipe would
-    take none, and the others wait for it. A group is asked once for a recipe, in eager code and where a graph has the
-    region inside; without gradients no maxima are taken."""
+    take none, and the others wait for it. Without gradients none are taken.
+
+    A group is asked once for a recipe, in eager code and where a graph has the region inside. After a recipe that takes
+    maxima each region in eager code compares.
+    """
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.comptime.comptime(_ask_while_tracing)
         return
     if torch.compiler.is_compiling() or world_size(group) == 1:
         return
-    if all(name != group.group_name or known != recipe for name, known in STATE.agreed):
+    known = [each for name, each in STATE.agreed if name == group.group_name]
+    if any(each.delayed() or each.custom() for each in known):
+        check_equal(group, device_of(group), recipe=_as_text(recipe))
+    if recipe not in known:
         _ask(_as_text(recipe), group)
         STATE.agreed = (*STATE.agreed, (group.group_name, recipe))
 
@@ -177,6 +188,15 @@ def _ask_while_tracing(context: Any) -> None:
         return
     if not has_agreed(group, _as_text(recipe)):
         _ask(_as_text(recipe), group)
+
+
+def leads(group: Any, module: Any) -> bool:
+    """Whether it is the first module of a group that has run since the outermost region was entered or left."""
+    for name, leader in STATE.leaders:
+        if name == group.group_name:
+            return leader == id(module)
+    STATE.leaders = (*STATE.leaders, (group.group_name, id(module)))
+    return True
 
 
 def update_pending(updates: bool) -> None:

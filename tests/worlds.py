@@ -36,6 +36,7 @@ def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
     """One process."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # ARM without BF16 instructions
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=300)

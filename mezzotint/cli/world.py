@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mezzotint.cli.console import CommandError
-from mezzotint.distributed.groups import check_agreed
+from mezzotint.distributed.agreement import check_agreed
 
 T = TypeVar("T")
 

@@ -5,21 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import (
-    check_agreed,
-    check_group,
-    has_agreed,
-    note_agreed,
-    resolve_size,
-    without_addresses,
-    world_size,
-)
+from mezzotint.distributed.agreement import check_agreed, check_equal, has_agreed, note_agreed, without_addresses
+from mezzotint.distributed.groups import check_group, resolve_size, world_size
 from mezzotint.functional.parallel import Parallel
 from mezzotint.functional.traced import describe_tensor, read_local
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
-from mezzotint.quantization import STATE
+from mezzotint.quantization import STATE, leads
 from mezzotint.recipe import Recipe
 from mezzotint.tensor.sharding import Split
 
@@ -116,7 +109,6 @@ class ParallelModule(StatefulModule):
     def _meet(self, inp: torch.Tensor) -> None:
         """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
 
-        In eager code the first call asks all processes what they run, and so does each with another recipe than before.
         A graph is asked for while it is traced, and has no node of it.
         """
         if not self._modes:
@@ -128,13 +120,24 @@ class ParallelModule(StatefulModule):
             )
         recipe = STATE.recipe if STATE.enabled else None
         if not torch.compiler.is_compiling():
-            if self._agreed is None or (self._agreed[0] is not recipe and self._agreed[0] != recipe):
-                self._ask(recipe, None if self._agreed else f"{tuple(inp.shape)} of {inp.dtype}")
-                self._agreed = (recipe,)
+            self._compare(recipe, inp)
         elif torch.compiler.is_dynamo_compiling():
             torch._dynamo.comptime.comptime(_ask_while_tracing)
         if self.sequence_parallel:
             self._check_tokens(inp)
+
+    def _compare(self, recipe: Recipe | None, inp: torch.Tensor) -> None:
+        """In eager code the first call of a module asks, and so does each with another recipe than before. What only
+        some processes change is found by the others, too: one module of a group compares at each call."""
+        is_leader, given = leads(self.tp_group, self), f"{tuple(inp.shape)} of {inp.dtype}"
+        if self._agreed is None:
+            self._ask(recipe, given)
+        else:
+            if is_leader:
+                check_equal(self.tp_group, inp.device, recipe=without_addresses(recipe), inp=given)
+            if self._agreed[0] is not recipe and self._agreed[0] != recipe:
+                self._ask(recipe, None)
+        self._agreed = (recipe,)
 
     def _ask(self, recipe: Recipe | None, inp: str | None) -> None:
         """`inp`: what it is given, where the processes have not compared it before."""

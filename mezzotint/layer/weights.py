@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.distributed.agreement import check_agreed, without_addresses
 from mezzotint.distributed.gradients import local_part
-from mezzotint.distributed.groups import check_agreed, part_of, rank_in, without_addresses
+from mezzotint.distributed.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
     Place,

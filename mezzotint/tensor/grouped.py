@@ -366,7 +366,7 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        return send_members(self, mesh, orig_size)
+        return send_members(self, mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.tensor.gathering import check_alike
 from mezzotint.tensor.sharding import assign, extract
 
 
@@ -23,8 +24,9 @@ def member_rows(group: Any, start: int, stop: int) -> dict[str, Any] | None:
     return fields
 
 
-def send_members(shard: Any, mesh: Any, orig_size: torch.Size) -> tuple[tuple[torch.Tensor, ...], Any]:
+def send_members(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
     """`fsdp_pre_all_gather`: all buffers of the shard, and what `gather_members` must know."""
+    check_alike(shard.quantizer, shard.device, module, mesh.get_group())
     usages = shard.get_usages()
     buffers, sent = extract(shard, usages["rowwise"], usages["columnwise"], mesh.size())
     return tuple(buffers), (orig_size[0], sent)

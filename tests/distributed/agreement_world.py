@@ -183,20 +183,46 @@ CHOSEN = (recipe.Float8CurrentScaling(), recipe.MXFP8BlockScaling(), None, recip
 
 
 def changes(rank: int) -> Result:
-    """Recipes that change: on all processes, then on the second alone, which finds out; the first is not disturbed."""
-    model = stack(world()[0])
+    """Recipes that change, on all processes; and on the second alone, which both find out, and go on from there."""
+    group = world()[0]
+    model, whole, maxima = stack(group), mz.Linear(64, 64, device="cpu"), strangers()
     x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
     first = [step(model, x, dy, each) for each in CHOSEN]
     again = [step(model, x, dy, each) for each in CHOSEN]
-    error = ""
-    dist.barrier()
-    if rank == 1:
-        with impatient():
-            error = refusals({"": lambda: step(model, x, dy, recipe.NVFP4BlockScaling())}, ValueError)[""]
-    dist.barrier()
+    delayed = recipe.DelayedScaling()
+    under(mz.Linear(32, 32, device="cpu"), recipe=CHOSEN[0], amax_reduction_group=maxima)
+    asked = questions(group), questions(maxima)
+
+    def bare() -> None:
+        model(x)
+        model(x)
+        step(model, x, dy, CHOSEN[0] if rank else None)
+
+    def in_part() -> None:
+        with mz.autocast(recipe=CHOSEN[0]):
+            model(x)
+            with mz.autocast(enabled=False):
+                model[0](x)
+            model(x[: 16 + 16 * rank])
+
+    def takes_maxima() -> None:
+        for each in (delayed, delayed, CHOSEN[0], CHOSEN[0] if rank else delayed):
+            with mz.autocast(recipe=each, amax_reduction_group=maxima):
+                whole(x).sum().backward()
+
+    cases: dict[str, Callable[[], Any]] = {
+        "to a new one": lambda: step(model, x, dy, recipe.NVFP4BlockScaling() if rank else CHOSEN[3]),
+        "to one of before": lambda: step(model, x, dy, CHOSEN[1 - rank]),
+        "to none": lambda: step(model, x, dy, None if rank else CHOSEN[3]),
+        "from none": bare,
+        "other tokens": in_part,
+        "maxima": takes_maxima,
+    }
+    found = refusals(cases, ValueError)
     last = step(model, x, dy, CHOSEN[1])
     wrong = [key for a, b in zip(first, again, strict=True) for key in differing(a, b)]
-    return {"error": error, "wrong": wrong + differing(last, first[1])}
+    more = questions(group) - asked[0], questions(maxima) - asked[1]
+    return {"errors": found, "wrong": wrong + differing(last, first[1]), "asked": more}
 
 
 def questions(group: Any) -> int:

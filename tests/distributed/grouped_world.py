@@ -87,6 +87,11 @@ def grouped_odds(rank: int) -> Result:
             fully_shard(layer(groups, RECIPES["mxfp8"]), shard_placement_fn=lambda p, dim=dim: Shard(dim))
         except ValueError as error:
             found[f"refused {groups} {dim}"] = str(error)
+    mixed = fully_shard(layer(4, RECIPES["mxfp8" if rank else "current"]))
+    try:
+        mixed(torch.ones(32, WIDTH).bfloat16(), [8] * 4)
+    except ValueError as error:
+        found["mixed"] = str(error)
     return found
 
 

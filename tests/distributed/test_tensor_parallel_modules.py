@@ -58,10 +58,10 @@ def test_a_compiled_layer(world: World) -> None:
 
 
 def test_maxima_over_a_group(world: World) -> None:
-    """Delayed scaling: one collective for all modules, the largest of all processes."""
+    """Delayed scaling: one collective for all modules, the largest of all processes; and a number, for the recipe."""
     made = results(world, "reductions")
     for found in made:
-        assert found["calls"] == {"all_reduce float32": 1}
+        assert found["calls"] == {"all_reduce float32": 1, "all_gather_into_tensor int64": 1}
         assert found["calls without"] == {}
         assert found["same everywhere"]
         assert found["same with some"]  # where only one process has tokens
@@ -152,12 +152,24 @@ def test_numbers_of_tokens_share_a_graph(world: World) -> None:
         assert found == {"wrong": [], "later graphs": 0}
 
 
+CHANGED = {
+    "to a new one": "Float8BlockScaling",
+    "to one of before": "MXFP8BlockScaling",
+    "to none": "Float8BlockScaling",
+    "from none": "None; rank 1 has Float8CurrentScaling",
+    "other tokens": "(16, 64) of torch.bfloat16; rank 1 has (32, 64)",
+    "maxima": "DelayedScaling",
+}
+
+
 def test_a_recipe_that_changes_on_one_process_only(world: World) -> None:
-    """Others, which have not got there, are not disturbed; what all change goes on."""
-    first, second = results(world, "changes")
-    assert first == {"error": "", "wrong": []}
-    assert second["wrong"] == []
-    check_alone(second["error"], "NVFP4BlockScaling")
+    """All find it in a collective that they all take part in, ask what each has, and can go on."""
+    for found in results(world, "changes"):
+        assert found["wrong"] == []
+        assert found["errors"].keys() == CHANGED.keys()
+        for case, message in CHANGED.items():
+            assert f"is not the same on the 2 processes of the group: rank 0 has {message}" in found["errors"][case]
+        assert found["asked"] == (12, 2)  # for what differs 5 and 1, and for each module that has another recipe
 
 
 def check_alone(error: str, recipe: str) -> None:
