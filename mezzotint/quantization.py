@@ -88,7 +88,7 @@ class State:
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
     agreed: tuple[tuple[str, Recipe], ...] = ()  # groups that maxima are taken over, and recipes all of one had
-    leaders: tuple[tuple[str, int], ...] = ()  # groups that share weights, and by id the module of each that compares
+    leaders: tuple[tuple[str, Turn], ...] = ()  # groups that share weights, and the module of each that compares
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -164,7 +164,7 @@ def _agree(recipe: Recipe, group: Any) -> None:
     if torch.compiler.is_compiling() or world_size(group) == 1:
         return
     known = [each for name, each in STATE.agreed if name == group.group_name]
-    if any(each.delayed() or each.custom() for each in known):
+    if any(each.custom() or getattr(each, "reduce_amax", False) for each in known):
         check_equal(group, device_of(group), recipe=_as_text(recipe))
     if recipe not in known:
         _ask(_as_text(recipe), group)
@@ -190,12 +190,13 @@ def _ask_while_tracing(context: Any) -> None:
         _ask(_as_text(recipe), group)
 
 
-def leads(group: Any, module: Any) -> bool:
-    """Whether it is the first module of a group that has run since the outermost region was entered or left."""
+def leads(group: Any, turn: Turn) -> bool:
+    """Whether a module is the first of a group that has run since the outermost region was entered or left. It is known
+    by its turn, which is kept when it is gone: its address may be another module's then, on some processes."""
     for name, leader in STATE.leaders:
         if name == group.group_name:
-            return leader == id(module)
-    STATE.leaders = (*STATE.leaders, (group.group_name, id(module)))
+            return leader is turn
+    STATE.leaders = (*STATE.leaders, (group.group_name, turn))
     return True
 
 

@@ -129,7 +129,7 @@ class ParallelModule(StatefulModule):
     def _compare(self, recipe: Recipe | None, inp: torch.Tensor) -> None:
         """In eager code the first call of a module asks, and so does each with another recipe than before. What only
         some processes change is found by the others, too: one module of a group compares at each call."""
-        is_leader, given = leads(self.tp_group, self), f"{tuple(inp.shape)} of {inp.dtype}"
+        is_leader, given = leads(self.tp_group, self._turn), f"{tuple(inp.shape)} of {inp.dtype}"
         if self._agreed is None:
             self._ask(recipe, given)
         else:

@@ -194,8 +194,9 @@ def changes(rank: int) -> Result:
     asked = questions(group), questions(maxima)
 
     def bare() -> None:
-        model(x)
-        model(x)
+        for other in (stack(group), stack(group), model):  # what led is gone
+            other(x)
+            other(x)
         step(model, x, dy, CHOSEN[0] if rank else None)
 
     def in_part() -> None:
