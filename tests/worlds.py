@@ -8,6 +8,7 @@ Starting a world takes seconds: one for a whole file of tests (a fixture of scop
 a folder of the test's: `run_world(folder, CHECKS, size=2)`.
 """
 
+import faulthandler
 import fcntl
 import os
 import tempfile
@@ -34,6 +35,7 @@ Check = Callable[[int], Result]
 
 def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
     """One process."""
+    faulthandler.enable()  # where it was, if it dies of a signal
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # ARM without BF16 instructions
