@@ -109,7 +109,7 @@ def gathered(recipe: str, mode: str) -> dict[str, int]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_sent(two: World, recipe: str, mode: str) -> None:
-    """Quantized bytes where the format can, counted; the sums in BF16; of maxima a few numbers, or one for a column; one
+    """Quantized bytes where the format can, counted; the sums in BF16; of maxima a few numbers, or one for a column; a
     number, by which recipes are compared."""
     m, k = unit(recipe), unit(recipe) * 2
     for found in results(two, "sent"):
