@@ -50,8 +50,8 @@ def check_agreed(group: Any, **values: str) -> None:
 def check_equal(group: Any, device: torch.device, **values: str) -> None:
     """The same, asked of processes that all ask here, between the same collectives: one all-gather of a number.
 
-    On a GPU the host does not wait for the answer: where it is no, the kernel that finds out is an error of the device,
-    and nothing behind it runs. Elsewhere the error says what each process has.
+    On a GPU the host does not wait for the answer: where it is no, the kernel that finds out fails, and so does what
+    comes after it (not tried over NCCL). Elsewhere the error says what each process has.
     """
     if torch.distributed.get_backend(group) == "fake":
         return

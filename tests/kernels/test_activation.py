@@ -89,8 +89,8 @@ def test_gradient_everywhere(name: str) -> None:
     precise = x.double().requires_grad_()
     (grad,) = torch.autograd.grad(exact(precise, name, params).sum(), precise)
     got = activation_backward(torch.ones(len(grid), 1), x, None, name, params)
-    # The other half, up to 11, multiplies what the CPU's tanh leaves of 1 + tanh; on ARM that is a few bits less.
-    torch.testing.assert_close(got.double(), grad, rtol=3e-6, atol=1e-5 if is_gated(name) else 3e-6)
+    # The other half, up to 11, multiplies what the CPU's tanh leaves of 1 + tanh: on ARM it is off by 4.6e-6.
+    torch.testing.assert_close(got.double(), grad, rtol=3e-6, atol=5e-6 if name == "geglu" else 3e-6)
 
 
 @pytest.mark.parametrize("limit", [7.0, 1.5])
