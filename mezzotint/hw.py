@@ -4,6 +4,7 @@
 it, so that what is said is what runs.
 """
 
+import platform
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,6 +16,17 @@ ANY = "*"
 FOREVER: CC = (99, 0)
 EVERY, ADA, HOPPER = ((0, 0), FOREVER), ((8, 9), FOREVER), ((9, 0), (10, 0))
 BLACKWELL, GEFORCE_BLACKWELL = ((10, 0), FOREVER), ((12, 0), FOREVER)
+
+
+def _multiplies_bf16_slowly() -> bool:
+    if platform.machine() not in ("aarch64", "arm64"):
+        return False
+    return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+# PyTorch has no fast BF16 product for an ARM CPU without BF16 instructions: one of FP32 copies, rounded once, takes a
+# hundredth of its time (Neoverse N1, torch 2.13). A constant, for code that is traced.
+SLOW_BF16 = _multiplies_bf16_slowly()
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import DType
 from mezzotint.distributed.agreement import check_agreed, check_equal, has_agreed, note_agreed, without_addresses
-from mezzotint.distributed.groups import device_of, world_size
+from mezzotint.distributed.groups import device_of, is_alive, world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
 from mezzotint.functional.traced import read_local
 from mezzotint.recipe import (
@@ -89,6 +89,7 @@ class State:
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
     agreed: tuple[tuple[str, Recipe], ...] = ()  # groups that maxima are taken over, and recipes all of one had
     leaders: tuple[tuple[str, Turn], ...] = ()  # groups that share weights, and the module of each that compares
+    traced: tuple[Any, ...] = ()  # groups that share weights of modules in graphs
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 
@@ -133,21 +134,22 @@ class autocast:
         if self.outer is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         enabled, _, recipe, group = self.state
+        if not torch.compiler.is_compiling():
+            _compare_for_graphs(recipe if enabled else None)
         if group is not None and enabled and recipe is not None and torch.is_grad_enabled():
             _agree(recipe, group)
         self.outer = get_autocast_state()
         set_autocast_state(self.state)
-        if STATE.depth == 0:
-            STATE.leaders = ()
+        STATE.leaders = ()
         STATE.depth += 1
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         set_autocast_state(self.outer)
         self.outer = None
+        STATE.leaders = ()
         STATE.depth -= 1
         if STATE.depth == 0:
-            STATE.leaders = ()
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
 
 
@@ -164,7 +166,7 @@ def _agree(recipe: Recipe, group: Any) -> None:
     if torch.compiler.is_compiling() or world_size(group) == 1:
         return
     known = [each for name, each in STATE.agreed if name == group.group_name]
-    if any(each.custom() or getattr(each, "reduce_amax", False) for each in known):
+    if group not in STATE.traced and any(each.custom() or getattr(each, "reduce_amax", False) for each in known):
         check_equal(group, device_of(group), recipe=_as_text(recipe))
     if recipe not in known:
         _ask(_as_text(recipe), group)
@@ -190,9 +192,25 @@ def _ask_while_tracing(context: Any) -> None:
         _ask(_as_text(recipe), group)
 
 
+def note_traced(group: Any) -> None:
+    """Modules whose weights the processes of the group share are in a graph: from now on regions compare for it."""
+    if group not in STATE.traced:
+        STATE.traced = (*STATE.traced, group)
+
+
+def _compare_for_graphs(recipe: Recipe | None) -> None:
+    """A graph does not compare when it runs: the region does, for each group that has one. All of its processes enter
+    those that have gradients; one may evaluate alone, with modules that are whole, and so without them."""
+    if not STATE.traced or not torch.is_grad_enabled():
+        return
+    STATE.traced = tuple(group for group in STATE.traced if is_alive(group))
+    for group in STATE.traced:
+        check_equal(group, device_of(group), recipe=without_addresses(recipe))
+
+
 def leads(group: Any, turn: Turn) -> bool:
-    """Whether a module is the first of a group that has run since the outermost region was entered or left. It is known
-    by its turn, which is kept when it is gone: its address may be another module's then, on some processes."""
+    """Whether a module is the first of a group that has run since a region was entered or left. It is known by its
+    turn, which is kept when it is gone: its address may be another module's then, on some processes."""
     for name, leader in STATE.leaders:
         if name == group.group_name:
             return leader is turn

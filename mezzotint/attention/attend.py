@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from mezzotint import hw
 from mezzotint.attention.flex import flex_attend, flex_serves
 from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed, spread
 
@@ -44,6 +45,8 @@ def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | Non
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
     """q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e] → [b, h, s_q, e]."""
+    if hw.SLOW_BF16 and q.is_cpu and q.dtype == torch.bfloat16:
+        return attend(q.float(), k.float(), v.float(), scores).to(q.dtype)
     heads, groups = q.shape[1], k.shape[1]
     if scores.is_plain:
         is_causal = scores.rule.right == 0

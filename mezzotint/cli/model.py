@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from mezzotint import hw
 from mezzotint.attention.rope import RotaryPositionEmbedding
 from mezzotint.cli.console import CommandError
 from mezzotint.cli.mixture import Mixture
@@ -214,7 +215,8 @@ class LanguageModel(nn.Module):
                 logits = self.head(self.norm(x))
             return parallel_cross_entropy(logits, targets, reduce_loss=True, dist_process_group=self.tensor_group)
         weight = self.embedding.weight if self.head is None else self.head.weight
-        logits = functional.linear(self.norm(x), weight.to(x.dtype))
+        wide = torch.float32 if hw.SLOW_BF16 and x.is_cpu else x.dtype
+        logits = functional.linear(self.norm(x).to(wide), weight.to(wide)).to(x.dtype)
         return parallel_cross_entropy(logits, targets, reduce_loss=True)
 
 

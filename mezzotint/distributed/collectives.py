@@ -1,6 +1,8 @@
 """PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
 
-`start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication.
+`start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication. On the CPU
+`start_…` waits: functional collectives of gloo that are under way beside each other corrupt memory (torch 2.13: three
+all-gathers, started and then waited for, end in SIGABRT or SIGSEGV after some thousands; one at a time does not).
 """
 
 from typing import Any
@@ -22,12 +24,16 @@ def _group(group: Any) -> Any:
 
 def wait(started: torch.Tensor) -> torch.Tensor:
     """The result of a collective that was started."""
-    return functional.wait_tensor(started)
+    return started if started.is_cpu else functional.wait_tensor(started)
+
+
+def _started(x: torch.Tensor) -> torch.Tensor:
+    return functional.wait_tensor(x) if x.is_cpu else x
 
 
 def start_all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
     """(m, …) of each process → (m · processes, …), not waited for."""
-    return _all_gather(x.contiguous(), 0, _group(group))
+    return _started(_all_gather(x.contiguous(), 0, _group(group)))
 
 
 def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -37,7 +43,7 @@ def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def start_all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum over processes, not waited for."""
-    return functional.all_reduce(x.contiguous(), "sum", _group(group))
+    return _started(functional.all_reduce(x.contiguous(), "sum", _group(group)))
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -47,7 +53,9 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def all_reduce_max(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The largest over processes, element by element."""
-    return x if world_size(group) == 1 else wait(functional.all_reduce(x.contiguous(), "max", _group(group)))
+    if world_size(group) == 1:
+        return x
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "max", _group(group)))
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -55,9 +63,15 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
     count = world_size(group)
     if x.shape[0] % count:
         raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
-    return _reduce_scatter(x.contiguous(), "sum", 0, _group(group))
+    return _started(_reduce_scatter(x.contiguous(), "sum", 0, _group(group)))
 
 
 def reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
     """The same, waited for."""
     return x if world_size(group) == 1 else wait(start_reduce_scatter(x, group))
+
+
+def all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
+    """(sum of sent, …) → (sum of received, …): so many rows to, and from, each process; None: as many to each."""
+    received, sent = (None, None) if sent is None else (list(received), list(sent))
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, _group(group)))

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
-import torch.distributed._functional_collectives as functional
 
-from mezzotint.distributed.collectives import wait
+from mezzotint.distributed.collectives import all_to_all
 from mezzotint.distributed.groups import local_size, world_size
 from mezzotint.permutation import sort_chunks
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
@@ -105,17 +103,11 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
-        return _exchanged(x, received, sent, group)
+        return all_to_all(x, received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        return _exchanged(dy, ctx.sent, ctx.received, ctx.group), None, None, None
-
-
-def _exchanged(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
-    group = torch.distributed.group.WORLD if group is None else group
-    received, sent = (None, None) if sent is None else (list(received), list(sent))
-    return wait(functional.all_to_all_single(x.contiguous(), received, sent, group))
+        return all_to_all(dy, ctx.sent, ctx.received, ctx.group), None, None, None
 
 
 def _check_rows(name: str, x: torch.Tensor, sizes: tuple[int, ...]) -> None:

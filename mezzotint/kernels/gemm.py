@@ -5,7 +5,8 @@ quantized · quantized: the FP32 product of exact values (`operand.exact`), time
     and NVFP4's: alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). Row-scaled NVFP4 takes the
     unit first and then the amaxes, as one product where one of them is a scalar.
 high · high: torch.mm in the operands' dtype (FP32 accumulation). Where the output has another dtype or a bias
-    is added, the CPU multiplies in FP32 and casts once; a GPU writes FP32, or adds the bias inside the GEMM.
+    is added, or where it has no fast BF16 product, the CPU multiplies in FP32 and casts once; a GPU writes FP32,
+    or adds the bias inside the GEMM.
     FP32 operands follow torch's TF32 setting.
 high · quantized: the quantized one is dequantized to the other's dtype first.
 
@@ -50,7 +51,8 @@ def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_a
     """The specification, in plain torch."""
     if a.kind == "high" or b.kind == "high":
         x, y = _same_dtype(a, b)
-        if bias is None and out.dtype == x.dtype:
+        is_slow = hw.SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
+        if bias is None and out.dtype == x.dtype and not is_slow:
             torch.mm(x, y.t(), out=out)
         else:
             finish(out, torch.mm(x.float(), y.float().t()), [], bias)

@@ -12,7 +12,7 @@ from mezzotint.functional.traced import describe_tensor, read_local
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
-from mezzotint.quantization import STATE, leads
+from mezzotint.quantization import STATE, leads, note_traced
 from mezzotint.recipe import Recipe
 from mezzotint.tensor.sharding import Split
 
@@ -109,7 +109,7 @@ class ParallelModule(StatefulModule):
     def _meet(self, inp: torch.Tensor) -> None:
         """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
 
-        A graph is asked for while it is traced, and has no node of it.
+        A graph is asked for while it is traced, and has no node of it; `autocast` compares for it.
         """
         if not self._modes:
             return
@@ -175,8 +175,11 @@ def _ask_while_tracing(context: Any) -> None:
     be waiting in the first while this one asks for what is in the second. And one may compile again, or export, alone.
     """
     module, recipe = read_local(context, "self"), read_local(context, "recipe")
-    if not torch.compiler.is_exporting() and not has_agreed(module.tp_group, without_addresses(recipe)):
+    if torch.compiler.is_exporting():
+        return
+    if not has_agreed(module.tp_group, without_addresses(recipe)):
         module._ask(recipe, describe_tensor(context, "inp"))
+    note_traced(module.tp_group)
 
 
 def set_groups(module: nn.Module, tp_group: Any) -> None:

@@ -95,7 +95,7 @@ def wrong_use(rank: int) -> Result:
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
         "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
         "kept otherwise": lambda: kept_in(mixed()),
-        "kept by one": lambda: under(kept_in(mixed()) if rank else linear()),
+        "kept by one": lambda: (kept_in(mixed()) if rank else linear())(torch.ones(32, 32)),
     }
     return refusals(cases, ValueError)
 
@@ -206,6 +206,12 @@ def changes(rank: int) -> Result:
                 model[0](x)
             model(x[: 16 + 16 * rank])
 
+    def inside() -> None:
+        with mz.autocast(recipe=CHOSEN[0]):
+            model(x)
+            with mz.autocast(recipe=CHOSEN[rank]):
+                model[0](x)
+
     def takes_maxima() -> None:
         for each in (delayed, delayed, CHOSEN[0], CHOSEN[0] if rank else delayed):
             with mz.autocast(recipe=each, amax_reduction_group=maxima):
@@ -217,6 +223,7 @@ def changes(rank: int) -> Result:
         "to none": lambda: step(model, x, dy, None if rank else CHOSEN[3]),
         "from none": bare,
         "other tokens": in_part,
+        "in a region inside": inside,
         "maxima": takes_maxima,
     }
     found = refusals(cases, ValueError)
@@ -234,7 +241,7 @@ def questions(group: Any) -> int:
 
 
 def compiled_changes(rank: int) -> Result:
-    """The same in graphs: by step what differs from eager code, and how many questions and graphs there were."""
+    """The same around graphs, by step: what differs from eager code, and how many questions and graphs there were."""
     torch._dynamo.reset()
     group = strangers()
     eager, traced = stack(world()[0]), stack(group)
@@ -253,11 +260,30 @@ def compiled_changes(rank: int) -> Result:
         run(f"traced {i}", each)
     for i, each in enumerate(CHOSEN[:3]):
         run(f"again {i}", each)
-    dist.barrier()
+    made = counter.frame_count
+
+    def inside() -> None:
+        leaf = x.clone().requires_grad_()
+        with mz.autocast(recipe=CHOSEN[0]):
+            call(leaf)
+            with mz.autocast(recipe=CHOSEN[rank]):
+                call(leaf)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "to a new one": lambda: step(traced, x, dy, CHOSEN[3] if rank else CHOSEN[1], call),
+        "to one of before": lambda: step(traced, x, dy, CHOSEN[1 - rank], call),
+        "to none": lambda: step(traced, x, dy, None if rank else CHOSEN[0], call),
+        "from none": lambda: step(traced, x, dy, CHOSEN[0] if rank else None, call),
+        "in a region inside": inside,
+    }
+    found["errors"] = refusals(cases, ValueError)
+    found["graphs for what was refused"] = counter.frame_count - made
+    run("not disturbed by others", CHOSEN[1])
     if rank == 1:
-        with impatient():
+        with impatient(), torch.no_grad():
+            under(mz.Linear(32, 32, device="cpu"), recipe=CHOSEN[3])  # it is whole: nobody is asked
             kinds = ValueError, torch._dynamo.exc.TorchDynamoException
-            found["error"] = refusals({"": lambda: step(traced, x, dy, CHOSEN[3], call)}, *kinds)[""]
+            found["error"] = refusals({"": lambda: under(lambda _: call(x), recipe=CHOSEN[3])}, *kinds)[""]
     dist.barrier()
     run("not disturbed", CHOSEN[1])
     if rank == 1:

@@ -375,6 +375,7 @@ def dynamic(rank: int) -> Result:
 
 
 CHECKS: tuple[Callable[[int], Result], ...] = (
+    changes,  # before there are graphs, for which regions compare
     norms,
     norm_outputs,
     layers,
@@ -389,7 +390,6 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     kept_weights,
     stochastic,
     dynamic,
-    changes,
     compiled_changes,
     wrong_use,
     compiled_wrong_use,

@@ -158,7 +158,15 @@ CHANGED = {
     "to none": "Float8BlockScaling",
     "from none": "None; rank 1 has Float8CurrentScaling",
     "other tokens": "(16, 64) of torch.bfloat16; rank 1 has (32, 64)",
+    "in a region inside": "Float8CurrentScaling",
     "maxima": "DelayedScaling",
+}
+CHANGED_AROUND_GRAPHS = {
+    "to a new one": "MXFP8BlockScaling",
+    "to one of before": "MXFP8BlockScaling",
+    "to none": "Float8CurrentScaling",
+    "from none": "None; rank 1 has Float8CurrentScaling",
+    "in a region inside": "Float8CurrentScaling",
 }
 
 
@@ -166,10 +174,14 @@ def test_a_recipe_that_changes_on_one_process_only(world: World) -> None:
     """All find it in a collective that they all take part in, ask what each has, and can go on."""
     for found in results(world, "changes"):
         assert found["wrong"] == []
-        assert found["errors"].keys() == CHANGED.keys()
-        for case, message in CHANGED.items():
-            assert f"is not the same on the 2 processes of the group: rank 0 has {message}" in found["errors"][case]
-        assert found["asked"] == (16, 2)  # for what differs 5 and 1, and for each module that has another recipe
+        check_found(found["errors"], CHANGED)
+        assert found["asked"] == (18, 2)  # for what differs 6 and 1, and for each module that has another recipe
+
+
+def check_found(errors: dict[str, str], messages: dict[str, str]) -> None:
+    assert errors.keys() == messages.keys()
+    for case, message in messages.items():
+        assert f"is not the same on the 2 processes of the group: rank 0 has {message}" in errors[case], case
 
 
 def check_alone(error: str, recipe: str) -> None:
@@ -180,8 +192,10 @@ def check_alone(error: str, recipe: str) -> None:
 
 def test_recipes_that_change_in_graphs(world: World) -> None:
     """A group asks once for each recipe, while a graph is traced, and not again: not where one process alone compiles
-    again or exports, not where eager code has asked, not where one has the model in two graphs and one in one."""
+    again or exports, not where eager code has asked, not where one has the model in two graphs and one in one. What one
+    process changes alone is found where the region is entered, before it is traced; without gradients by itself."""
     for rank, found in enumerate(results(world, "compiled_changes")):
+        check_found(found.pop("errors"), CHANGED_AROUND_GRAPHS)
         error = found.pop("error")
         if rank == 1:
             check_alone(error, "Float8BlockScaling")
@@ -189,6 +203,8 @@ def test_recipes_that_change_in_graphs(world: World) -> None:
         assert found == {
             **{f"traced {i}": traced for i in range(3)},
             **{f"again {i}": known for i in range(3)},
+            "graphs for what was refused": 0,
+            "not disturbed by others": known,
             "not disturbed": known,
             "the second compiles again": {**known, "graphs": rank},
             "eager": eager,  # of each module, with its input
