@@ -1,7 +1,7 @@
 """PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
 
 `start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication. On the CPU
-`start_…` waits: functional collectives of gloo that are under way beside each other corrupt memory (torch 2.11 and 2.13:
+`start_…` waits: functional collectives of gloo that are under way beside each other corrupt memory (torch 2.11, 2.13:
 three all-gathers, started and then waited for, end in SIGABRT or SIGSEGV after some thousands; one at a time does not).
 """
 
