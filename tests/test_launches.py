@@ -30,6 +30,13 @@ from mezzotint.kernels.triton._launch import Fast
 from mezzotint.recipe import Recipe
 from tests.recipes import RECIPES as SHORT_HISTORY
 
+
+@pytest.fixture(autouse=True)
+def products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As everywhere but on ARM CPUs without BF16 instructions, where attention makes copies."""
+    monkeypatch.setattr(hw, "SLOW_BF16", False)
+
+
 pytestmark = pytest.mark.compile
 
 RECIPES = SHORT_HISTORY | {"delayed": recipe.DelayedScaling()}  # as users have it
