@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mezzotint as mz
+from mezzotint import hw
 from mezzotint.attention.masks import alibi_slopes
 from tests.attention.reference import MASKS, attention, slopes_of_alibi
 
@@ -65,6 +66,22 @@ def module_of(groups: int = HEADS, **options: Any) -> mz.DotProductAttention:
 
 def fits(layout: str, mask: str) -> bool:
     return layout != "thd" or "padding" in mask
+
+
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_bf16_where_its_product_is_slow(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of FP32 copies, rounded once; gradients too."""
+    monkeypatch.setattr(hw, "SLOW_BF16", True)
+    parts = [x.detach().bfloat16().requires_grad_() for x in heads()]
+    copies = [x.detach().float().requires_grad_() for x in parts]
+    got, wanted = run(module_of(), parts, "bshd", mask), run(module_of(), copies, "bshd", mask)
+    assert torch.equal(got, wanted.bfloat16())
+    got.sum().backward()
+    wanted.sum().backward()
+    for x, copy in zip(parts, copies, strict=True):
+        assert x.grad is not None
+        assert copy.grad is not None
+        assert torch.equal(x.grad, copy.grad.bfloat16())
 
 
 CASES = [(layout, mask) for layout in LAYOUTS for mask in MASKS if fits(layout, mask)]

@@ -104,6 +104,16 @@ def test_unequal_unquantized_operands_promote() -> None:
     assert torch.equal(gemm(a, b, out_dtype=F32), a.data.float() @ b.data.float().t())
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_bf16_where_its_product_is_slow(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ARM CPUs without BF16 instructions the product of FP32 copies, rounded once; of FP32 there is one way."""
+    monkeypatch.setattr(hw, "SLOW_BF16", is_slow)
+    a, b = torch.randn(40, 130).bfloat16(), torch.randn(24, 130).bfloat16()
+    exactly = (a.float() @ b.float().t()).bfloat16() if is_slow else a @ b.t()
+    assert torch.equal(gemm(Operand(a), Operand(b), out_dtype=B16), exactly)
+    assert torch.equal(gemm(Operand(a.float()), Operand(b.float()), out_dtype=F32), a.float() @ b.float().t())
+
+
 @pytest.mark.parametrize("dtype_b", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype_a", [E4M3, E5M2])
 @pytest.mark.parametrize("kind", [kind for kind in QUANTIZED if kind != "nv"])

@@ -50,6 +50,11 @@ def test_formula(world: World, name: str, dtype: torch.dtype) -> None:
         assert_equal(made[rank][f"{name} {dtype}"], {"output": y, "input": dx})
 
 
+def test_one_at_a_time(world: World) -> None:
+    for made in results(world, "one_at_a_time"):
+        assert made == {"kinds": {"Tensor"}, "waits": []}
+
+
 def test_strides_do_not_matter(world: World) -> None:
     for made in results(world, "strides"):
         assert_equal(made["other"], made["dense"])

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import ops
+from mezzotint.distributed.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mezzotint.ops.fused import ForwardLinearReduceScatter
 from tests.ops.chains import only, seed, spread
 from tests.recipes import RECIPES
@@ -60,6 +61,16 @@ def collectives(rank: int) -> Result:
             ("scatter", ops.ReduceScatter()),
         )
         for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def one_at_a_time(rank: int) -> Result:
+    """What has been started is not under way: of gloo's functional collectives several at once corrupt memory."""
+    x, group = input_of(rank), dist.group.WORLD
+    started = [start(x, group) for start in (start_all_gather, start_all_reduce, start_reduce_scatter)]
+    return {
+        "kinds": {type(each).__name__ for each in started},
+        "waits": [each for each in started if wait(each) is not each],
     }
 
 
@@ -127,6 +138,7 @@ def compiled(rank: int) -> Result:
 
 CHECKS: tuple[Callable[[int], Result], ...] = (
     collectives,
+    one_at_a_time,
     strides,
     group_of_one,
     does_not_divide,
