@@ -193,9 +193,10 @@ def _ask_while_tracing(context: Any) -> None:
 
 
 def note_traced(group: Any) -> None:
-    """Modules whose weights the processes of the group share are in a graph: from now on regions compare for it."""
+    """Modules whose weights the processes of the group share are in a graph: from now on regions compare for it, for
+    one group after the other in the same order everywhere."""
     if group not in STATE.traced:
-        STATE.traced = (*STATE.traced, group)
+        STATE.traced = tuple(sorted((*STATE.traced, group), key=lambda each: each.group_name))
 
 
 def _compare_for_graphs(recipe: Recipe | None) -> None:
