@@ -29,6 +29,11 @@ def _multiplies_bf16_slowly() -> bool:
 SLOW_BF16 = _multiplies_bf16_slowly()
 
 
+def multiplies_slowly(x: torch.Tensor) -> bool:
+    """Whether products of such a tensor are to be made of FP32 copies."""
+    return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
+
+
 @cache
 def capability(device: int | None = None) -> CC | None:
     """(major, minor) of the CUDA device, or None without one."""

@@ -45,7 +45,7 @@ def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | Non
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
     """q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e] → [b, h, s_q, e]."""
-    if hw.SLOW_BF16 and q.is_cpu and q.dtype == torch.bfloat16:
+    if hw.multiplies_slowly(q):
         return attend(q.float(), k.float(), v.float(), scores).to(q.dtype)
     heads, groups = q.shape[1], k.shape[1]
     if scores.is_plain:

@@ -215,7 +215,7 @@ class LanguageModel(nn.Module):
                 logits = self.head(self.norm(x))
             return parallel_cross_entropy(logits, targets, reduce_loss=True, dist_process_group=self.tensor_group)
         weight = self.embedding.weight if self.head is None else self.head.weight
-        wide = torch.float32 if hw.SLOW_BF16 and x.is_cpu else x.dtype
+        wide = torch.float32 if hw.multiplies_slowly(x) else x.dtype
         logits = functional.linear(self.norm(x).to(wide), weight.to(wide)).to(x.dtype)
         return parallel_cross_entropy(logits, targets, reduce_loss=True)
 

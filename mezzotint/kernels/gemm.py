@@ -51,8 +51,7 @@ def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_a
     """The specification, in plain torch."""
     if a.kind == "high" or b.kind == "high":
         x, y = _same_dtype(a, b)
-        is_slow = hw.SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
-        if bias is None and out.dtype == x.dtype and not is_slow:
+        if bias is None and out.dtype == x.dtype and not hw.multiplies_slowly(x):
             torch.mm(x, y.t(), out=out)
         else:
             finish(out, torch.mm(x.float(), y.float().t()), [], bias)
