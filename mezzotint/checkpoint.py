@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mezzotint.quantization import STATE, get_autocast_state, set_autocast_state
+from mezzotint.state import STATE, get_autocast_state, set_autocast_state
 
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 

@@ -11,19 +11,16 @@ import torch
 
 from mezzotint.functional.delayed import ENDING
 from mezzotint.quantization import (
-    STATE,
-    State,
     autocast,
-    get_autocast_state,
     get_default_recipe,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
-    set_autocast_state,
     update_pending,
 )
 from mezzotint.recipe import Recipe
+from mezzotint.state import STATE, State, get_autocast_state, set_autocast_state
 
 
 class FP8GlobalStateManager:

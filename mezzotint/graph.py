@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.quantization import STATE, autocast
+from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
+from mezzotint.state import STATE
 
 __all__ = ["make_graphed_callables"]
 

@@ -1,12 +1,11 @@
-"""Where quantization is switched on: `autocast`, `quantized_model_init`, and the one mutable state behind them.
+"""Where quantization is switched on: `autocast` and `quantized_model_init`, which set `STATE`.
 
-Modules read the state once per call. Delayed scaling: a module that ran in a region waits in `pending`; when the
+Delayed scaling: a module that ran in a region waits in `pending`; when the
 outermost region ends, every one of them updates its forward scales in one op, in eager code or inside the graph that
 the region lies in (`functional/delayed.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 
 from mezzotint import hw
 from mezzotint.constants import DType
-from mezzotint.distributed.agreement import check_agreed, check_equal, has_agreed, note_agreed, without_addresses
-from mezzotint.distributed.groups import device_of, is_alive, world_size
+from mezzotint.distributed.groups import world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
-from mezzotint.functional.traced import read_local
+from mezzotint.meeting import agree
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -30,6 +28,7 @@ from mezzotint.recipe import (
     check_recipe,
     element,
 )
+from mezzotint.state import STATE, get_autocast_state, set_autocast_state
 
 __all__ = [
     "STATE",
@@ -42,70 +41,6 @@ __all__ = [
     "fp8_model_init",
     "quantized_model_init",
 ]
-
-
-class Pending:
-    """A module that waits for its update, the groups that it shares its maxima with, and those before it. A chain, not
-    a list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
-
-    __slots__ = ("before", "groups", "module")
-
-    def __init__(self, module: Any, groups: tuple[Any, ...], before: Any) -> None:
-        self.module, self.groups, self.before = module, groups, before
-
-
-class Turn:
-    """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
-    quantized. Of its own: to set an attribute of an `nn.Module` is slow.
-
-    In shards (`tensor/gathering.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has gathered;
-    whether backward reads the row-wise ones too, None where no run has said so; and whether all processes were found to
-    quantize them alike.
-    """
-
-    __slots__ = ("has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
-
-    def __init__(self) -> None:
-        self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
-        self.held = True, True
-        self.reads_rows_again: bool | None = None
-
-
-@dataclass(slots=True)
-class State:
-    """What `autocast` and `quantized_model_init` set. One instance, `STATE`."""
-
-    enabled: bool = False
-    calibrating: bool = False
-    recipe: Recipe | None = None
-    group: Any = None
-    depth: int = 0
-    init_enabled: bool = False
-    init_recipe: Recipe | None = None
-    preserves_init: bool = False
-    pending: Any = None
-    recomputation: Any = None
-    recomputes_in_graph: bool = False
-    skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
-    agreed: tuple[tuple[str, Recipe], ...] = ()  # groups that maxima are taken over, and recipes all of one had
-    leaders: tuple[tuple[str, Turn], ...] = ()  # groups that share weights, and the module of each that compares
-    traced: tuple[Any, ...] = ()  # groups that share weights of modules in graphs
-    entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
-
-
-STATE = State()
-
-AutocastState = tuple[bool, bool, Recipe | None, Any]
-
-
-def get_autocast_state() -> AutocastState:
-    """What a region sets: enabled, calibrating, recipe, group."""
-    return STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group
-
-
-def set_autocast_state(state: AutocastState) -> None:
-    """What `get_autocast_state` gave."""
-    STATE.enabled, STATE.calibrating, STATE.recipe, STATE.group = state
 
 
 class autocast:
@@ -134,10 +69,8 @@ class autocast:
         if self.outer is not None:
             raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         enabled, _, recipe, group = self.state
-        if not torch.compiler.is_compiling():
-            _compare_for_graphs(recipe if enabled else None)
-        if group is not None and enabled and recipe is not None and torch.is_grad_enabled():
-            _agree(recipe, group)
+        if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
+            agree(recipe if enabled else None, group)
         self.outer = get_autocast_state()
         set_autocast_state(self.state)
         STATE.leaders = ()
@@ -151,72 +84,6 @@ class autocast:
         STATE.depth -= 1
         if STATE.depth == 0:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
-
-
-def _agree(recipe: Recipe, group: Any) -> None:
-    """All processes that maxima are taken over have this recipe, or all of them raise: one with another recipe would
-    take none, and the others wait for it. Without gradients none are taken.
-
-    A group is asked once for a recipe, in eager code and where a graph has the region inside. After a recipe that takes
-    maxima each region in eager code compares.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.comptime.comptime(_ask_while_tracing)
-        return
-    if torch.compiler.is_compiling() or world_size(group) == 1:
-        return
-    known = [each for name, each in STATE.agreed if name == group.group_name]
-    if group not in STATE.traced and any(each.custom() or getattr(each, "reduce_amax", False) for each in known):
-        check_equal(group, device_of(group), recipe=_as_text(recipe))
-    if recipe not in known:
-        _ask(_as_text(recipe), group)
-        STATE.agreed = (*STATE.agreed, (group.group_name, recipe))
-
-
-def _as_text(recipe: Recipe) -> str:
-    """Apart from what the modules of a group ask for, which is compared with their inputs."""
-    return f"{without_addresses(recipe)} in autocast"
-
-
-def _ask(recipe: str, group: Any) -> None:
-    check_agreed(group, recipe=recipe)
-    note_agreed(group, recipe)
-
-
-def _ask_while_tracing(context: Any) -> None:
-    """Called by Dynamo in `_agree`, whose locals are read here. A process may compile again, or export, alone."""
-    recipe, group = read_local(context, "recipe"), read_local(context, "group")
-    if torch.compiler.is_exporting() or world_size(group) == 1:
-        return
-    if not has_agreed(group, _as_text(recipe)):
-        _ask(_as_text(recipe), group)
-
-
-def note_traced(group: Any) -> None:
-    """Modules whose weights the processes of the group share are in a graph: from now on regions compare for it, for
-    one group after the other in the same order everywhere."""
-    if group not in STATE.traced:
-        STATE.traced = tuple(sorted((*STATE.traced, group), key=lambda each: each.group_name))
-
-
-def _compare_for_graphs(recipe: Recipe | None) -> None:
-    """A graph does not compare when it runs: the region does, for each group that has one. All of its processes enter
-    those that have gradients; one may evaluate alone, with modules that are whole, and so without them."""
-    if not STATE.traced or not torch.is_grad_enabled():
-        return
-    STATE.traced = tuple(group for group in STATE.traced if is_alive(group))
-    for group in STATE.traced:
-        check_equal(group, device_of(group), recipe=without_addresses(recipe))
-
-
-def leads(group: Any, turn: Turn) -> bool:
-    """Whether a module is the first of a group that has run since a region was entered or left. It is known by its
-    turn, which is kept when it is gone: its address may be another module's then, on some processes."""
-    for name, leader in STATE.leaders:
-        if name == group.group_name:
-            return leader is turn
-    STATE.leaders = (*STATE.leaders, (group.group_name, turn))
-    return True
 
 
 def update_pending(updates: bool) -> None:

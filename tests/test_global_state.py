@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import FP8GlobalStateManager, RecipeState, recipe
-from mezzotint.quantization import STATE
+from mezzotint.state import STATE
 from tests.recipes import RECIPES, assert_equal, gradient, make, sample, step
 
 

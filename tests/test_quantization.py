@@ -14,7 +14,6 @@ from torch import nn
 import mezzotint as mz
 from mezzotint import DType, hw, quantization
 from mezzotint.functional.delayed import ENDING
-from mezzotint.quantization import STATE, State
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -27,6 +26,7 @@ from mezzotint.recipe import (
     NVFP4BlockScaling,
     QuantizerRole,
 )
+from mezzotint.state import STATE, State
 from tests.recipes import GROUPS, IN, MODULES, OUT, assert_equal, make, run, sample, step
 from tests.recipes import STATE as BUFFERS
 

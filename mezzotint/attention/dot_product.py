@@ -34,7 +34,7 @@ from mezzotint.attention.masks import (
 from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
-from mezzotint.quantization import STATE
+from mezzotint.state import STATE
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

@@ -34,7 +34,6 @@ from mezzotint.cli.parallel import (
     reduce_gradients,
 )
 from mezzotint.cli.traffic import SentBytes
-from mezzotint.layer.parallel import ParallelModule
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 
@@ -173,9 +172,6 @@ def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout
     with FakeTensorMode():
         shallow = replace(config, layers=sampled)
         model = make_model(shallow, layout, meshes, recipe, dtype=dtype, exchange=balanced_exchange)
-        for module in model.modules():
-            if isinstance(module, ParallelModule):
-                module._agreed = (recipe,)  # in a fake world there is nobody to ask
         optimizer = make_optimizer(model)
         tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
         sent = SentBytes()

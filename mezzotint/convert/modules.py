@@ -15,8 +15,9 @@ from torch import nn
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
-from mezzotint.quantization import STATE, autocast
+from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
+from mezzotint.state import STATE
 
 
 class Converted:

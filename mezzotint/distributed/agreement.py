@@ -1,6 +1,6 @@
 """Whether the processes of a group mean the same, before one of them waits for another that does something else.
 
-check_agreed   in torch.distributed's store: says what each of them has; also where a collective cannot be had
+check_agreed   in torch.distributed's store: says what each of them has
 check_equal    in a collective of one number: for what is compared again and again
 """
 
@@ -19,8 +19,8 @@ from mezzotint.distributed.groups import rank_in, world_size
 def check_agreed(group: Any, **values: str) -> None:
     """The same on every process of the group, or an error on every one of them. All must ask, in the same order.
 
-    They meet in torch.distributed's store. A collective cannot be had while a graph is traced, and processes that go on
-    as before would take it for one of theirs. One that is alone raises after the timeout of the default group.
+    They meet in torch.distributed's store: processes that do something else would take a collective for one of theirs.
+    One that is alone raises after the timeout of the default group.
     """
     store = _store(group)
     if store is None:
@@ -53,7 +53,7 @@ def check_equal(group: Any, device: torch.device, **values: str) -> None:
     On a GPU the host does not wait for the answer: where it is no, the kernel that finds out fails, and so does what
     comes after it (not tried over NCCL). Elsewhere the error says what each process has.
     """
-    if torch.distributed.get_backend(group) == "fake":
+    if is_fake(group):
         return
     number = int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:7], "big")  # an int64 holds it
     found = all_gather(torch.full((1,), number, dtype=torch.int64, device=device), group)
@@ -70,23 +70,15 @@ def without_addresses(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def note_agreed(group: Any, value: str) -> None:
-    """For `has_agreed`, of every process, after `check_agreed`."""
-    store = _store(group)
-    if store is not None:
-        store.set(f"agreed/{value}", "")
-
-
-def has_agreed(group: Any, value: str) -> bool:
-    """Whether the processes have agreed on it before. Where nobody answers there is nothing to ask."""
-    store = _store(group)
-    return store is None or store.check([f"agreed/{value}"])
+def is_fake(group: Any) -> bool:
+    """Whether there are no other processes: nobody answers."""
+    return torch.distributed.get_backend(group) == "fake"
 
 
 def _store(group: Any) -> Any:
     """Where the processes of a group meet; None where they are fake, and nobody answers."""
     group = torch.distributed.group.WORLD if group is None else group
-    if torch.distributed.get_backend(group) == "fake":
+    if is_fake(group):
         return None
     shared = torch.distributed.distributed_c10d._get_default_store()
     members = torch.distributed.get_process_group_ranks(group)

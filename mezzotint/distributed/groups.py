@@ -21,11 +21,6 @@ def rank_in(group: Any) -> int:
     return torch.distributed.get_rank(group) if is_initialized() else 0
 
 
-def is_alive(group: Any) -> bool:
-    """Whether the group has not been destroyed."""
-    return is_initialized() and group in torch.distributed.distributed_c10d._world.pg_map
-
-
 def device_of(group: Any) -> torch.device:
     """Where the group takes tensors from; the CPU where that is one of several."""
     kinds = [device.type for device in group._device_types]

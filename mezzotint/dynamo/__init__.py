@@ -3,6 +3,8 @@
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
 from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
+from mezzotint.dynamo.order import keep_in_line
+from mezzotint.meeting import MEETINGS
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
 
 TensorSpec = TensorProto
@@ -21,3 +23,5 @@ __all__ = [
     "to_tensor_proto",
     "to_tensor_spec",
 ]
+
+keep_in_line(MEETINGS)

@@ -5,17 +5,13 @@ method of an opaque object that was made inside the graph becomes a graph node i
 for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline
 it. And 2.11 cannot give back an object, like a storage, that holds an opaque one which was made inside the graph.
 
-Dynamo is imported by the first `torch.compile`, and pulls in Triton, so nothing here imports it: the functions are
-put in place when its module is loaded.
+The functions are put in place when Dynamo's module is loaded.
 """
 
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+from mezzotint.dynamo.late import after_import
 from mezzotint.tensor.quantizer import Quantizer
 
 _MODULE = "torch._dynamo.variables.script_object"
@@ -33,10 +29,7 @@ def trace_quantizer_methods(inlined: frozenset[str]) -> None:
                 _close_gaps(getattr(module, name), inlined)
                 break
 
-    if _MODULE in sys.modules:
-        close(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _AfterImport(_MODULE, close))
+    after_import(_MODULE, close)
 
 
 def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
@@ -77,26 +70,3 @@ def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
 
     variable.call_function, variable.reconstruct = traced_call, traced_reconstruct
     setattr(variable, getattr_name, traced_getattr)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `action(module)` once, right after the module of that name was imported."""
-
-    def __init__(self, name: str, action: Any) -> None:
-        self.name, self.action = name, action
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute, action = spec.loader.exec_module, self.action
-
-        def execute_then_act(module: ModuleType) -> None:
-            execute(module)
-            action(module)
-
-        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
-        return spec

@@ -1,7 +1,8 @@
-"""What locals of traced code stand for, read while Dynamo traces it.
+"""What locals of traced code stand for, read, and written, while Dynamo traces it.
 
     torch._dynamo.comptime.comptime(function)   # in traced code: Dynamo calls function(context), in plain Python
     read_local(context, "self")                 # in there
+    set_local(context, "name", "a text")        # to the traced code it is a constant
 
 The graph gets no node of it, and no guard on what is read: layers that share a graph still do. Dynamo's variables are
 private (seen in torch 2.11 and 2.13). Nothing here imports Dynamo, which has been imported where anything here runs.
@@ -36,11 +37,16 @@ def _attribute(variable: Any, name: str, translator: Any) -> Any:
     return build(translator, getattr).call_function(translator, [variable, build(translator, name)], {}).realize()
 
 
-def describe_tensor(context: Any, name: str) -> str:
-    """Shape and dtype of a local; of what is no tensor to Dynamo, nothing."""
-    local = context.get_local(name)
-    if not local.is_proxy():
-        return ""
-    fake = local.as_fake()
-    sizes = [size if isinstance(size, int) else size.node.hint for size in fake.shape]  # to ask for more is a guard
-    return f"{tuple(sizes)} of {fake.dtype}"
+def read_written(context: Any, name: str, attribute: str) -> Any:
+    """What the graph has set this attribute of a local to so far, made of constants; None: it has not."""
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    effects = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output.side_effects
+    if not effects.has_pending_mutation_of_attr(variable, attribute):
+        return None
+    return effects.load_attr(variable, attribute).as_python_constant()
+
+
+def set_local(context: Any, name: str, value: Any) -> None:
+    """From here on the local is this constant."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.symbolic_locals[name] = torch._dynamo.variables.ConstantVariable.create(value)

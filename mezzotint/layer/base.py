@@ -20,7 +20,7 @@ from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.quantization import STATE, Pending, has_own_rule, reduction_groups, update_rule
+from mezzotint.quantization import has_own_rule, reduction_groups, update_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
@@ -30,6 +30,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
+from mezzotint.state import STATE, Pending
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.gathering import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer

@@ -5,15 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.agreement import check_agreed, check_equal, has_agreed, note_agreed, without_addresses
 from mezzotint.distributed.groups import check_group, resolve_size, world_size
 from mezzotint.functional.parallel import Parallel
-from mezzotint.functional.traced import describe_tensor, read_local
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import Place
 from mezzotint.layer.state import StatefulModule
-from mezzotint.quantization import STATE, leads, note_traced
-from mezzotint.recipe import Recipe
+from mezzotint.meeting import follow, forget, meet
 from mezzotint.tensor.sharding import Split
 
 
@@ -26,7 +23,6 @@ class ParallelModule(StatefulModule):
         self.parallel_mode: str | None = None
         self.tp_size, self.sequence_parallel = 1, False
         self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
-        self._agreed: Any = None  # (recipe,): the last that all processes were found to run with, in eager code
         self._norm_group: Any = None  # whose processes the parameters of a norm are DTensors of
 
     def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
@@ -38,7 +34,9 @@ class ParallelModule(StatefulModule):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """The group of processes that share the weights: as many as the module was made for."""
         check_group(tp_group, self.tp_size)
-        self.tp_group, self._agreed = tp_group, None
+        self.tp_group = tp_group
+        if "scale_bwd" in self._buffers:
+            forget(self.scale_bwd)
         self._share_weights()
 
     def _share_weights(self) -> None:
@@ -107,10 +105,8 @@ class ParallelModule(StatefulModule):
         return self.tp_group if self._modes else None
 
     def _meet(self, inp: torch.Tensor) -> None:
-        """What can go wrong over processes goes wrong here, on each of them, before one waits for another.
-
-        A graph is asked for while it is traced, and has no node of it; `autocast` compares for it.
-        """
+        """What can go wrong over processes goes wrong here, on each of them, before one waits for another: so before
+        weights are quantized. `inp`: what the module, or the chain of operations that it is in, is given."""
         if not self._modes:
             return
         if self.tp_group is None:
@@ -118,38 +114,11 @@ class ParallelModule(StatefulModule):
                 f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
                 "before the first forward"
             )
-        recipe = STATE.recipe if STATE.enabled else None
-        if not torch.compiler.is_compiling():
-            self._compare(recipe, inp)
-        elif torch.compiler.is_dynamo_compiling():
-            torch._dynamo.comptime.comptime(_ask_while_tracing)
-        if self.sequence_parallel:
-            self._check_tokens(inp)
-
-    def _compare(self, recipe: Recipe | None, inp: torch.Tensor) -> None:
-        """In eager code the first call of a module asks, and so does each with another recipe than before. What only
-        some processes change is found by the others, too: one module of a group compares at each call."""
-        is_leader, given = leads(self.tp_group, self._turn), f"{tuple(inp.shape)} of {inp.dtype}"
-        if self._agreed is None:
-            self._ask(recipe, given)
-        else:
-            if is_leader:
-                check_equal(self.tp_group, inp.device, recipe=without_addresses(recipe), inp=given)
-            if self._agreed[0] is not recipe and self._agreed[0] != recipe:
-                self._ask(recipe, None)
-        self._agreed = (recipe,)
-
-    def _ask(self, recipe: Recipe | None, inp: str | None) -> None:
-        """`inp`: what it is given, where the processes have not compared it before."""
-        values = {"recipe": without_addresses(recipe)}
-        if inp is not None:
-            values["inp"] = inp
-            values["sequence_parallel"] = str(self.sequence_parallel)
-            values["module"] = str(self)
-        check_agreed(self.tp_group, **values)
-        note_agreed(self.tp_group, values["recipe"])
+        meet(self, inp)
 
     def _check_tokens(self, inp: torch.Tensor) -> None:
+        if not self.sequence_parallel:
+            return
         if inp.dim() < 2:
             raise ValueError(
                 f"inp has shape {tuple(inp.shape)}: sequence_parallel needs tokens in a dimension of their own"
@@ -160,26 +129,16 @@ class ParallelModule(StatefulModule):
                 "the first dimension, which they must divide; pad it"
             )
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        mark = self._buffers.get("scale_bwd")
+        made = super()._apply(fn, recurse)
+        if mark is not None:
+            follow(mark, self.scale_bwd)
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.tp_group)] = self.tp_group  # a copy is in the same group
         return super().__deepcopy__(memo)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_agreed": None}
-
-
-def _ask_while_tracing(context: Any) -> None:
-    """Called by Dynamo in `_meet`, whose locals are read here. A recipe is asked for once by a group, not by module.
-
-    A process that waits here has not run the graph so far: if another one runs the same modules in two graphs, it may
-    be waiting in the first while this one asks for what is in the second. And one may compile again, or export, alone.
-    """
-    module, recipe = read_local(context, "self"), read_local(context, "recipe")
-    if torch.compiler.is_exporting():
-        return
-    if not has_agreed(module.tp_group, without_addresses(recipe)):
-        module._ask(recipe, describe_tensor(context, "inp"))
-    note_traced(module.tp_group)
 
 
 def set_groups(module: nn.Module, tp_group: Any) -> None:

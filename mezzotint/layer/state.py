@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from mezzotint.layer.parameters import attributes_of, restore_attributes
-from mezzotint.quantization import STATE, Turn
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
+from mezzotint.state import STATE, Turn
 
 HISTORY_LENGTH = 1024
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

@@ -20,7 +20,7 @@ from mezzotint.layer.parameters import (
     resolve_device,
     split_names,
 )
-from mezzotint.quantization import STATE
+from mezzotint.state import STATE
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.sharding import Split, quantize_part, share
 

@@ -10,8 +10,8 @@ from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
 from mezzotint.module.compat import UpstreamNames
-from mezzotint.quantization import STATE
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
+from mezzotint.state import STATE
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage

@@ -159,6 +159,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
         check_input(inp, self.hidden_size)
         self._meet(inp)
+        self._check_tokens(inp)
         (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
         gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)

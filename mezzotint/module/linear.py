@@ -109,6 +109,7 @@ class Linear(TransformerEngineBaseModule):
         """
         check_input(inp, self.in_features)
         self._meet(inp)
+        self._check_tokens(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)

@@ -10,7 +10,8 @@ from torch import nn
 
 from mezzotint.constants import rup
 from mezzotint.layer.parameters import check_features
-from mezzotint.quantization import STATE, get_default_recipe
+from mezzotint.quantization import get_default_recipe
+from mezzotint.state import STATE
 
 
 def _align_size(given: int | None) -> int:

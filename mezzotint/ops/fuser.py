@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from mezzotint.functional.autograd import differentiates_forward, flatten, unflatten
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.parallel import ParallelModule
 from mezzotint.ops.fusion import (
     BACKWARD_FUSIONS,
     FORWARD_BACKWARD_FUSIONS,
@@ -27,7 +28,7 @@ from mezzotint.ops.fusion import (
 from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
-from mezzotint.quantization import STATE
+from mezzotint.state import STATE
 
 __all__ = ["OperationFuser"]
 
@@ -308,6 +309,9 @@ class OperationFuser:
         forward, backward = self._groups(recipe, first)
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
+        for op in self._basic_ops:
+            if isinstance(op, ParallelModule):
+                op._meet(input_)
         extra_inputs = self._wiring.read(self._basic_ops, extra_inputs)
         pipeline = Pipeline(
             self._basic_ops,

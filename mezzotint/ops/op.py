@@ -28,8 +28,8 @@ from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Call, Layer, delayed_request
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.ops.quantizing import delayed
-from mezzotint.quantization import STATE
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
+from mezzotint.state import STATE
 from mezzotint.tensor.float8 import Float8ScaledQuantizer
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]

@@ -1,8 +1,7 @@
 """How wrong use over processes is refused, in eager and compiled code, and that right use asks no more than it must."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mezzotint as mz
 from mezzotint import ops, recipe
 from mezzotint.distributed.shards import quantize_shard
+from mezzotint.state import STATE
 from tests.distributed.parallel import differing, draw, make, step, world
 from tests.quantizer_formats import FORMATS
 from tests.worlds import Result
@@ -26,6 +26,11 @@ def linear(**options: Any) -> Any:
 def strangers() -> Any:
     """A group of all processes, which have agreed on nothing yet."""
     return dist.new_group(list(range(world()[1])))
+
+
+def operations() -> Any:
+    parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": strangers()}
+    return ops.Sequential(ops.Linear(32, 32, device="cpu", **parallel), ops.GELU())
 
 
 def mixed() -> recipe.Recipe:
@@ -92,6 +97,7 @@ def wrong_use(rank: int) -> Result:
         "recipe changes": changes_recipe,
         "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
         "maxima": lambda: under(mz.Linear(32, 32, device="cpu"), recipe=scaled(), amax_reduction_group=strangers()),
+        "operations": lambda: under(operations(), recipe=mixed()),
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
         "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
         "kept otherwise": lambda: kept_in(mixed()),
@@ -101,25 +107,27 @@ def wrong_use(rank: int) -> Result:
 
 
 class Region(torch.nn.Module):
-    """A region, and its recipe, that are made in the graph. `option` of the recipe."""
+    """A region, and its recipe, that are made in the graph. `option` of the recipe; with `first` behind another one."""
 
-    def __init__(self, module: Any, option: bool, group: Any = None) -> None:
+    def __init__(self, module: Any, option: bool, group: Any = None, first: Any = None) -> None:
         super().__init__()
-        self.module, self.option, self.group = module, option, group
+        self.module, self.option, self.group, self.first = module, option, group, first
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is not None:
+            with mz.autocast(recipe=recipe.Float8CurrentScaling()):
+                x = self.first(x)
         chosen = recipe.MXFP8BlockScaling(enable_2d_quantization=self.option)
         with mz.autocast(recipe=chosen, amax_reduction_group=self.group):
             return self.module(x)
 
 
 def compiled_wrong_use(rank: int) -> Result:
-    """The same of graphs, while they are traced: none runs."""
+    """The same of graphs."""
     _, size, _ = world()
-    counter = CompileCounterWithBackend("aot_eager")
     x = torch.ones(32, 32)
 
-    def graph(module: Any, backend: Any = counter, **options: Any) -> Any:
+    def graph(module: Any, backend: Any = "aot_eager", **options: Any) -> Any:
         torch._dynamo.reset()
         return torch.compile(module, **{"fullgraph": True, **options}, backend=backend)
 
@@ -134,10 +142,6 @@ def compiled_wrong_use(rank: int) -> Result:
         module = linear(tp_group=strangers())
         under(module, recipe=recipe.Float8BlockScaling())
         under(graph(module), recipe=mixed())
-
-    def operations() -> Any:
-        parallel = {"tensor_parallel_mode": "column", "tensor_parallel_group": strangers()}
-        return ops.Sequential(ops.Linear(32, 32, device="cpu", **parallel), ops.GELU())
 
     def mlp() -> Any:
         made: dict[str, Any] = {"tp_group": strangers(), "set_parallel_mode": True, "sequence_parallel": True}
@@ -154,24 +158,15 @@ def compiled_wrong_use(rank: int) -> Result:
         "recipe changes": changes_recipe,
         "recipe in the graph": lambda: graph(Region(linear(tp_group=strangers()), rank == 0))(x),
         "maxima": lambda: graph(Region(mz.Linear(32, 32, device="cpu"), rank == 0, strangers()))(x),
+        "maxima, one without": lambda: under(
+            mz.Linear(32, 32, device="cpu"), enabled=rank == 0, amax_reduction_group=strangers()
+        ),
         "one without": lambda: under(graph(mlp()), enabled=rank == 0),
+        "no region": lambda: under(graph(mlp()), recipe=mixed()) if rank else graph(mlp())(x),
         "one eager": one_eager,
         "operations": lambda: under(graph(operations()), recipe=mixed()),
     }
-    found = refusals(cases, ValueError, torch._dynamo.exc.TorchDynamoException)
-    return {**found, "graphs": counter.frame_count}
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """Waits for others one second."""
-    store = dist.distributed_c10d._get_default_store()
-    patience = store.timeout
-    store.set_timeout(timedelta(seconds=1))
-    try:
-        yield
-    finally:
-        store.set_timeout(patience)
+    return refusals(cases, ValueError, torch._dynamo.exc.TorchDynamoException)
 
 
 def stack(group: Any) -> Any:
@@ -241,15 +236,15 @@ def questions(group: Any) -> int:
 
 
 def compiled_changes(rank: int) -> Result:
-    """The same around graphs, by step: what differs from eager code, and how many questions and graphs there were."""
+    """The same of graphs, by step: what differs from eager code, and how many questions and graphs there were."""
     torch._dynamo.reset()
-    group = strangers()
+    group, maxima = strangers(), strangers()
     eager, traced = stack(world()[0]), stack(group)
     counter = CompileCounterWithBackend("aot_eager")
-    call = torch.compile(traced, fullgraph=True, backend=counter)
+    call = graph(traced, counter)
     x, dy = draw(32, 64, seed=1), draw(128, 32, seed=2)
     want = {each: step(eager, x, dy, each) for each in CHOSEN}
-    found: Result = {"error": ""}
+    found: Result = {}
 
     def run(name: str, each: Any, call: Any = call) -> None:
         asked, made = questions(group), counter.frame_count
@@ -260,56 +255,78 @@ def compiled_changes(rank: int) -> Result:
         run(f"traced {i}", each)
     for i, each in enumerate(CHOSEN[:3]):
         run(f"again {i}", each)
-    made = counter.frame_count
+    made = {  # with regions inside
+        "in the graph": Region(traced, False),
+        "in the second region": Region(traced[1], False, first=traced[0]),
+        "maxima": Region(mz.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16), False, maxima),
+    }
+    graphs = {name: graph(module) for name, module in made.items()}
+    for each in graphs.values():
+        for _ in range(2):
+            each(x)
+    call(x)
+    STATE.agreed = (*STATE.agreed, (maxima.group_name, "delayed scaling, say", True))
+
+    def changed(name: str) -> None:
+        made[name].option = rank == 1
+        try:
+            graphs[name](x)
+        finally:
+            made[name].option = False
 
     def inside() -> None:
-        leaf = x.clone().requires_grad_()
         with mz.autocast(recipe=CHOSEN[0]):
-            call(leaf)
+            call(x)
             with mz.autocast(recipe=CHOSEN[rank]):
-                call(leaf)
+                call(x)
+
+    @torch.no_grad()
+    def without_gradients() -> None:
+        under(lambda _: call(x), recipe=CHOSEN[rank])
 
     cases: dict[str, Callable[[], Any]] = {
         "to a new one": lambda: step(traced, x, dy, CHOSEN[3] if rank else CHOSEN[1], call),
         "to one of before": lambda: step(traced, x, dy, CHOSEN[1 - rank], call),
         "to none": lambda: step(traced, x, dy, None if rank else CHOSEN[0], call),
         "from none": lambda: step(traced, x, dy, CHOSEN[0] if rank else None, call),
+        "to no region": lambda: call(x) if rank else step(traced, x, dy, CHOSEN[0], call),
+        "from no region": lambda: step(traced, x, dy, CHOSEN[0], call) if rank else call(x),
         "in a region inside": inside,
+        "without gradients": without_gradients,
+        "other tokens": lambda: call(x[: 16 + 16 * rank]),
+        **{name: partial(changed, name) for name in graphs},
     }
     found["errors"] = refusals(cases, ValueError)
-    found["graphs for what was refused"] = counter.frame_count - made
-    run("not disturbed by others", CHOSEN[1])
-    if rank == 1:
-        with impatient(), torch.no_grad():
-            under(mz.Linear(32, 32, device="cpu"), recipe=CHOSEN[3])  # it is whole: nobody is asked
-            kinds = ValueError, torch._dynamo.exc.TorchDynamoException
-            found["error"] = refusals({"": lambda: under(lambda _: call(x), recipe=CHOSEN[3])}, *kinds)[""]
-    dist.barrier()
-    run("not disturbed", CHOSEN[1])
+    run("goes on", CHOSEN[1])
     if rank == 1:
         torch._dynamo.reset()
     run("the second compiles again", CHOSEN[1])
+    call(x)
+    if rank == 1:
+        traced._apply(torch.clone)  # as if moved
+    call(x)
+    run("moved", CHOSEN[1])
     run("eager", CHOSEN[3], None)
-    run("agreed in eager code", CHOSEN[3])
-    equal = Region(traced, option=False)  # its recipe is made in the graph, and equal to one that was agreed on
-    asked = questions(group)
-    torch.compile(equal, fullgraph=True, backend=counter)(x)
-    found["made in the graph"] = questions(group) - asked
+    with torch.no_grad(), mz.autocast(recipe=CHOSEN[1]):
+        y = (traced if rank else call)(x)
+    found["the second is eager"] = differing({"y": y}, {"y": want[CHOSEN[1]]["y"]})
     other = strangers()
     if rank == 1:
         torch.export.export(linear(tp_group=other), (torch.ones(32, 32),), strict=True)
-    found["exported alone"] = questions(other)
-    y, asked = apart(x, counter)
-    found["apart"] = {"wrong": differing({"y": y}, {"y": want[CHOSEN[0]]["y"]}), "asked": asked}
+    found["apart"] = differing({"y": apart(x)}, {"y": want[CHOSEN[0]]["y"]})
     return found
 
 
+def graph(module: Any, backend: Any = "aot_eager") -> Any:
+    return torch.compile(module, fullgraph=True, backend=backend)
+
+
 @torch.no_grad()
-def apart(x: torch.Tensor, backend: Any) -> tuple[torch.Tensor, int]:
-    """A model in one graph on the first process, in one for each module on the second: y, and how many questions."""
-    group, rank = strangers(), world()[2]
-    model = stack(group)
-    first, second = (torch.compile(module, fullgraph=True, backend=backend) for module in model)
-    whole = torch.compile(model, fullgraph=True, backend=backend)
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """A model in one graph on the first process, in one for each module on the second."""
+    torch._dynamo.reset()
+    model = stack(strangers())
+    first, second = (graph(module) for module in model)
+    whole = graph(model)
     with mz.autocast(recipe=CHOSEN[0]):
-        return second(first(x)) if rank else whole(x), questions(group)
+        return second(first(x)) if world()[2] else whole(x)

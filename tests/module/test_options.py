@@ -16,8 +16,8 @@ from mezzotint import recipe as recipes
 from mezzotint.custom_recipes.gemm import GEMMType, MMParams
 from mezzotint.layer import parameters
 from mezzotint.module.base import TransformerEngineBaseModule
-from mezzotint.quantization import STATE
 from mezzotint.recipe import CustomRecipe, DelayedScaling, QuantizerRole
+from mezzotint.state import STATE
 from tests.quantizer_formats import FORMATS, assert_same_bytes
 from tests.recipes import (
     GROUPS,

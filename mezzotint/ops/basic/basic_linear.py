@@ -149,7 +149,7 @@ class BasicLinear(BasicOperation):
 
     def compute(self, input_: Any, run: LinearRun, bias: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]]:
         """(…, out), with the bias added before it is rounded; what `save` takes."""
-        self._meet(input_)
+        self._check_tokens(input_)
         args = self._args(input_, run, bias)
         y, made = linear_forward(args)
         return shaped(y, input_, args.parallel), self.made(run, args, made)

@@ -1,0 +1,166 @@
+"""When the processes of a group compare what they run with, in eager code and in graphs alike.
+
+meet     a module runs whose weights they share. At its first run they ask each other whether they mean the same one.
+         After that the first module since a region was entered, or left, compares recipe and input at each of its runs:
+         a step compares once, with a region around it or without
+agree    a region is entered whose modules take maxima over them
+
+Whether a process compares must not depend on what may differ between them. In a graph each is an operator, which does
+what eager code does when the graph runs. Nothing is asked while it is traced: a process may compile, or export, alone,
+and cut a model into other graphs than the others do. An operator without outputs stays in a graph, where it is, since
+it is known to have a side effect; `dynamo/order.py` has Inductor keep it in line with the collectives.
+
+An operator knows a module by a buffer of its own, its `mark`, which forward does not write to.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mezzotint.distributed.agreement import check_agreed, check_equal, is_fake, without_addresses
+from mezzotint.distributed.groups import device_of, group_by_name, world_size
+from mezzotint.functional.traced import read_local, read_written, set_local
+from mezzotint.kernels._lib import leaf
+from mezzotint.recipe import Recipe
+from mezzotint.state import STATE
+
+
+def meet(module: Any, inp: Any) -> None:
+    """A module runs, with `inp`, whose weights the processes of its `tp_group` share."""
+    recipe, mark = STATE.recipe if STATE.enabled else None, module.scale_bwd
+    if not torch.compiler.is_compiling():
+        if not is_fake(module.tp_group):
+            given = f"{tuple(inp.shape)} of {inp.dtype}"
+            _meet(module.tp_group, mark, False, lambda: (without_addresses(recipe), given, _describe(module)))
+    elif torch.compiler.is_dynamo_compiling():
+        state, group, text, described, is_first = STATE, "", "", "", False
+        torch._dynamo.comptime.comptime(_describe_meeting)  # writes the last four: constants of the graph
+        if is_first:
+            state.leaders = (*state.leaders, (group, None))
+        if group:
+            meet_op(mark, list(inp.shape), inp.dtype, text, described, group, is_first)
+
+
+def _describe_meeting(context: Any) -> None:
+    """Called by Dynamo in `meet`, whose locals are read and written here."""
+    module = read_local(context, "module")
+    if torch.compiler.is_exporting() or is_fake(module.tp_group):
+        return
+    group = module.tp_group.group_name
+    # None: this graph has neither entered nor left a region so far. Operators see those that it has when it is over.
+    led = read_written(context, "state", "leaders")
+    set_local(context, "group", group)
+    set_local(context, "text", without_addresses(read_local(context, "recipe")))
+    set_local(context, "described", _describe(module))
+    set_local(context, "is_first", led is not None and group not in [name for name, _ in led])
+
+
+def _describe(module: Any) -> str:
+    return f"{module}, split by {' and '.join(map(str, module._modes))}, sequence_parallel={module.sequence_parallel}"
+
+
+def _meet(group: Any, mark: torch.Tensor, is_first: bool, describe: Callable[[], tuple[str, str, str]]) -> None:
+    """`describe()`: recipe, input and module."""
+    leads = _leads(group.group_name, mark, is_first)
+    if mark.untyped_storage()._cdata not in STATE.known:
+        recipe, inp, module = describe()
+        check_agreed(group, recipe=recipe, inp=inp, module=module)
+        _learn(mark)
+    elif leads:
+        recipe, inp, _ = describe()
+        check_equal(group, mark.device, recipe=recipe, inp=inp)
+
+
+def _meet_in_graph(
+    mark: torch.Tensor, shape: list[int], dtype: torch.dtype, recipe: str, module: str, group: str, is_first: bool
+) -> None:
+    _meet(group_by_name(group), mark, is_first, lambda: (recipe, f"{tuple(shape)} of {dtype}", module))
+
+
+def _learn(mark: torch.Tensor) -> None:
+    """Its address is not given to another one as long as there is a reference."""
+    reference = StorageWeakRef(mark.untyped_storage())
+    alive = {address: each for address, each in STATE.known.items() if not each.expired()}
+    STATE.known = {**alive, reference.cdata: reference}
+
+
+def _leads(group: str, mark: torch.Tensor, is_first: bool) -> bool:
+    """Whether a module is the first of a group that has run since a region was entered or left. Its mark is kept when
+    it is gone: it must not be taken for another one's."""
+    leader = dict(STATE.leaders).get(group)
+    if leader is None or is_first:
+        others = [each for each in STATE.leaders if each[0] != group]
+        STATE.leaders = (*others, (group, mark))
+        return True
+    return leader.untyped_storage()._cdata == mark.untyped_storage()._cdata
+
+
+def follow(old: torch.Tensor, new: torch.Tensor) -> None:
+    """A mark has moved, on this process maybe alone: the module is known as before, and leads as before."""
+    STATE.leaders = tuple([(name, new if each is old else each) for name, each in STATE.leaders])
+    if old.untyped_storage()._cdata in STATE.known:
+        _learn(new)
+
+
+def forget(mark: torch.Tensor) -> None:
+    """A module is to meet others."""
+    STATE.known = {address: each for address, each in STATE.known.items() if address != mark.untyped_storage()._cdata}
+
+
+def agree(recipe: Recipe | None, group: Any) -> None:
+    """All processes that maxima are taken over have this recipe, or all of them raise: one with another recipe would
+    take none, and the others wait for it."""
+    if not torch.compiler.is_compiling():
+        if world_size(group) > 1:
+            _agree(device_of(group), without_addresses(recipe), _takes_maxima(recipe), group)
+    elif torch.compiler.is_dynamo_compiling():
+        name, text, takes_maxima, device = "", "", False, ""
+        torch._dynamo.comptime.comptime(_describe_region)  # writes them
+        if name:
+            agree_op(torch.empty(0, dtype=torch.uint8, device=device), text, takes_maxima, name)
+
+
+def _describe_region(context: Any) -> None:
+    """Called by Dynamo in `agree`, whose locals are read and written here."""
+    recipe = read_local(context, "recipe")
+    group = group_by_name(read_local(context, "group").group_name)  # itself: Dynamo has something in its place
+    if torch.compiler.is_exporting() or world_size(group) == 1 or is_fake(group):
+        return
+    set_local(context, "name", group.group_name)
+    set_local(context, "text", without_addresses(recipe))
+    set_local(context, "takes_maxima", _takes_maxima(recipe))
+    set_local(context, "device", str(device_of(group)))
+
+
+def _takes_maxima(recipe: Recipe | None) -> bool:
+    return recipe is not None and (recipe.custom() or bool(getattr(recipe, "reduce_amax", False)))
+
+
+def _agree(device: torch.device, recipe: str, takes_maxima: bool, group: Any) -> None:
+    """A group is asked once for a recipe; after one that takes maxima each region compares."""
+    text = f"{recipe} in autocast"  # apart from what modules compare, which is with their inputs
+    known = {each: takes for name, each, takes in STATE.agreed if name == group.group_name}
+    if any(known.values()):
+        check_equal(group, device, recipe=text)
+    if text not in known:
+        check_agreed(group, recipe=text)
+        STATE.agreed = (*STATE.agreed, (group.group_name, text, takes_maxima))
+
+
+meet_op = leaf(
+    "meet(Tensor mark, SymInt[] shape, ScalarType dtype, str recipe, str module, str group, bool is_first) -> ()",
+    fake=lambda *args: None,
+    cpu=_meet_in_graph,
+)
+
+agree_op = leaf(
+    "agree(Tensor mark, str recipe, bool takes_maxima, str group) -> ()",
+    fake=lambda *args: None,
+    cpu=lambda mark, recipe, takes, group: _agree(mark.device, recipe, takes, group_by_name(group)),
+)
+
+MEETINGS = (meet_op, agree_op)
+for _op in MEETINGS:
+    torch.fx.node.has_side_effect(_op)
