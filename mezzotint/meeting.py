@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzotint.distributed.agreement import check_agreed, check_equal, is_fake, without_addresses
 from mezzotint.distributed.groups import device_of, group_by_name, world_size
-from mezzotint.functional.traced import read_local, read_written, set_local
+from mezzotint.functional.traced import next_number, read_local, read_written, set_local
 from mezzotint.kernels._lib import leaf
 from mezzotint.recipe import Recipe
 from mezzotint.state import STATE
@@ -35,12 +35,12 @@ def meet(module: Any, inp: Any) -> None:
             given = f"{tuple(inp.shape)} of {inp.dtype}"
             _meet(module.tp_group, mark, False, lambda: (without_addresses(recipe), given, _describe(module)))
     elif torch.compiler.is_dynamo_compiling():
-        state, group, text, described, is_first = STATE, "", "", "", False
-        torch._dynamo.comptime.comptime(_describe_meeting)  # writes the last four: constants of the graph
+        state, group, text, described, is_first, number = STATE, "", "", "", False, 0
+        torch._dynamo.comptime.comptime(_describe_meeting)  # writes the last five: constants of the graph
         if is_first:
             state.leaders = (*state.leaders, (group, None))
         if group:
-            meet_op(mark, list(inp.shape), inp.dtype, text, described, group, is_first)
+            meet_op(mark, list(inp.shape), inp.dtype, text, described, group, is_first, number)
 
 
 def _describe_meeting(context: Any) -> None:
@@ -55,6 +55,7 @@ def _describe_meeting(context: Any) -> None:
     set_local(context, "text", without_addresses(read_local(context, "recipe")))
     set_local(context, "described", _describe(module))
     set_local(context, "is_first", led is not None and group not in [name for name, _ in led])
+    set_local(context, "number", next_number(context))
 
 
 def _describe(module: Any) -> str:
@@ -74,7 +75,14 @@ def _meet(group: Any, mark: torch.Tensor, is_first: bool, describe: Callable[[],
 
 
 def _meet_in_graph(
-    mark: torch.Tensor, shape: list[int], dtype: torch.dtype, recipe: str, module: str, group: str, is_first: bool
+    mark: torch.Tensor,
+    shape: list[int],
+    dtype: torch.dtype,
+    recipe: str,
+    module: str,
+    group: str,
+    is_first: bool,
+    number: int,
 ) -> None:
     _meet(group_by_name(group), mark, is_first, lambda: (recipe, f"{tuple(shape)} of {dtype}", module))
 
@@ -94,12 +102,17 @@ def _leads(group: str, mark: torch.Tensor, is_first: bool) -> bool:
         others = [each for each in STATE.leaders if each[0] != group]
         STATE.leaders = (*others, (group, mark))
         return True
-    return leader.untyped_storage()._cdata == mark.untyped_storage()._cdata
+    return _is_same(leader, mark)
+
+
+def _is_same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    """A graph gives its operators other tensors of the same memory."""
+    return a is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def follow(old: torch.Tensor, new: torch.Tensor) -> None:
     """A mark has moved, on this process maybe alone: the module is known as before, and leads as before."""
-    STATE.leaders = tuple([(name, new if each is old else each) for name, each in STATE.leaders])
+    STATE.leaders = tuple([(name, new if _is_same(each, old) else each) for name, each in STATE.leaders])
     if old.untyped_storage()._cdata in STATE.known:
         _learn(new)
 
@@ -116,10 +129,10 @@ def agree(recipe: Recipe | None, group: Any) -> None:
         if world_size(group) > 1:
             _agree(device_of(group), without_addresses(recipe), _takes_maxima(recipe), group)
     elif torch.compiler.is_dynamo_compiling():
-        name, text, takes_maxima, device = "", "", False, ""
+        name, text, takes_maxima, device, number = "", "", False, "", 0
         torch._dynamo.comptime.comptime(_describe_region)  # writes them
         if name:
-            agree_op(torch.empty(0, dtype=torch.uint8, device=device), text, takes_maxima, name)
+            agree_op(torch.empty(0, dtype=torch.uint8, device=device), text, takes_maxima, name, number)
 
 
 def _describe_region(context: Any) -> None:
@@ -132,6 +145,7 @@ def _describe_region(context: Any) -> None:
     set_local(context, "text", without_addresses(recipe))
     set_local(context, "takes_maxima", _takes_maxima(recipe))
     set_local(context, "device", str(device_of(group)))
+    set_local(context, "number", next_number(context))
 
 
 def _takes_maxima(recipe: Recipe | None) -> bool:
@@ -150,15 +164,16 @@ def _agree(device: torch.device, recipe: str, takes_maxima: bool, group: Any) ->
 
 
 meet_op = leaf(
-    "meet(Tensor mark, SymInt[] shape, ScalarType dtype, str recipe, str module, str group, bool is_first) -> ()",
+    "meet(Tensor mark, SymInt[] shape, ScalarType dtype, str recipe, str module, str group, bool is_first, int number) "
+    "-> ()",
     fake=lambda *args: None,
     cpu=_meet_in_graph,
 )
 
 agree_op = leaf(
-    "agree(Tensor mark, str recipe, bool takes_maxima, str group) -> ()",
+    "agree(Tensor mark, str recipe, bool takes_maxima, str group, int number) -> ()",
     fake=lambda *args: None,
-    cpu=lambda mark, recipe, takes, group: _agree(mark.device, recipe, takes, group_by_name(group)),
+    cpu=lambda mark, recipe, takes, group, number: _agree(mark.device, recipe, takes, group_by_name(group)),
 )
 
 MEETINGS = (meet_op, agree_op)

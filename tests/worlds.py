@@ -38,6 +38,7 @@ def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
     faulthandler.enable()  # where it was, if it dies of a signal
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    warnings.filterwarnings("ignore", ".*script_method", DeprecationWarning)  # of what Inductor imports
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # ARM without BF16 instructions
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,5 +1,6 @@
 """What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
 
+from mezzotint.distributed.collectives import collective
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
 from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
@@ -24,4 +25,4 @@ __all__ = [
     "to_tensor_spec",
 ]
 
-keep_in_line(MEETINGS)
+keep_in_line((collective, *MEETINGS))

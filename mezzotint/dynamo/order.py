@@ -14,10 +14,14 @@ _MODULE = "torch._inductor.lowering"
 
 
 def keep_in_line(ops: Sequence[Any]) -> None:
-    """Have Inductor take these operators, which have no outputs, for collectives."""
+    """Have Inductor take these operators, which give one tensor or nothing, for collectives."""
 
     def lowered(ir: Any, op: Any) -> Any:
-        return lambda *args: ir._CollectiveKernel.create(op, *args)
+        def lower(*args: Any) -> Any:
+            made = ir._CollectiveKernel.create(op, *args)
+            return None if made is None else ir.TensorBox.create(made)
+
+        return lower
 
     def register(lowering: ModuleType) -> None:
         for op in ops:

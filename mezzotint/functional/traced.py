@@ -50,3 +50,10 @@ def set_local(context: Any, name: str, value: Any) -> None:
     """From here on the local is this constant."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     translator.symbolic_locals[name] = torch._dynamo.variables.ConstantVariable.create(value)
+
+
+def next_number(context: Any) -> int:
+    """Another one at each call in a graph: calls of an operator with the same arguments are one to a compiler."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    output._mezzotint_number = getattr(output, "_mezzotint_number", 0) + 1
+    return output._mezzotint_number

@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 from mezzotint.functional.autograd import differentiates_forward, flatten, unflatten
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.parallel import ParallelModule
 from mezzotint.ops.fusion import (
     BACKWARD_FUSIONS,
     FORWARD_BACKWARD_FUSIONS,
@@ -310,8 +309,7 @@ class OperationFuser:
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         for op in self._basic_ops:
-            if isinstance(op, ParallelModule):
-                op._meet(input_)
+            op._meet_others(input_)
         extra_inputs = self._wiring.read(self._basic_ops, extra_inputs)
         pipeline = Pipeline(
             self._basic_ops,

@@ -362,6 +362,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     _takes_run: ClassVar[bool] = False  # its forward gets what `_begin` gave as the keyword argument `run`
 
+    def _meet_others(self, input_: torch.Tensor) -> None:
+        """Before the chain, whose input this is, begins: processes that share a weight find out what differs."""
+
     def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:
         """Before autograd begins: ask the state, once."""
         self._check_keywords(kwargs)

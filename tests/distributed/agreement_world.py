@@ -1,15 +1,17 @@
 """How wrong use over processes is refused, in eager and compiled code, and that right use asks no more than it must."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import mezzotint as mz
-from mezzotint import ops, recipe
+from mezzotint import meeting, ops, recipe
 from mezzotint.distributed.shards import quantize_shard
 from mezzotint.state import STATE
 from tests.distributed.parallel import differing, draw, make, step, world
@@ -330,3 +332,43 @@ def apart(x: torch.Tensor) -> torch.Tensor:
     whole = graph(model)
     with mz.autocast(recipe=CHOSEN[0]):
         return second(first(x)) if world()[2] else whole(x)
+
+
+def comparisons(rank: int) -> Result:
+    """How often processes compare in a step, in eager code and in graphs."""
+    x, compared, found = draw(32, 64, seed=1), [0], {}
+    check_equal = meeting.check_equal
+
+    def counted(*args: Any, **values: str) -> None:
+        compared[0] += 1
+        check_equal(*args, **values)
+
+    def count(call: Any, **region: Any) -> list[int]:
+        counts = []
+        for _ in range(3):
+            before = compared[0]
+            with mz.autocast(**region) if region else nullcontext():
+                call(x)
+            counts.append(compared[0] - before)
+        return counts
+
+    meeting.check_equal = counted
+    try:
+        for backend in (None, "inductor"):
+            torch._dynamo.reset()
+            model, mlp = stack(strangers()), make(mz.LayerNormMLP, 64, 64, tp_group=world()[0], set_parallel_mode=True)
+            functions: dict[str, Any] = {
+                "model": model,
+                "twice": lambda x, model=model: model(x) + model(x),
+                "checkpoint": lambda x, mlp=mlp: checkpoint(mlp, x, use_reentrant=False),
+                "regions": Region(model[1], False, first=model[0]),
+            }
+            calls = {name: call if backend is None else graph(call, backend) for name, call in functions.items()}
+            counts: dict[str, Any] = {name: count(call, recipe=CHOSEN[0]) for name, call in calls.items()}
+            counts.update({f"bare {name}": count(call) for name, call in calls.items()})
+            with torch.no_grad():
+                counts["without gradients"] = count(calls["model"])
+            found[str(backend)] = counts
+    finally:
+        meeting.check_equal = check_equal
+    return found

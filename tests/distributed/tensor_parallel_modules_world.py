@@ -391,6 +391,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     stochastic,
     dynamic,
     compiled_changes,
+    comparisons,
     wrong_use,
     compiled_wrong_use,
 )

@@ -1,6 +1,5 @@
 """What each process computes with its part of a linear, beside the whole one."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -254,7 +253,6 @@ def compiled_case(name: str, backend: str) -> Result:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     call = torch.compile(twin, fullgraph=True, backend=counter)
-    warnings.filterwarnings("ignore", ".*script_method", DeprecationWarning)  # of what Inductor imports
     wrong = []
     for i in range(3):
         x, dy = draw(unit(name), 2, width, seed=i) * (1 + i), draw(unit(name), 2, width, seed=9 + i)

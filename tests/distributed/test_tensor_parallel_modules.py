@@ -182,7 +182,7 @@ def test_a_recipe_that_changes_on_one_process_only(world: World) -> None:
     for found in results(world, "changes"):
         assert found["wrong"] == []
         check_found(found["errors"], CHANGED)
-        assert found["asked"] == (10, 2)  # for what differs 6 and 1, for each module and each recipe of maxima that is new
+        assert found["asked"] == (10, 2)  # for what differs 6 and 1, for what is new 4 and 1
 
 
 def check_found(errors: dict[str, str], messages: dict[str, str]) -> None:
@@ -207,6 +207,26 @@ def test_recipes_that_change_in_graphs(world: World) -> None:
             "the second is eager": [],
             "apart": [],
         }
+
+
+def test_a_step_compares_once(world: World) -> None:
+    """In graphs as in eager code: in each region once for each run of the module that comes first."""
+    for found in results(world, "comparisons"):
+        assert (
+            found["None"]
+            == found["inductor"]
+            == {
+                "model": [0, 1, 1],  # the first run asks
+                "twice": [2, 2, 2],
+                "checkpoint": [0, 1, 1],
+                "regions": [2, 2, 2],
+                "bare model": [1, 1, 1],
+                "bare twice": [2, 2, 2],
+                "bare checkpoint": [1, 1, 1],
+                "bare regions": [2, 2, 2],
+                "without gradients": [1, 1, 1],
+            }
+        )
 
 
 REFUSED = {

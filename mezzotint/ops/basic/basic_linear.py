@@ -107,6 +107,9 @@ class BasicLinear(BasicOperation):
 
     # One run
 
+    def _meet_others(self, input_: torch.Tensor) -> None:
+        self._meet(input_)
+
     def _begin(
         self,
         *,
