@@ -13,7 +13,7 @@ import mezzotint as mz
 from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
 from mezzotint.optimizers import FusedAdam
-from tests.distributed.agreement_world import changes, compiled_changes, compiled_wrong_use, wrong_use
+from tests.distributed.agreement_world import changes, comparisons, compiled_changes, compiled_wrong_use, wrong_use
 from tests.distributed.delayed_world import endings, graphs, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.recipes import RECIPES
