@@ -26,7 +26,7 @@ def order(rank: int) -> Result:
             meet_op(mark, [round_], x.dtype, "recipe", "module", name, False, 0)
             agree_op(mark, "recipe", False, name, round_)
             second = collective(x.detach().amax(0) + round_, "max", 1, name)
-            y = y * (first.sum() + second.sum())
+            y = y + (first.sum() + second.sum()) * 1e-3
         return y
 
     given = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64), torch.ones(2)

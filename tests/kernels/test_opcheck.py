@@ -6,6 +6,7 @@ shapes, over every option set once.
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import mezzotint.kernels
+from mezzotint.distributed.collectives import collective
 from mezzotint.functional.delayed import delayed_catch_up_, delayed_hand_over_
+from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
     PARAMETERS,
@@ -38,6 +41,7 @@ from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.kernels.rope import rope, rope_join, rope_split
+from mezzotint.meeting import agree_op, meet_op
 from tests.formats import FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
@@ -319,6 +323,27 @@ def test_fused(name: str, source: str) -> None:
             torch.library.opcheck(fused(variant.quantize, source), (*made, *arguments), test_utils=utils)
 
 
+@pytest.fixture
+def alone() -> Iterator[str]:
+    """The name of a group of one process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD.group_name  # type: ignore[union-attr]
+    torch.distributed.destroy_process_group()
+    FP8GlobalStateManager.reset()
+
+
+@pytest.mark.compile
+def test_processes(alone: str) -> None:
+    """Without outputs but for the collective; what they compare is the affair of `tests/distributed`."""
+    for kind in ("gather", "scatter", "sum", "max"):
+        torch.library.opcheck(collective, (sample((16, 32), torch.bfloat16), kind, 1, alone), test_utils=ALL)
+    mark = torch.ones(2)
+    described = [16, 32], torch.bfloat16, "recipe", "module", alone
+    for _ in range(2):
+        torch.library.opcheck(meet_op, (mark, *described, False, 1), test_utils=ALL)
+        torch.library.opcheck(agree_op, (mark, "recipe", True, alone, 1), test_utils=ALL)
+
+
 def library_ops() -> set[str]:
     """Every op of the `mezzotint` namespace, all files of the kernels loaded."""
     for found in pkgutil.iter_modules(mezzotint.kernels.__path__):
@@ -340,6 +365,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum)}
     here |= {op.name() for op in (delayed_saw_, delayed_snapshot_, delayed_step_, delayed_step_first_, delayed_update_)}
     here |= {op.name() for op in (delayed_catch_up_, delayed_hand_over_)}
+    here |= {op.name() for op in (collective, meet_op, agree_op)}
     here |= {norm_add_stats.name()}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
