@@ -38,7 +38,7 @@ def check_agreed(group: Any, **values: str) -> None:
         listed = "; ".join(f"{name} is {value}" for name, value in values.items())
         raise ValueError(
             f"rank {rank} of the {count} processes of the group has asked alone, {absent} did not: {listed}. Run the "
-            "same modules on all of them, in eager code or in the same graphs, and change recipes at the same step"
+            "same modules on all of them, in the same regions, and change recipes at the same step"
         ) from None
     found = [json.loads(each) for each in store.multi_get(keys)]
     if number > 1:

@@ -1,7 +1,8 @@
 """How wrong use over processes is refused, in eager and compiled code, and that right use asks no more than it must."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -312,11 +313,27 @@ def compiled_changes(rank: int) -> Result:
     with torch.no_grad(), mz.autocast(recipe=CHOSEN[1]):
         y = (traced if rank else call)(x)
     found["the second is eager"] = differing({"y": y}, {"y": want[CHOSEN[1]]["y"]})
-    other = strangers()
+    module = linear(tp_group=strangers())
     if rank == 1:
-        torch.export.export(linear(tp_group=other), (torch.ones(32, 32),), strict=True)
+        torch.export.export(module, (torch.ones(32, 32),), strict=True)
+        with impatient():
+            found["alone"] = refusals({"": lambda: under(module, recipe=CHOSEN[3])}, ValueError)[""]
+    dist.barrier()
+    found["not alone"] = refusals({"": lambda: under(module, recipe=CHOSEN[3])}, ValueError)[""]
     found["apart"] = differing({"y": apart(x)}, {"y": want[CHOSEN[0]]["y"]})
     return found
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Waits for others one second."""
+    store = dist.distributed_c10d._get_default_store()
+    patience = store.timeout
+    store.set_timeout(timedelta(seconds=1))
+    try:
+        yield
+    finally:
+        store.set_timeout(patience)
 
 
 def graph(module: Any, backend: Any = "aot_eager") -> Any:

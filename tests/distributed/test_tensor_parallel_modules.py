@@ -196,6 +196,11 @@ def test_recipes_that_change_in_graphs(world: World) -> None:
     asked while it is traced: one may compile again alone, or export, or cut a model into other graphs."""
     for rank, found in enumerate(results(world, "compiled_changes")):
         check_found(found.pop("errors"), CHANGED_IN_GRAPHS)
+        if rank == 1:
+            said = (
+                "rank 1 of the 2 processes of the group has asked alone, rank 0 did not: recipe is Float8BlockScaling("
+            )
+            assert said in found.pop("alone")
         known = {"wrong": [], "asked": 0, "graphs": 0}
         assert found == {
             **{f"traced {i}": {**known, "graphs": 1, "asked": 0 if i else 2} for i in range(3)},  # of each module
@@ -205,6 +210,7 @@ def test_recipes_that_change_in_graphs(world: World) -> None:
             "moved": known,
             "eager": known,
             "the second is eager": [],
+            "not alone": "accepted",
             "apart": [],
         }
 
