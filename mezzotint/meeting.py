@@ -13,7 +13,7 @@ it is known to have a side effect; `dynamo/order.py` has Inductor keep it in lin
 An operator knows a module by a buffer of its own, its `mark`, which forward does not write to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ def meet(module: Any, inp: Any) -> None:
     recipe, mark = STATE.recipe if STATE.enabled else None, module.scale_bwd
     if not torch.compiler.is_compiling():
         if not is_fake(module.tp_group):
-            given = f"{tuple(inp.shape)} of {inp.dtype}"
-            _meet(module.tp_group, mark, False, lambda: (without_addresses(recipe), given, _describe(module)))
+            given = module.tp_group, mark, inp.shape, inp.dtype
+            _meet(*given, False, lambda: (without_addresses(recipe), _describe(module)))
     elif torch.compiler.is_dynamo_compiling():
         state, group, text, described, is_first, number = STATE, "", "", "", False, 0
         torch._dynamo.comptime.comptime(_describe_meeting)  # writes the last five: constants of the graph
@@ -62,16 +62,24 @@ def _describe(module: Any) -> str:
     return f"{module}, split by {' and '.join(map(str, module._modes))}, sequence_parallel={module.sequence_parallel}"
 
 
-def _meet(group: Any, mark: torch.Tensor, is_first: bool, describe: Callable[[], tuple[str, str, str]]) -> None:
-    """`describe()`: recipe, input and module."""
-    leads = _leads(group.group_name, mark, is_first)
-    if mark.untyped_storage()._cdata not in STATE.known:
-        recipe, inp, module = describe()
+def _meet(
+    group: Any,
+    mark: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    is_first: bool,
+    describe: Callable[[], tuple[str, str]],
+) -> None:
+    """`describe()`: recipe and module, which most runs do not ask for."""
+    leads, is_known = _leads(group.group_name, mark, is_first), _address(mark) in STATE.known
+    if is_known and not leads:
+        return
+    (recipe, module), inp = describe(), f"{tuple(shape)} of {dtype}"
+    if is_known:
+        check_equal(group, mark.device, recipe=recipe, inp=inp)
+    else:
         check_agreed(group, recipe=recipe, inp=inp, module=module)
         _learn(mark)
-    elif leads:
-        recipe, inp, _ = describe()
-        check_equal(group, mark.device, recipe=recipe, inp=inp)
 
 
 def _meet_in_graph(
@@ -84,7 +92,12 @@ def _meet_in_graph(
     is_first: bool,
     number: int,
 ) -> None:
-    _meet(group_by_name(group), mark, is_first, lambda: (recipe, f"{tuple(shape)} of {dtype}", module))
+    _meet(group_by_name(group), mark, shape, dtype, is_first, lambda: (recipe, module))
+
+
+def _address(mark: torch.Tensor) -> int:
+    """A graph gives its operators other tensors of the same memory."""
+    return mark.untyped_storage()._cdata
 
 
 def _learn(mark: torch.Tensor) -> None:
@@ -102,31 +115,27 @@ def _leads(group: str, mark: torch.Tensor, is_first: bool) -> bool:
         others = [each for each in STATE.leaders if each[0] != group]
         STATE.leaders = (*others, (group, mark))
         return True
-    return _is_same(leader, mark)
-
-
-def _is_same(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    """A graph gives its operators other tensors of the same memory."""
-    return a is not None and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return _address(leader) == _address(mark)
 
 
 def follow(old: torch.Tensor, new: torch.Tensor) -> None:
     """A mark has moved, on this process maybe alone: the module is known as before, and leads as before."""
-    STATE.leaders = tuple([(name, new if _is_same(each, old) else each) for name, each in STATE.leaders])
-    if old.untyped_storage()._cdata in STATE.known:
+    moved = [each is not None and _address(each) == _address(old) for _, each in STATE.leaders]
+    STATE.leaders = tuple([(each[0], new) if has else each for each, has in zip(STATE.leaders, moved, strict=True)])
+    if _address(old) in STATE.known:
         _learn(new)
 
 
 def forget(mark: torch.Tensor) -> None:
     """A module is to meet others."""
-    STATE.known = {address: each for address, each in STATE.known.items() if address != mark.untyped_storage()._cdata}
+    STATE.known = {address: each for address, each in STATE.known.items() if address != _address(mark)}
 
 
 def agree(recipe: Recipe | None, group: Any) -> None:
     """All processes that maxima are taken over have this recipe, or all of them raise: one with another recipe would
     take none, and the others wait for it."""
     if not torch.compiler.is_compiling():
-        if world_size(group) > 1:
+        if world_size(group) > 1 and not is_fake(group):
             _agree(device_of(group), without_addresses(recipe), _takes_maxima(recipe), group)
     elif torch.compiler.is_dynamo_compiling():
         name, text, takes_maxima, device, number = "", "", False, "", 0

@@ -44,6 +44,10 @@ def _start(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:
         return _KINDS[kind](x, group)
     if torch.compiler.is_compiling():
         return collective(x, kind, world_size(group), group.group_name)
+    return _run(kind, x, group)
+
+
+def _run(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:
     return functional.wait_tensor(_KINDS[kind](x, group))
 
 
@@ -56,7 +60,7 @@ def _fake(x: torch.Tensor, kind: str, count: int, group: str) -> torch.Tensor:
 collective = leaf(
     "collective(Tensor x, str kind, int count, str group) -> Tensor",
     fake=_fake,
-    cpu=lambda x, kind, count, group: functional.wait_tensor(_KINDS[kind](x, group_by_name(group))),
+    cpu=lambda x, kind, count, group: _run(kind, x, group_by_name(group)),
 )
 
 

@@ -1,4 +1,5 @@
-"""What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
+"""What the compiler must know of us: quantizers that are constants in a graph, tensors without data, and which
+operators wait for other processes."""
 
 from mezzotint.distributed.collectives import collective
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward

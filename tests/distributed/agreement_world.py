@@ -100,6 +100,9 @@ def wrong_use(rank: int) -> Result:
         "recipe changes": changes_recipe,
         "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
         "maxima": lambda: under(mz.Linear(32, 32, device="cpu"), recipe=scaled(), amax_reduction_group=strangers()),
+        "maxima, one without": lambda: under(
+            mz.Linear(32, 32, device="cpu"), enabled=rank == 0, amax_reduction_group=strangers()
+        ),
         "operations": lambda: under(operations(), recipe=mixed()),
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
         "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
@@ -161,9 +164,6 @@ def compiled_wrong_use(rank: int) -> Result:
         "recipe changes": changes_recipe,
         "recipe in the graph": lambda: graph(Region(linear(tp_group=strangers()), rank == 0))(x),
         "maxima": lambda: graph(Region(mz.Linear(32, 32, device="cpu"), rank == 0, strangers()))(x),
-        "maxima, one without": lambda: under(
-            mz.Linear(32, 32, device="cpu"), enabled=rank == 0, amax_reduction_group=strangers()
-        ),
         "one without": lambda: under(graph(mlp()), enabled=rank == 0),
         "no region": lambda: under(graph(mlp()), recipe=mixed()) if rank else graph(mlp())(x),
         "one eager": one_eager,
@@ -383,6 +383,8 @@ def comparisons(rank: int) -> Result:
             calls = {name: call if backend is None else graph(call, backend) for name, call in functions.items()}
             counts: dict[str, Any] = {name: count(call, recipe=CHOSEN[0]) for name, call in calls.items()}
             counts.update({f"bare {name}": count(call) for name, call in calls.items()})
+            recompute = partial(lambda call, x: call(x).float().sum().backward(), calls["checkpoint"])
+            counts["recomputed"] = count(recompute, recipe=CHOSEN[0])
             with torch.no_grad():
                 counts["without gradients"] = count(calls["model"])
             found[str(backend)] = counts
