@@ -5,23 +5,34 @@ outermost region ends, every one of them updates its forward scales in one op, i
 the region lies in (`functional/delayed.py`).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from mezzotint import hw
+from mezzotint.availability import (
+    check_fp8_block_scaling_support,
+    check_fp8_support,
+    check_mxfp8_support,
+    check_nvfp4_support,
+    get_cudnn_version,
+    get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_fp8_rowwise_available,
+    is_mxfp8_available,
+    is_non_tn_fp8_gemm_supported,
+    is_nvfp4_available,
+)
 from mezzotint.constants import DType
 from mezzotint.distributed.groups import world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
 from mezzotint.meeting import agree
 from mezzotint.recipe import (
     CustomRecipe,
-    DelayedScaling,
     DelayedScalingRequest,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
     QuantizerRequest,
     QuantizerRole,
     Recipe,
@@ -37,8 +48,22 @@ __all__ = [
     "QuantizerRequest",
     "QuantizerRole",
     "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cudnn_version",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_fp8_rowwise_available",
+    "is_mxfp8_available",
+    "is_non_tn_fp8_gemm_supported",
+    "is_nvfp4_available",
     "quantized_model_init",
 ]
 
@@ -210,58 +235,6 @@ class quantized_model_init:
 
 
 fp8_model_init = quantized_model_init
-
-
-def get_default_recipe() -> Recipe:
-    """What this machine does best: MXFP8 natively, else FP8 with one scale per tensor."""
-    cc = hw.capability()
-    if cc is not None and (10, 0) <= cc < (12, 0):
-        return MXFP8BlockScaling()
-    return Float8CurrentScaling() if cc is not None and cc >= (12, 0) else DelayedScaling()
-
-
-def _gate(name: str) -> Callable[..., Any]:
-    def available(return_reason: bool = False) -> Any:
-        found, reason = hw.available(name)
-        return (found, reason) if return_reason else found
-
-    available.__doc__ = f"Whether {name} runs here, natively or emulated; with `return_reason`, also how."
-    return available
-
-
-is_fp8_available = _gate("float8")
-is_mxfp8_available = _gate("mxfp8")
-is_fp8_block_scaling_available = _gate("float8_block")
-is_fp8_rowwise_available = _gate("float8_rowwise")
-is_nvfp4_available = _gate("nvfp4")
-# The same with the reason: (whether, how).
-check_fp8_support = partial(is_fp8_available, True)
-check_mxfp8_support = partial(is_mxfp8_available, True)
-check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, True)
-check_nvfp4_support = partial(is_nvfp4_available, True)
-
-
-def is_bf16_available(return_reason: bool = False) -> Any:
-    """BF16 runs on the CPU and on every GPU that this package runs on."""
-    return (True, "") if return_reason else True
-
-
-def get_device_compute_capability() -> tuple[int, int]:
-    """(major, minor) of the current GPU; (0, 0) without one."""
-    return hw.capability() or (0, 0)
-
-
-def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that PyTorch has; (0, 0, 0) without one."""
-    version = (torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None) or 0
-    major, rest = divmod(version, 1000 if version < 90000 else 10000)
-    return major, rest // 100, rest % 100
-
-
-def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
-    cc = get_device_compute_capability()
-    return (10, 0) <= cc < (12, 0) or cc >= (13, 0)
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:

@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("permutation",),
     ("distributed",),
     ("recipe",),
-    ("state",),
+    ("availability", "state"),
     ("functional",),
     ("meeting",),
     ("cpp_extensions", "custom_recipes"),

@@ -1,0 +1,65 @@
+"""What a program may ask of this machine: which formats run here and how, the default recipe, versions.
+
+`hw.py` has the table that the answers are read from.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from mezzotint import hw
+from mezzotint.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+
+
+def get_default_recipe() -> Recipe:
+    """What this machine does best: MXFP8 natively, else FP8 with one scale per tensor."""
+    cc = hw.capability()
+    if cc is not None and (10, 0) <= cc < (12, 0):
+        return MXFP8BlockScaling()
+    return Float8CurrentScaling() if cc is not None and cc >= (12, 0) else DelayedScaling()
+
+
+def _gate(name: str) -> Callable[..., Any]:
+    def available(return_reason: bool = False) -> Any:
+        found, reason = hw.available(name)
+        return (found, reason) if return_reason else found
+
+    available.__doc__ = f"Whether {name} runs here, natively or emulated; with `return_reason`, also how."
+    return available
+
+
+is_fp8_available = _gate("float8")
+is_mxfp8_available = _gate("mxfp8")
+is_fp8_block_scaling_available = _gate("float8_block")
+is_fp8_rowwise_available = _gate("float8_rowwise")
+is_nvfp4_available = _gate("nvfp4")
+# The same with the reason: (whether, how).
+check_fp8_support = partial(is_fp8_available, True)
+check_mxfp8_support = partial(is_mxfp8_available, True)
+check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, True)
+check_nvfp4_support = partial(is_nvfp4_available, True)
+
+
+def is_bf16_available(return_reason: bool = False) -> Any:
+    """BF16 runs on the CPU and on every GPU that this package runs on."""
+    return (True, "") if return_reason else True
+
+
+def get_device_compute_capability() -> tuple[int, int]:
+    """(major, minor) of the current GPU; (0, 0) without one."""
+    return hw.capability() or (0, 0)
+
+
+def get_cudnn_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that PyTorch has; (0, 0, 0) without one."""
+    version = (torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None) or 0
+    major, rest = divmod(version, 1000 if version < 90000 else 10000)
+    return major, rest // 100, rest % 100
+
+
+def is_non_tn_fp8_gemm_supported() -> bool:
+    """Whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
+    cc = get_device_compute_capability()
+    return (10, 0) <= cc < (12, 0) or cc >= (13, 0)
