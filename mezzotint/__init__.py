@@ -21,6 +21,7 @@ from mezzotint.dynamo import (
 from mezzotint.export import onnx_export
 from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.graph import make_graphed_callables
+from mezzotint.hw import EmulationWarning
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -94,6 +95,7 @@ __all__ = [
     "DType",
     "DelayedScalingRequest",
     "DotProductAttention",
+    "EmulationWarning",
     "FP8GlobalStateManager",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",

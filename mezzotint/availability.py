@@ -4,8 +4,7 @@
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol, overload
 
 import torch
 
@@ -21,13 +20,37 @@ def get_default_recipe() -> Recipe:
     return Float8CurrentScaling() if cc is not None and cc >= (12, 0) else DelayedScaling()
 
 
-def _gate(name: str) -> Callable[..., Any]:
-    def available(return_reason: bool = False) -> Any:
-        found, reason = hw.available(name)
+class Gate(Protocol):
+    """Whether a format runs here: natively or not, or with `native` only where all of its products are the hardware's.
+
+    With `return_reason`, also how it runs, and what native products would need.
+    """
+
+    @overload
+    def __call__(self, return_reason: Literal[False] = False, *, native: bool = False) -> bool: ...
+    @overload
+    def __call__(self, return_reason: Literal[True], *, native: bool = False) -> tuple[bool, str]: ...
+    def __call__(self, return_reason: bool = False, *, native: bool = False) -> bool | tuple[bool, str]: ...
+
+
+def _gate(name: str) -> Gate:
+    def available(return_reason: bool = False, *, native: bool = False) -> Any:
+        found, reason = hw.available(name, native=native)
         return (found, reason) if return_reason else found
 
-    available.__doc__ = f"Whether {name} runs here, natively or emulated; with `return_reason`, also how."
+    available.__doc__ = (
+        f"Whether {name} runs here, natively or emulated, also on a CPU; with `native`, only where this GPU multiplies "
+        "it in hardware, as upstream's function of this name asks. With `return_reason`, also how, or what is lacking."
+    )
     return available
+
+
+def _check(gate: Gate) -> Callable[[], tuple[bool, str]]:
+    def check() -> tuple[bool, str]:
+        return gate(True)
+
+    check.__doc__ = "The same with the reason: (whether, how)."
+    return check
 
 
 is_fp8_available = _gate("float8")
@@ -35,11 +58,10 @@ is_mxfp8_available = _gate("mxfp8")
 is_fp8_block_scaling_available = _gate("float8_block")
 is_fp8_rowwise_available = _gate("float8_rowwise")
 is_nvfp4_available = _gate("nvfp4")
-# The same with the reason: (whether, how).
-check_fp8_support = partial(is_fp8_available, True)
-check_mxfp8_support = partial(is_mxfp8_available, True)
-check_fp8_block_scaling_support = partial(is_fp8_block_scaling_available, True)
-check_nvfp4_support = partial(is_nvfp4_available, True)
+check_fp8_support = _check(is_fp8_available)
+check_mxfp8_support = _check(is_mxfp8_available)
+check_fp8_block_scaling_support = _check(is_fp8_block_scaling_available)
+check_nvfp4_support = _check(is_nvfp4_available)
 
 
 def is_bf16_available(return_reason: bool = False) -> Any:

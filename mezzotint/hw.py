@@ -5,6 +5,7 @@ it, so that what is said is what runs.
 """
 
 import platform
+import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -34,10 +35,22 @@ def multiplies_slowly(x: torch.Tensor) -> bool:
     return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
 
 
+class EmulationWarning(UserWarning):
+    """A GPU without products of a format computes them in another way: the same numbers, more time than BF16."""
+
+
+def is_rocm() -> bool:
+    """Whether this PyTorch runs on AMD GPUs, which it calls CUDA devices, too."""
+    return torch.version.hip is not None
+
+
 @cache
 def capability(device: int | None = None) -> CC | None:
-    """(major, minor) of the CUDA device, or None without one."""
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    """(major, minor) of the CUDA device, or None without one.
+
+    An AMD GPU has none, whatever number PyTorch gives for it (gfx942: 9.4): it takes the reference, in plain torch.
+    """
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() and not is_rocm() else None
 
 
 @cache
@@ -124,7 +137,7 @@ class Row:
 
     format: str
     operation: str  # "quantize", "fprop", "dgrad", "wgrad"
-    device: str  # "cpu" or "sm_90"
+    device: str  # "cpu", "sm_90", or "rocm"
     how: str  # "native" | "emulated" | "reference"
     why: str
 
@@ -134,7 +147,7 @@ def report(cc: CC | str | None = "current", cuda: tuple[int, int] | None = None)
     at = capability() if isinstance(cc, str) else cc
     if at is not None and cuda is None and capability() is None:
         cuda = FOREVER  # asked about a GPU from a machine without one: of a PyTorch that has everything
-    device = "cpu" if at is None else f"sm_{at[0]}{at[1]}"
+    device = "rocm" if isinstance(cc, str) and is_rocm() and torch.cuda.is_available() else _name(at)
     rows = []
     for name, pairs in FORMAT_KINDS.items():
         if name != "high_precision":
@@ -153,9 +166,56 @@ def _quantize(cc: CC | None) -> tuple[str, str]:
     return "reference", "plain torch on the GPU: Triton's FP8 conversions need compute capability 8.9"
 
 
-def available(name: str, cc: CC | str | None = "current") -> tuple[bool, str]:
-    """Whether the format runs here, natively or not, and how its forward product does."""
+def _name(cc: CC | None) -> str:
+    return "cpu" if cc is None else f"sm_{cc[0]}{cc[1]}"
+
+
+def available(
+    name: str, cc: CC | str | None = "current", *, native: bool = False, cuda: tuple[int, int] | None = None
+) -> tuple[bool, str]:
+    """Whether the format runs here, and how its forward product does; with `native`, whether all three of its products
+    are those of the hardware, and else what they would need."""
     if name not in FORMAT_KINDS:
         return False, f"unknown format {name!r}: one of {', '.join(FORMAT_KINDS)}"
-    rows = [row for row in report(cc) if row.format == name and row.operation != "quantize"]
-    return True, f"{rows[0].how} on {rows[0].device}: {rows[0].why}"
+    rows = [row for row in report(cc, cuda) if row.format == name and row.operation != "quantize"]
+    lacking = [row for row in rows if row.how != "native"] if native else []
+    found = (lacking or rows)[0]
+    reason = f"{found.how} on {found.device}: {found.why}"
+    if not lacking:
+        return True, reason
+    return False, f"{reason}; {_native_needs(*FORMAT_KINDS[name][_PRODUCTS.index(found.operation)])}"
+
+
+def _native_needs(kind_a: str, kind_b: str) -> str:
+    """Which hardware multiplies operands of these kinds."""
+    spans = []
+    for row in GEMM_BACKENDS:
+        if row.how == "native" and (row.kind_a, row.kind_b) == (kind_a, kind_b):
+            (low, high), (major, minor) = row.cc, row.cuda
+            span = f"{low[0]}.{low[1]}" + ("" if high == FOREVER else f" (below {high[0]}.{high[1]})")
+            spans.append(span + (f" with CUDA {major}.{minor}" if row.cuda > (0, 0) else ""))
+    if not spans:
+        return "no GPU has native products of these two"
+    return f"native products need an NVIDIA GPU of compute capability {', or '.join(spans)}"
+
+
+_TITLES = {"tensor": "FP8", "row": "row-wise FP8", "block1d": "FP8 block", "block2d": "FP8 block"} | {
+    "mx": "MXFP8",
+    "nv": "NVFP4",
+}
+
+
+@cache
+def tell_emulated(kind_a: str, kind_b: str, cc: CC | None) -> None:
+    """Warn, once in a process, that a GPU has no product of these kinds. Of code that runs, never of code that is
+    traced: a product calls it, not a module."""
+    title = " by ".join(dict.fromkeys(_TITLES.get(kind, kind) for kind in (kind_a, kind_b)))
+    where = f"{'rocm' if cc is None else _name(cc)}: {gemm_backend(kind_a, kind_b, cc).why}"
+    warnings.warn(
+        f"{title} products are emulated on this GPU ({where}): the numbers are those of the format, but a step takes "
+        f"more time than in BF16; {_native_needs(kind_a, kind_b)}. "
+        "is_mxfp8_available(native=True) and its siblings ask for those. To silence this: "
+        'warnings.filterwarnings("ignore", category=mezzotint.EmulationWarning)',
+        EmulationWarning,
+        stacklevel=2,
+    )

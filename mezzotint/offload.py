@@ -257,7 +257,18 @@ def get_cpu_offload_context(
     """(context, sync), or (context, sync, synchronizer) with `manual_synchronization`.
 
     `double_buffering` needs no buffers of ours: the caching allocator hands one layer's memory to the next but one.
+    Not `enabled`, the context and `sync` do nothing, whatever the other arguments are.
     """
+    if enabled:
+        _check_arguments(num_layers, model_layers, offload_weights)
+    transfers = _Transfers(offload_stream, retain_pinned_cpu_buffers)
+    offload = _Offload(num_layers, model_layers, transfers, manual_synchronization)
+    is_on = enabled and offload_activations
+    parts: tuple[Any, ...] = (offload, offload.end_layer) if is_on else (nullcontext(), lambda x: x)
+    return (*parts, ManualOffloadSynchronizer(offload, is_on)) if manual_synchronization else parts
+
+
+def _check_arguments(num_layers: int, model_layers: int, offload_weights: bool) -> None:
     if offload_weights:
         raise NotImplementedError(
             "offload_weights=True: weights stay on the GPU; shard them with FSDP2 and its CPUOffloadPolicy"
@@ -267,8 +278,3 @@ def get_cpu_offload_context(
             raise ValueError(f"{name} is {value!r}: give a positive int")
     if num_layers > model_layers:
         raise ValueError(f"num_layers is {num_layers}, model_layers {model_layers}: give at most as many")
-    transfers = _Transfers(offload_stream, retain_pinned_cpu_buffers)
-    offload = _Offload(num_layers, model_layers, transfers, manual_synchronization)
-    is_on = enabled and offload_activations
-    parts: tuple[Any, ...] = (offload, offload.end_layer) if is_on else (nullcontext(), lambda x: x)
-    return (*parts, ManualOffloadSynchronizer(offload, is_on)) if manual_synchronization else parts

@@ -1,6 +1,9 @@
 """The table of matrix products and the report on it."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from mezzotint import hw
 
@@ -101,6 +104,46 @@ def test_an_unknown_format_is_not() -> None:
     assert not runs
     assert "int4" in reason
     assert "mxfp8" in reason
+
+
+@pytest.mark.parametrize("cc", CAPABILITIES)
+@pytest.mark.parametrize("name", hw.FORMAT_KINDS)
+def test_native_is_what_every_product_is(name: str, cc: tuple[int, int] | None) -> None:
+    runs, reason = hw.available(name, cc, native=True, cuda=NEW)
+    ways = [row.how for row in hw.report(cc, NEW) if row.format == name and row.operation != "quantize"]
+    assert runs == (set(ways) == {"native"})
+    assert runs == ("native products need" not in reason)
+
+
+def test_what_a_native_product_needs() -> None:
+    assert hw.available("mxfp8", (9, 0), native=True, cuda=NEW) == (
+        False,
+        "emulated on sm_90: exact values in BF16, BF16 tensor cores; native products need an NVIDIA GPU of compute "
+        "capability 10.0 with CUDA 12.8",
+    )
+    _, reason = hw.available("float8_block", (10, 0), native=True, cuda=NEW)
+    assert reason.endswith("compute capability 9.0 (below 10.0) with CUDA 12.9")
+
+
+@pytest.fixture
+def fresh_capability() -> Iterator[None]:
+    hw.capability.cache_clear()
+    hw.has_triton_kernels.cache_clear()
+    yield
+    hw.capability.cache_clear()
+    hw.has_triton_kernels.cache_clear()
+
+
+def test_an_amd_gpu_takes_the_reference(monkeypatch: pytest.MonkeyPatch, fresh_capability: None) -> None:
+    """PyTorch calls it a CUDA device, and gives it a capability: that of an MI300 reads as Hopper's."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4))
+    assert hw.capability() is None
+    assert not hw.has_triton_kernels()
+    assert {(row.device, row.how) for row in hw.report()} == {("rocm", "reference")}
+    assert hw.available("float8") == (True, "reference on rocm: plain torch in FP32, the specification")
+    assert not hw.available("float8", native=True)[0]
 
 
 def test_cuda_version() -> None:

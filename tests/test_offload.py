@@ -190,6 +190,16 @@ def test_bad_input(given: dict[str, Any], message: str) -> None:
         get_cpu_offload_context(enabled=True, **given)
 
 
+@pytest.mark.parametrize("given", [{"num_layers": 0}, {"num_layers": 3, "model_layers": 2}, {"offload_weights": True}])
+def test_switched_off_asks_nothing_of_the_other_arguments(given: dict[str, Any]) -> None:
+    """A configuration with offloading off has what it has: no layers, as a rule."""
+    for manual in (False, True):
+        context, sync, *_ = get_cpu_offload_context(enabled=False, manual_synchronization=manual, **given)
+        x = torch.ones(2)
+        with context:
+            assert sync(x) is x
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
 def test_memory_of_a_gpu(recipe: str) -> None:

@@ -128,11 +128,21 @@ def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum:
     if contraction(a, b) == 0:
         finish(out.zero_(), out, [], bias)
         return
-    choose(a, b)(out, a, b, bias, fast_accum)
+    product = choose(a, b)
+    if product is _emulated or (product is gemm_reference and a.data.is_cuda):
+        _tell(a, b)
+    product(out, a, b, bias, fast_accum)
+
+
+def _tell(a: Operand, b: Operand) -> None:
+    """Warn that the GPU has no product of these kinds; not where it lacks that of two element types only."""
+    cc = capability_of(a.data)
+    if "high" not in (a.kind, b.kind) and hw.gemm_backend(a.kind, b.kind, cc).how != "native":
+        hw.tell_emulated(a.kind, b.kind, cc)
 
 
 def capability_of(x: torch.Tensor) -> hw.CC | None:
-    """Of the tensor's device; None for the CPU."""
+    """Of the tensor's device; None for the CPU, and for an AMD GPU."""
     return hw.capability(x.device.index) if x.is_cuda else None
 
 

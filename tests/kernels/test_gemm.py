@@ -1,16 +1,20 @@
 """D = A·Bᵀ on the CPU: every kind against FP64, the flags, the errors, the ops."""
 
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import mezzotint as mz
 from mezzotint import hw
 from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels import gemm as gemm_file
 from mezzotint.kernels.gemm import BACKENDS, Operand, flat, gemm, gemm_reference
 from mezzotint.kernels.operand import KINDS, exact
+from mezzotint.recipe import MXFP8BlockScaling
 from tests.operands import (
     FORMAT_ERROR,
     QUANTIZED,
@@ -270,6 +274,75 @@ def test_emulation_in_bf16_is_exact(kind: str, monkeypatch: pytest.MonkeyPatch) 
         BACKENDS["emulated"](out, a, b, bias, False)
         gemm_reference(expected, a, b, bias)
         assert torch.equal(out, expected)
+
+
+@pytest.fixture
+def no_news() -> Iterator[None]:
+    """Nobody was told of anything yet."""
+    hw.tell_emulated.cache_clear()
+    yield
+    hw.tell_emulated.cache_clear()
+
+
+def at_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of Hopper's, with the CPU's tensors."""
+    monkeypatch.setattr(gemm_file, "capability_of", lambda x: (9, 0))
+    monkeypatch.setattr(gemm_file, "_mm_fp32", lambda x, y, out: torch.mm(x.float(), y.float().t()))
+
+
+def test_emulation_is_told_once(monkeypatch: pytest.MonkeyPatch, no_news: None) -> None:
+    at_hopper(monkeypatch)
+    mx, nv = ((quantize(torch.randn(32, 64), kind), quantize(torch.randn(16, 64), kind)) for kind in ("mx", "nv"))
+    with pytest.warns(hw.EmulationWarning) as told:
+        _ = [gemm(*pair, out_dtype=dtype) for dtype in (B16, F32, B16) for pair in (mx, nv)]
+    assert [str(warning.message).split(" are ")[0] for warning in told] == ["MXFP8 products", "NVFP4 products"]
+    assert "native products need an NVIDIA GPU of compute capability 10.0" in str(told[0].message)
+    assert 'filterwarnings("ignore", category=mezzotint.EmulationWarning)' in str(told[0].message)
+
+
+def test_nothing_is_told_of_two_element_types(monkeypatch: pytest.MonkeyPatch, no_news: None) -> None:
+    """No GPU multiplies E5M2 by E5M2, and Hopper has the format."""
+    at_hopper(monkeypatch)
+    a, b = (quantize(torch.randn(16, 64), "tensor", dtype=E5M2) for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemm(a, b, out_dtype=B16)
+
+
+def test_nothing_is_told_on_the_cpu(no_news: None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gemm(quantize(torch.randn(16, 64), "nv"), quantize(torch.randn(16, 64), "nv"), out_dtype=B16)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_tells_of_emulation(compiled: bool, monkeypatch: pytest.MonkeyPatch, no_news: None) -> None:
+    """Compiled too: the product of a graph tells when it runs, and the graph is whole."""
+    at_hopper(monkeypatch)
+    module = mz.Linear(64, 64, params_dtype=B16, device="cpu")
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    x = torch.randn(32, 64, dtype=B16, requires_grad=True)
+
+    def steps() -> None:
+        for _ in range(2):
+            with mz.autocast(recipe=MXFP8BlockScaling()):
+                y = call(x)
+            y.sum().backward()
+
+    with pytest.warns(hw.EmulationWarning, match=r"MXFP8 products are emulated on this GPU \(sm_90") as told:
+        steps()
+    assert len(told) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_of_emulation(no_news: None) -> None:
+    module = mz.Linear(64, 64, params_dtype=B16, device="cuda")
+    with warnings.catch_warnings(record=True) as told, mz.autocast(recipe=MXFP8BlockScaling()):
+        warnings.simplefilter("always")
+        module(torch.randn(32, 64, dtype=B16, device="cuda"))
+    found = [warning for warning in told if warning.category is mz.EmulationWarning]
+    assert len(found) == (not mz.is_mxfp8_available(native=True))
 
 
 def test_every_backend_of_the_table_exists() -> None:
