@@ -1,193 +1,32 @@
-"""Mezzotint: training in FP8, MXFP8 and NVFP4 on PyTorch, whole graphs, the same bits on CPU and GPU."""
+"""Mezzotint: training in FP8, MXFP8 and NVFP4 on PyTorch, whole graphs, the same bits on CPU and GPU.
 
-import torch as _torch
+The public names are in `api.py`, and are here as soon as this is imported. The command line alone begins without them:
+its help and its errors need no PyTorch, which takes seconds to import.
+"""
 
-from mezzotint import cpp_extensions, custom_recipes, dynamo, ops, optimizers, recipe, router
-from mezzotint.attention.dot_product import DotProductAttention
-from mezzotint.attention.kv_cache import InferenceParams
-from mezzotint.attention.multihead import MultiheadAttention
-from mezzotint.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
-from mezzotint.checkpoint import checkpoint
-from mezzotint.constants import DType
-from mezzotint.convert.model import convert, convert_report, unconvert
-from mezzotint.cross_entropy import parallel_cross_entropy
-from mezzotint.distributed.rng import CudaRNGStatesTracker
-from mezzotint.dynamo import (
-    TensorProto,
-    is_value_opaque_quantizer,
-    register_value_opaque_quantizer,
-    to_tensor_proto,
-)
-from mezzotint.export import onnx_export
-from mezzotint.global_state import FP8GlobalStateManager
-from mezzotint.graph import make_graphed_callables
-from mezzotint.hw import EmulationWarning
-from mezzotint.module.grouped_linear import GroupedLinear
-from mezzotint.module.layernorm_linear import LayerNormLinear
-from mezzotint.module.layernorm_mlp import LayerNormMLP
-from mezzotint.module.linear import Linear
-from mezzotint.module.norm import LayerNorm, RMSNorm
-from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
-from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
-from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
-from mezzotint.optimizers.newton_schulz import newton_schulz
-from mezzotint.permutation import (
-    moe_permute,
-    moe_permute_and_pad_with_probs,
-    moe_permute_with_probs,
-    moe_sort_chunks_by_index,
-    moe_sort_chunks_by_index_with_probs,
-    moe_unpermute,
-)
-from mezzotint.quantization import (
-    autocast,
-    fp8_autocast,
-    fp8_model_init,
-    get_align_size_for_quantization,
-    get_cudnn_version,
-    get_default_recipe,
-    get_device_compute_capability,
-    is_bf16_available,
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_fp8_rowwise_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-    quantized_model_init,
-)
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
-from mezzotint.recipe_state import RecipeState
-from mezzotint.tensor.float8 import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-)
-from mezzotint.tensor.float8_block import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-)
-from mezzotint.tensor.float8_rowwise import (
-    Float8RowwiseQuantizer,
-    Float8RowwiseTensor,
-    Float8RowwiseTensorStorage,
-)
-from mezzotint.tensor.grouped import GroupedTensor, GroupedTensorStorage
-from mezzotint.tensor.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
-from mezzotint.tensor.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
-from mezzotint.tensor.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from mezzotint.tensor.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
-from mezzotint.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
-from mezzotint.tensor.quantizer import Quantizer, rebuild_quantizer
-from mezzotint.tensor.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
-from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.transformer import TransformerLayer
-from mezzotint.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+import sys
+from importlib import import_module
+from itertools import pairwise
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# Pickles of quantized tensors call these two and nothing else, so torch.load(weights_only=True) reads them.
-_torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantizer])
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "DType",
-    "DelayedScalingRequest",
-    "DotProductAttention",
-    "EmulationWarning",
-    "FP8GlobalStateManager",
-    "Float8BlockQuantizer",
-    "Float8BlockwiseQTensor",
-    "Float8BlockwiseQTensorStorage",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8RowwiseQuantizer",
-    "Float8RowwiseTensor",
-    "Float8RowwiseTensorStorage",
-    "Float8Tensor",
-    "Float8TensorStorage",
-    "Fp8Padding",
-    "Fp8Unpadding",
-    "GroupedLinear",
-    "GroupedTensor",
-    "GroupedTensorStorage",
-    "HybridQuantizedTensor",
-    "HybridQuantizedTensorStorage",
-    "HybridQuantizer",
-    "IdentityQuantizer",
-    "IdentityTensor",
-    "IdentityTensorStorage",
-    "InferenceParams",
-    "LayerNorm",
-    "LayerNormLinear",
-    "LayerNormMLP",
-    "Linear",
-    "MXFP8Quantizer",
-    "MXFP8Tensor",
-    "MXFP8TensorStorage",
-    "ManualOffloadSynchronizer",
-    "MultiheadAttention",
-    "NVFP4Quantizer",
-    "NVFP4Tensor",
-    "NVFP4TensorStorage",
-    "QuantizedTensor",
-    "QuantizedTensorStorage",
-    "Quantizer",
-    "QuantizerRequest",
-    "QuantizerRole",
-    "RMSNorm",
-    "RecipeState",
-    "RotaryPositionEmbedding",
-    "TensorProto",
-    "TransformerLayer",
-    "UserBufferQuantizationMode",
-    "apply_rotary_pos_emb",
-    "autocast",
-    "checkpoint",
-    "convert",
-    "convert_report",
-    "cpp_extensions",
-    "custom_recipes",
-    "deinterleave_glu_tensor",
-    "destroy_ub",
-    "dynamo",
-    "fp8_autocast",
-    "fp8_model_init",
-    "get_align_size_for_quantization",
-    "get_cpu_offload_context",
-    "get_cudnn_version",
-    "get_default_recipe",
-    "get_device_compute_capability",
-    "initialize_ub",
-    "interleave_glu_tensor",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_fp8_rowwise_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-    "is_value_opaque_quantizer",
-    "make_graphed_callables",
-    "mark_not_offload",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-    "newton_schulz",
-    "onnx_export",
-    "ops",
-    "optimizers",
-    "parallel_cross_entropy",
-    "prepare_for_saving",
-    "quantized_model_init",
-    "recipe",
-    "register_value_opaque_quantizer",
-    "restore_from_func_ctx",
-    "restore_from_saved",
-    "router",
-    "to_tensor_proto",
-    "unconvert",
-]
+def _is_command_line() -> bool:
+    """Whether this process was started as `mezzotint …` or as `python -m mezzotint …`; then a command imports `api`."""
+    name = sys.argv[0] if getattr(sys, "argv", None) else ""
+    if name == "-m":  # what Python puts there until it has found the module that it runs
+        return ("-m", "mezzotint") in pairwise(sys.orig_argv)
+    return PurePath(name).stem == "mezzotint"
+
+
+if TYPE_CHECKING or not _is_command_line():
+    from mezzotint.api import *  # noqa: F403
+    from mezzotint.api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module 'mezzotint' has no attribute {name!r}")
+        return getattr(import_module("mezzotint.api"), name)

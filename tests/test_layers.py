@@ -39,13 +39,17 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("attention", "cross_entropy", "router"),
     ("transformer",),
     ("checkpoint", "convert", "graph", "offload"),
-    ("dynamo", "inspect", "cli"),
+    ("dynamo", "inspect"),
+    ("api",),
+    ("cli",),
     ("__main__",),
 )
 ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
 
 # Files that may import inside a function, and why.
 MAY_IMPORT_LATE = {
+    "mezzotint": "the command line begins without what `api` imports",
+    "mezzotint.cli.app": "help and errors of typing do not wait for torch",
     "mezzotint.distributed": "DTensor takes seconds to import, and most programs have no use for it",
     "mezzotint.kernels._lib": "Triton loads when the first CUDA tensor arrives",
     "mezzotint.hw": "asks a library that may be absent what it can do",

@@ -1,20 +1,126 @@
-"""The commands, put together."""
+"""The commands: what each takes, and what it says of itself.
+
+Nothing here imports torch, which takes seconds: help, errors of typing and shell scripts do not wait for it. A command
+imports the file of its name when it runs.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
 
 import typer
 
 from mezzotint.cli.bench import bench
-from mezzotint.cli.compare import compare
-from mezzotint.cli.doctor import doctor
-from mezzotint.cli.plan import plan
-from mezzotint.cli.train import train
+from mezzotint.cli.console import EXTRA, CommandError
+from mezzotint.cli.layout import Layout
+from mezzotint.cli.options import takes
+from mezzotint.cli.settings import TrainConfig
+from mezzotint.cli.sizes import MODEL, MODELS, ModelConfig
 
 app = typer.Typer(
     help="Low-precision training (FP8, MXFP8, NVFP4) on PyTorch.", add_completion=False, pretty_exceptions_enable=False
 )
-for command in (train, compare, doctor, plan):
-    app.command()(command)
-# Options, --help among them, are those of the measurement.
-app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(bench)
-
 # Of click, or of the copy of it that newer versions of typer carry.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
+Model = Annotated[
+    str | None,
+    typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
+]
+Timeout = Annotated[int, typer.Option(min=1, help="seconds that one of many processes waits for another")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _file(name: str) -> Any:
+    """The file of a command, with a function of the same name; before it, what `import mezzotint` registers."""
+    import_module("mezzotint.api")
+    try:
+        return import_module(f"mezzotint.cli.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        raise CommandError(f"{error.name} is not installed: pip install 'mezzotint[cli]'") from None
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        for name in ("mezzotint", "torch"):
+            try:
+                typer.echo(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                typer.echo(f"{name} is not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    _: Annotated[bool, typer.Option("--version", help="print versions", callback=_show_version, is_eager=True)] = False,
+) -> None: ...
+
+
+@app.command()
+@takes(ModelConfig, TrainConfig, Layout, without=("vocab", "world"))
+def train(
+    *,
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="begin the run in --out anew")] = False,
+    model: Model = None,
+    timeout: Timeout = 600,
+    given: dict[str, Any],
+) -> None:
+    """Train a Llama-like language model on text that is on this machine.
+
+    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one. Over several processes, each
+    replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
+    """
+    options = {"out": out, "resume": resume, "overwrite": overwrite, "model": model, "timeout": timeout}
+    _file("train").train(**options, given=given)
+
+
+@app.command()
+@takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep"))
+def compare(
+    *,
+    recipes: Annotated[
+        str, typer.Option(help="recipes between commas, or all; BF16 always runs")
+    ] = "bf16,delayed,current,mxfp8,nvfp4",
+    out: Out = None,
+    model: Model = None,
+    given: dict[str, Any],
+) -> None:
+    """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
+    _file("compare").compare(recipes=recipes, out=out, model=model, given=given)
+
+
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="check compiled code, too")] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
+    raise typer.Exit(_file("doctor").doctor(device, compiled, as_json))
+
+
+@app.command()
+@takes(ModelConfig, Layout, changing=ModelConfig)
+def plan(
+    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],
+    *,
+    recipes: Annotated[str, typer.Option(help="recipes between commas, or all")] = "all",
+    params_dtype: Annotated[str, typer.Option(help="of parameters: float32 or bfloat16")] = "float32",
+    as_json: Json = False,
+    given: dict[str, Any],
+) -> None:
+    """Parameters and memory of one training step of MODEL, recipe by recipe, on any machine.
+
+    The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, what one
+    of many processes holds, and what it sends.
+    """
+    _file("plan").plan(model=model, recipes=recipes, params_dtype=params_dtype, as_json=as_json, given=given)
+
+
+# Options, --help among them, are those of the measurement.
+app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(bench)

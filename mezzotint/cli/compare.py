@@ -4,9 +4,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -15,29 +14,20 @@ from mezzotint.cli.console import CommandError, as_size, make_console
 from mezzotint.cli.data import read_text
 from mezzotint.cli.figure import draw
 from mezzotint.cli.loop import Result, Stopped, run_training
-from mezzotint.cli.model import ModelConfig, find_model
-from mezzotint.cli.options import takes
-from mezzotint.cli.recipes import BF16, recipe_names
+from mezzotint.cli.recipe_names import BF16, recipe_names
 from mezzotint.cli.runs import check_free, new_folder, write_config
 from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
-from mezzotint.cli.train import MODEL, Model, Out, set_threads
+from mezzotint.cli.sizes import MODEL, ModelConfig, find_model
+from mezzotint.cli.train import set_threads
 from mezzotint.cli.training import Training
 from mezzotint.cli.world import find_world
 
-DEFAULT = "bf16,delayed,current,mxfp8,nvfp4"
 # How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.
 ALLOWED = 0.03
 
 
-@takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep"))
-def compare(
-    *,
-    recipes: Annotated[str, typer.Option(help="recipes between commas, or all; BF16 always runs")] = DEFAULT,
-    out: Out = None,
-    model: Model = None,
-    given: dict[str, Any],
-) -> None:
-    """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
+def compare(*, recipes: str, out: str | None, model: str | None, given: dict[str, Any]) -> None:
+    """The command; see `app.py`."""
     if find_world().size > 1:
         raise CommandError("compare runs in one process: start it without torchrun; train runs in several")
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]

@@ -5,6 +5,8 @@ import sys
 
 from rich.console import Console
 
+EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")  # what `pip install 'mezzotint[cli]'` adds
+
 
 class CommandError(Exception):
     """What went wrong and what to do, in one line; the command ends with `code`. 2: as asked it cannot run. 1: it ran,

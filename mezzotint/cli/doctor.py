@@ -10,17 +10,17 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from mezzotint import hw
 from mezzotint.cli.console import CommandError, make_console
 from mezzotint.cli.machine import check_compiler, find_device, versions
-from mezzotint.cli.recipes import BF16, RECIPES
+from mezzotint.cli.recipe_names import BF16
+from mezzotint.cli.recipes import RECIPES
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
@@ -62,12 +62,8 @@ class Check:
         return self.problem is None and near and self.same_bits is not False
 
 
-def doctor(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="check compiled code, too")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
-    """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
+def doctor(device: str = "auto", compiled: bool = True, as_json: bool = False) -> int:
+    """The command; see `app.py`."""
     where = find_device(device)
     rows = hw.report(None if where.type == "cpu" else "current")
     with warnings.catch_warnings():
@@ -84,11 +80,10 @@ def doctor(
             "untried": UNTRIED,
             "is_good": is_good,
         }
-        typer.echo(json.dumps(report, indent=1))
+        print(json.dumps(report, indent=1))
     else:
         _show(make_console(), name, rows, checks)
-    if not is_good:
-        raise typer.Exit(1)
+    return 0 if is_good else 1
 
 
 def bounds_of(name: str) -> dict[str, float]:

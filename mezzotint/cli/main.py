@@ -6,9 +6,7 @@
 import sys
 from collections.abc import Sequence
 
-from mezzotint.cli.console import CommandError, speaks
-
-EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")
+from mezzotint.cli.console import EXTRA, CommandError, speaks
 
 try:
     from mezzotint.cli.app import UsageError, app

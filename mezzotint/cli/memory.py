@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzotint.cli.model import LanguageModel, ModelConfig
+from mezzotint.cli.layout import Layout
+from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.parallel import (
-    Layout,
     balanced_exchange,
     fake_world,
     make_meshes,
@@ -33,6 +33,7 @@ from mezzotint.cli.parallel import (
     make_optimizer,
     reduce_gradients,
 )
+from mezzotint.cli.sizes import ModelConfig
 from mezzotint.cli.traffic import SentBytes
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe

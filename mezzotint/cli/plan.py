@@ -3,37 +3,24 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.table import Table
 
 from mezzotint.cli.console import CommandError, as_count, as_size, make_console
+from mezzotint.cli.layout import Layout
 from mezzotint.cli.memory import StepMemory, plan_step
-from mezzotint.cli.model import MODELS, ModelConfig, find_model
-from mezzotint.cli.options import takes
-from mezzotint.cli.parallel import Layout
-from mezzotint.cli.recipes import RECIPES, recipe_names
+from mezzotint.cli.recipe_names import recipe_names
+from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import TrainConfig, make_config
+from mezzotint.cli.sizes import ModelConfig, find_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@takes(ModelConfig, Layout, changing=ModelConfig)
-def plan(
-    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],
-    *,
-    recipes: Annotated[str, typer.Option(help="recipes between commas, or all")] = "all",
-    params_dtype: Annotated[str, typer.Option(help="of parameters: float32 or bfloat16")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    given: dict[str, Any],
-) -> None:
-    """Parameters and memory of one training step of MODEL, recipe by recipe, on any machine.
-
-    The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, what one
-    of many processes holds, and what it sends.
-    """
+def plan(*, model: str, recipes: str, params_dtype: str, as_json: bool, given: dict[str, Any]) -> None:
+    """The command; see `app.py`."""
     names = recipe_names(recipes)
     if params_dtype not in DTYPES:
         raise CommandError(f"--params-dtype is {params_dtype!r}: give {' or '.join(DTYPES)}")
@@ -43,7 +30,7 @@ def plan(
     if as_json:
         rows = {name: asdict(found) for name, found in zip(names, plans, strict=True)}
         report = {"model": asdict(config), "layout": asdict(layout), "params_dtype": params_dtype, "recipes": rows}
-        typer.echo(json.dumps(report, indent=1))
+        print(json.dumps(report, indent=1))
         return
     console = make_console()
     console.print(_table(model, config, layout, names, plans))

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from mezzotint.cli.console import CommandError
-from mezzotint.cli.model import ModelConfig
+from mezzotint.cli.layout import Layout
 from mezzotint.cli.options import check, flag, option
-from mezzotint.cli.parallel import Layout
-from mezzotint.cli.recipes import find_recipe
+from mezzotint.cli.recipe_names import BF16, RECIPE_CLASSES, recipe_name
+from mezzotint.cli.sizes import ModelConfig
 
 ALONE = Layout()
 
@@ -18,7 +18,7 @@ ALONE = Layout()
 class TrainConfig:
     """How a model is trained."""
 
-    recipe: str = option("bf16", "bf16, delayed, current, rowwise, block, mxfp8 or nvfp4")
+    recipe: str = option(BF16, f"one of {', '.join(RECIPE_CLASSES)}")
     steps: int = option(150, "optimizer steps", at_least=1)
     accumulate: int = option(1, "micro-batches in a step", at_least=1)
     lr: float = option(1e-3, "highest learning rate", at_least=0)
@@ -41,7 +41,7 @@ class TrainConfig:
         check(self)
         if self.seed >= 2**64:
             raise CommandError(f"--seed is {self.seed}: give less than 2^64")
-        find_recipe(self.recipe)
+        object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
 
     def learning_rate(self, step: int) -> float:
         """Up in a straight line, down along half a cosine."""

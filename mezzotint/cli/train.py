@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 from mezzotint.cli.checkpoint import find_checkpoints, remove_remains
 from mezzotint.cli.console import CommandError, make_console
 from mezzotint.cli.data import Text, read_text
+from mezzotint.cli.layout import Layout
 from mezzotint.cli.loop import Stopped, run_training
-from mezzotint.cli.model import ModelConfig, find_model
-from mezzotint.cli.options import flag, takes
-from mezzotint.cli.parallel import Layout
+from mezzotint.cli.options import flag
 from mezzotint.cli.runs import (
     CONFIG,
     check_free,
@@ -25,35 +23,15 @@ from mezzotint.cli.runs import (
     write_config,
 )
 from mezzotint.cli.settings import ALONE, RunConfig, TrainConfig, make_config
+from mezzotint.cli.sizes import MODEL, ModelConfig, find_model
 from mezzotint.cli.training import Training
 from mezzotint.cli.world import World, check_same, find_world, joined, losing_none, on_first, together
 
-Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
-MODEL = "tiny"
-Model = Annotated[
-    str | None,
-    typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
-]
 
-
-Timeout = Annotated[int, typer.Option(min=1, help="seconds that one of many processes waits for another")]
-
-
-@takes(ModelConfig, TrainConfig, Layout, without=("vocab", "world"))
 def train(
-    *,
-    out: Out = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="begin the run in --out anew")] = False,
-    model: Model = None,
-    timeout: Timeout = 600,
-    given: dict[str, Any],
+    *, out: str | None, resume: bool, overwrite: bool, model: str | None, timeout: int, given: dict[str, Any]
 ) -> None:
-    """Train a Llama-like language model on text that is on this machine.
-
-    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one. Over several processes, each
-    replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
-    """
+    """The command; see `app.py`."""
     if resume and overwrite:
         raise CommandError("--resume and --overwrite: give one of them")
     if resume and out is None:

@@ -25,7 +25,7 @@ from mezzotint.cli.machine import check_compiler, find_device
 from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.parallel import Meshes, make_meshes, make_model, reduce_gradients
 from mezzotint.cli.parts import find_places
-from mezzotint.cli.recipes import find_recipe
+from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import RunConfig
 from mezzotint.cli.shared_checkpoint import is_shared, load_into, read_about, save_shared, start_state, state_of
 from mezzotint.cli.world import ALONE, World, together
@@ -46,7 +46,7 @@ class Training:
             raise CommandError("--experts: how many rows an expert gets is known when it runs; give --no-compile")
         layout.check_model(config.model)
         self.device = find_device(train.device)
-        self.recipe = find_recipe(train.recipe)
+        self.recipe = RECIPES[train.recipe]
         self.meshes = make_meshes(layout, self.device.type) if layout.world > 1 else None
         replica, self.replicas = 0, 1
         if self.meshes is not None:

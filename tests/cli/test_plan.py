@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mezzotint.cli.memory import LiveBytes, plan_step
-from mezzotint.cli.model import MODELS, LanguageModel, ModelConfig, find_model
+from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.recipes import RECIPES
+from mezzotint.cli.sizes import MODELS, ModelConfig, find_model
 from mezzotint.quantization import autocast
 from tests.cli.tools import fails, one_thread, works
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from mezzotint.cli.console import as_size
+from mezzotint.cli.layout import Layout
 from mezzotint.cli.memory import plan_step
-from mezzotint.cli.model import MODELS
-from mezzotint.cli.parallel import Layout, fake_world
+from mezzotint.cli.parallel import fake_world
 from mezzotint.cli.recipes import RECIPES
+from mezzotint.cli.sizes import MODELS
 from mezzotint.cli.traffic import SentBytes
 from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
 from tests.cli.tools import TINY, fails, losses, one_thread, works, write_text
