@@ -2,7 +2,6 @@
 
 import ast
 import re
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,20 +44,6 @@ def table(text: str) -> list[list[str]]:
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     width = len(cells[0])
     return [row for row in cells if len(row) == width and not set("".join(row)) <= set("-: ")]
-
-
-@pytest.mark.compile
-def test_the_code_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Block after block, each with what those before it left."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # needs no C++ compiler
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    shown = capsys.readouterr().out
-    assert "2 of 2 linear layers converted" in shown  # the report of convert
-    assert "ForwardLinearBiasActivation" in shown  # what ran as one in the pipeline
 
 
 def test_formats_and_hardware() -> None:

@@ -88,7 +88,10 @@ class Weights:
         self.init_recipe = STATE.init_recipe
         self.preserves = STATE.preserves_init
         if self.is_quantized and self.parts:
-            raise ValueError("parameters_split with quantized_model_init: a quantized weight has no parts; give one")
+            raise ValueError(
+                "parameters_split with quantized_model_init: a quantized weight has no parts. Leave it out; for query, key "
+                "and value, which are such parts in MultiheadAttention and TransformerLayer, give fuse_qkv_params=True"
+            )
 
     def _take_part(self, mode: str | None, tp_size: int) -> None:
         """Sizes of the whole → those of this process's part."""
