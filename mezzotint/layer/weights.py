@@ -89,8 +89,8 @@ class Weights:
         self.preserves = STATE.preserves_init
         if self.is_quantized and self.parts:
             raise ValueError(
-                "parameters_split with quantized_model_init: a quantized weight has no parts. Leave it out; for query, key "
-                "and value, which are such parts in MultiheadAttention and TransformerLayer, give fuse_qkv_params=True"
+                "parameters_split with quantized_model_init: a quantized weight has no parts; leave it out. Query, key "
+                "and value of MultiheadAttention and TransformerLayer are such parts: give fuse_qkv_params=True"
             )
 
     def _take_part(self, mode: str | None, tp_size: int) -> None:
