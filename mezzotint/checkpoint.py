@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mezzotint.state import STATE, get_autocast_state, set_autocast_state
+from mezzotint.state import current_state, get_autocast_state, set_autocast_state
 
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
@@ -61,16 +61,17 @@ class _Run:
     def __init__(self, function: Callable[..., Any], get_rng_state_tracker: Callable[[], Any] | None) -> None:
         self.function = function
         self.state = get_autocast_state()
-        self.recomputation = _Recomputation(STATE.recomputation)
+        self.recomputation = _Recomputation(current_state().recomputation)
         self.tracker: Any = None if get_rng_state_tracker is None else get_rng_state_tracker()
         self.rng_states = None if self.tracker is None else self.tracker.get_states()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outer, outer_recomputation = get_autocast_state(), STATE.recomputation
+        state, outer = current_state(), get_autocast_state()
+        outer_recomputation = state.recomputation
         outer_rng = self.tracker.get_states() if self.tracker is not None and self.recomputation.has_run else None
         self.recomputation.start()
         set_autocast_state(self.state)
-        STATE.recomputation = self.recomputation
+        state.recomputation = self.recomputation
         if outer_rng is not None:
             self.tracker.set_states(self.rng_states)
         try:
@@ -79,7 +80,7 @@ class _Run:
             if outer_rng is not None:
                 self.tracker.set_states(outer_rng)
             set_autocast_state(outer)
-            STATE.recomputation = outer_recomputation
+            state.recomputation = outer_recomputation
             self.recomputation.has_run = True
 
 
@@ -105,9 +106,10 @@ def checkpoint(
     if torch.compiler.is_compiling():
         # The compiler recomputes operations, not Python: there is no second run. But it would read delayed scaling's
         # scales again, after they were written: modules refuse that.
-        outer, STATE.recomputes_in_graph = STATE.recomputes_in_graph, True
+        state = current_state()
+        outer, state.recomputes_in_graph = state.recomputes_in_graph, True
         made = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-        STATE.recomputes_in_graph = outer
+        state.recomputes_in_graph = outer
         return made
     if use_reentrant:  # torch takes no keyword arguments of the function then
         function = partial(function, **{name: kwargs.pop(name) for name in [*kwargs] if name not in TORCH_OPTIONS})

@@ -1,6 +1,6 @@
-"""FP8GlobalStateManager: upstream's name for questions about the one state behind `autocast`.
+"""FP8GlobalStateManager: upstream's name for questions about the state behind `autocast`.
 
-What serves upstream's global buffers is not here, since each module has its own state as buffers and asks `STATE` once:
+What serves upstream's global buffers is not here, since each module has its own state as buffers:
 `add_fp8_tensors_to_global_buffer`, the keys of those buffers, `is_first_fp8_module`, and the three functions that copy
 state for recomputation (`mezzotint.checkpoint` does).
 """
@@ -20,11 +20,11 @@ from mezzotint.quantization import (
     update_pending,
 )
 from mezzotint.recipe import Recipe
-from mezzotint.state import STATE, State, get_autocast_state, set_autocast_state
+from mezzotint.state import State, current_state, get_autocast_state, set_autocast_state
 
 
 class FP8GlobalStateManager:
-    """Functions only: what there is to keep is kept in `STATE`."""
+    """Functions only: what there is to keep is in `state.py`."""
 
     is_fp8_available = staticmethod(is_fp8_available)
     is_mxfp8_available = staticmethod(is_mxfp8_available)
@@ -43,19 +43,19 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
-        return STATE.enabled
+        return current_state().enabled
 
     @classmethod
     def is_fp8_calibration(cls) -> bool:
-        return STATE.calibrating
+        return current_state().calibrating
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        return STATE.init_enabled
+        return current_state().init_enabled
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        return STATE.preserves_init
+        return current_state().preserves_init
 
     @classmethod
     def fp8_graph_capturing(cls) -> bool:
@@ -63,11 +63,12 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_fp8_recipe(cls) -> Recipe:
-        return get_default_recipe() if STATE.recipe is None else STATE.recipe
+        recipe = current_state().recipe
+        return get_default_recipe() if recipe is None else recipe
 
     @classmethod
     def get_fp8_group(cls) -> Any:
-        return STATE.group
+        return current_state().group
 
     @classmethod
     def autocast_enter(
@@ -81,14 +82,16 @@ class FP8GlobalStateManager:
         """Open a region; `autocast_exit` closes the last one that is open."""
         region = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
         region.__enter__()
-        STATE.entered = (*STATE.entered, region)
+        state = current_state()
+        state.entered = (*state.entered, region)
 
     @classmethod
     def autocast_exit(cls, enabled: bool = False, _graph: bool = False) -> None:
-        if not STATE.entered:
+        state = current_state()
+        if not state.entered:
             raise RuntimeError("autocast_exit: no region is open; call autocast_enter first")
-        *outer, region = STATE.entered
-        STATE.entered = tuple(outer)
+        *outer, region = state.entered
+        state.entered = tuple(outer)
         region.__exit__(None, None, None)
 
     @classmethod
@@ -102,19 +105,20 @@ class FP8GlobalStateManager:
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
         """One element, FP32: 1 for kept weights (`is_first_microbatch`) that are not to be quantized again, else 0."""
-        if STATE.skip_weight_update is None:
+        state = current_state()
+        if state.skip_weight_update is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            STATE.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
-        STATE.skip_weight_update.fill_(float(skip))
+            state.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
+        state.skip_weight_update.fill_(float(skip))
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
-        return STATE.skip_weight_update
+        return current_state().skip_weight_update
 
     @classmethod
     def reset(cls) -> None:
-        """As after the import."""
-        fresh = State()
+        """Put the state of this thread back to what it is after the import."""
+        state, fresh = current_state(), State()
         for name in State.__slots__:
-            setattr(STATE, name, getattr(fresh, name))
+            setattr(state, name, getattr(fresh, name))
         ENDING.waiting = {}

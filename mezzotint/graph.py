@@ -19,7 +19,7 @@ from torch import nn
 
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 
 __all__ = ["make_graphed_callables"]
 
@@ -51,12 +51,13 @@ class _Captured(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         *given, named = args
-        outer, STATE.skip_weight_update = STATE.skip_weight_update, self.flag
+        state = current_state()
+        outer, state.skip_weight_update = state.skip_weight_update, self.flag
         try:
             with self.region.enter():
                 return self.forward_of(*given, **named, **self.more)
         finally:
-            STATE.skip_weight_update = outer
+            state.skip_weight_update = outer
 
 
 def make_graphed_callables(

@@ -24,18 +24,18 @@ from mezzotint.distributed.groups import device_of, group_by_name, world_size
 from mezzotint.functional.traced import next_number, read_local, read_written, set_local
 from mezzotint.kernels._lib import leaf
 from mezzotint.recipe import Recipe
-from mezzotint.state import STATE
+from mezzotint.state import current_state, recipe_in_force
 
 
 def meet(module: Any, inp: Any) -> None:
     """A module runs, with `inp`, whose weights the processes of its `tp_group` share."""
-    recipe, mark = STATE.recipe if STATE.enabled else None, module.scale_bwd
+    recipe, mark = recipe_in_force(), module.scale_bwd
     if not torch.compiler.is_compiling():
         if not is_fake(module.tp_group):
             given = module.tp_group, mark, inp.shape, inp.dtype
             _meet(*given, False, lambda: (without_addresses(recipe), _describe(module)))
     elif torch.compiler.is_dynamo_compiling():
-        state, group, text, described, is_first, number = STATE, "", "", "", False, 0
+        state, group, text, described, is_first, number = current_state(), "", "", "", False, 0
         torch._dynamo.comptime.comptime(_describe_meeting)  # writes the last five: constants of the graph
         if is_first:
             state.leaders = (*state.leaders, (group, None))
@@ -71,7 +71,7 @@ def _meet(
     describe: Callable[[], tuple[str, str]],
 ) -> None:
     """`describe()`: recipe and module, which most runs do not ask for."""
-    leads, is_known = _leads(group.group_name, mark, is_first), _address(mark) in STATE.known
+    leads, is_known = _leads(group.group_name, mark, is_first), _address(mark) in current_state().known
     if is_known and not leads:
         return
     (recipe, module), inp = describe(), f"{tuple(shape)} of {dtype}"
@@ -103,32 +103,36 @@ def _address(mark: torch.Tensor) -> int:
 def _learn(mark: torch.Tensor) -> None:
     """Its address is not given to another one as long as there is a reference."""
     reference = StorageWeakRef(mark.untyped_storage())
-    alive = {address: each for address, each in STATE.known.items() if not each.expired()}
-    STATE.known = {**alive, reference.cdata: reference}
+    state = current_state()
+    alive = {address: each for address, each in state.known.items() if not each.expired()}
+    state.known = {**alive, reference.cdata: reference}
 
 
 def _leads(group: str, mark: torch.Tensor, is_first: bool) -> bool:
     """Whether a module is the first of a group that has run since a region was entered or left. Its mark is kept when
     it is gone: it must not be taken for another one's."""
-    leader = dict(STATE.leaders).get(group)
+    state = current_state()
+    leader = dict(state.leaders).get(group)
     if leader is None or is_first:
-        others = [each for each in STATE.leaders if each[0] != group]
-        STATE.leaders = (*others, (group, mark))
+        others = [each for each in state.leaders if each[0] != group]
+        state.leaders = (*others, (group, mark))
         return True
     return _address(leader) == _address(mark)
 
 
 def follow(old: torch.Tensor, new: torch.Tensor) -> None:
     """A mark has moved, on this process maybe alone: the module is known as before, and leads as before."""
-    moved = [each is not None and _address(each) == _address(old) for _, each in STATE.leaders]
-    STATE.leaders = tuple([(each[0], new) if has else each for each, has in zip(STATE.leaders, moved, strict=True)])
-    if _address(old) in STATE.known:
+    state = current_state()
+    moved = [each is not None and _address(each) == _address(old) for _, each in state.leaders]
+    state.leaders = tuple([(each[0], new) if has else each for each, has in zip(state.leaders, moved, strict=True)])
+    if _address(old) in state.known:
         _learn(new)
 
 
 def forget(mark: torch.Tensor) -> None:
     """A module is to meet others."""
-    STATE.known = {address: each for address, each in STATE.known.items() if address != _address(mark)}
+    state = current_state()
+    state.known = {address: each for address, each in state.known.items() if address != _address(mark)}
 
 
 def agree(recipe: Recipe | None, group: Any) -> None:
@@ -164,12 +168,13 @@ def _takes_maxima(recipe: Recipe | None) -> bool:
 def _agree(device: torch.device, recipe: str, takes_maxima: bool, group: Any) -> None:
     """A group is asked once for a recipe; after one that takes maxima each region compares."""
     text = f"{recipe} in autocast"  # apart from what modules compare, which is with their inputs
-    known = {each: takes for name, each, takes in STATE.agreed if name == group.group_name}
+    state = current_state()
+    known = {each: takes for name, each, takes in state.agreed if name == group.group_name}
     if any(known.values()):
         check_equal(group, device, recipe=text)
     if text not in known:
         check_agreed(group, recipe=text)
-        STATE.agreed = (*STATE.agreed, (group.group_name, text, takes_maxima))
+        state.agreed = (*state.agreed, (group.group_name, text, takes_maxima))
 
 
 meet_op = leaf(

@@ -1,13 +1,16 @@
-"""Where quantization is switched on: `autocast` and `quantized_model_init`, which set `STATE`.
+"""Where quantization is switched on: `autocast` and `quantized_model_init`, which set the thread's state.
 
-Delayed scaling: a module that ran in a region waits in `pending`; when the
-outermost region ends, every one of them updates its forward scales in one op, in eager code or inside the graph that
-the region lies in (`functional/delayed.py`).
+Delayed scaling: a module that ran in a region waits in `pending`; when the outermost region ends, every one of them
+updates its forward scales in one op, in eager code or inside the graph that the region lies in
+(`functional/delayed.py`).
 """
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
+import numpy as np
 import torch
 
 from mezzotint.availability import (
@@ -36,13 +39,12 @@ from mezzotint.recipe import (
     QuantizerRequest,
     QuantizerRole,
     Recipe,
-    check_recipe,
+    as_recipe,
     element,
 )
-from mezzotint.state import STATE, get_autocast_state, set_autocast_state
+from mezzotint.state import Opened, current_state, get_autocast_state, leave, set_autocast_state
 
 __all__ = [
-    "STATE",
     "CustomRecipe",
     "DelayedScalingRequest",
     "QuantizerRequest",
@@ -69,51 +71,89 @@ __all__ = [
 
 
 class autocast:
-    """Modules that run inside quantize as `recipe` says. Regions nest; the same object can be entered again later.
+    """Modules that run inside quantize as `recipe` says.
+
+        with mz.autocast(recipe=recipe.MXFP8BlockScaling()): ...
+        with mz.autocast("mxfp8"): ...         # a recipe, or its short name, may come first
 
     `calibrating` without `enabled` computes in high precision and gathers statistics. `amax_reduction_group` is the
     process group over which delayed scaling takes its maxima.
+
+    A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
     """
 
     def __init__(
         self,
-        enabled: bool = True,
+        enabled: "bool | Recipe | str" = True,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if recipe is not None:
-            check_recipe(recipe)
-        recipe = get_default_recipe() if recipe is None and (enabled or calibrating) else recipe
-        self.state = (enabled, calibrating, recipe, amax_reduction_group)
+        switch, recipe = switch_and_recipe("autocast", enabled, recipe)
+        calibrating = as_bool("autocast", "calibrating", calibrating)
+        recipe = get_default_recipe() if recipe is None and (switch or calibrating) else recipe
+        self.state = (switch, calibrating, recipe, amax_reduction_group)
         self.graph = _graph
-        self.outer: Any = None
 
     def __enter__(self) -> "autocast":
-        if self.outer is not None:
-            raise RuntimeError("this autocast is entered already: make another one for a region inside of it")
         enabled, _, recipe, group = self.state
         if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
             agree(recipe if enabled else None, group)
-        self.outer = get_autocast_state()
+        state = current_state()
+        state.opened = Opened(self, get_autocast_state(), state.opened)
         set_autocast_state(self.state)
-        STATE.leaders = ()
-        STATE.depth += 1
+        state.leaders = ()
+        state.depth += 1
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        set_autocast_state(self.outer)
-        self.outer = None
-        STATE.leaders = ()
-        STATE.depth -= 1
-        if STATE.depth == 0:
+        state = current_state()
+        state.opened, outer = leave(state.opened, self)
+        if outer is not None:
+            set_autocast_state(outer)
+        state.leaders = ()
+        state.depth -= 1
+        if state.depth == 0:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function: each call of it is a region."""
+        if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+            raise TypeError(
+                f"autocast decorates {function.__qualname__}, which runs after its call has returned, outside of the "
+                "region: write the region inside of it, with autocast(...)"
+            )
+        arguments = (*self.state, self.graph)
+
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with autocast(*arguments):  # made here: Dynamo enters no region that was made outside of its graph
+                return function(*args, **kwargs)
+
+        return inside
+
+
+def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Recipe | None]:
+    """Return whether a region is on, and its recipe, of the first argument, which may be either, and `recipe`."""
+    if isinstance(enabled, Recipe | str):
+        if recipe is not None:
+            raise TypeError(f"{caller} got two recipes, {enabled!r} first and recipe={recipe!r}: give one")
+        return True, as_recipe(enabled)
+    return as_bool(caller, "enabled", enabled), None if recipe is None else as_recipe(recipe)
+
+
+def as_bool(caller: str, name: str, value: Any) -> bool:
+    """Return a flag as a bool; anything that is only truthy is an error, since it may be meant as something else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{caller}({name}={value!r}): give True or False, and the recipe as recipe=...")
+    return bool(value)
 
 
 def update_pending(updates: bool) -> None:
     """End of a region: every module that ran in it takes its new forward scales, if it `updates`, and waits no more."""
-    waiting, STATE.pending = STATE.pending, None
+    state = current_state()
+    waiting, state.pending = state.pending, None
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # all of them before anything can go wrong
         waiting.module._turn.is_pending = waiting.module._turn.has_backward = False
@@ -135,7 +175,8 @@ def update_pending(updates: bool) -> None:
 def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:
     """Over which processes the maxima of a module are taken: `amax_reduction_group`, and those that share its weight,
     whose parts are quantized by one scale. None is no group."""
-    groups = [STATE.group] if STATE.group is not None and request.reduce_amax else []
+    group = current_state().group
+    groups = [group] if group is not None and request.reduce_amax else []
     if tp_group is not None and not (groups and groups[0].group_name == tp_group.group_name):
         groups.append(tp_group)
     return tuple([group for group in groups if world_size(group) > 1])
@@ -196,9 +237,9 @@ def _amax_and_scale_update(amax_history: torch.Tensor, scale: torch.Tensor, fp8_
 
 
 def fp8_autocast(
-    enabled: bool = True,
+    enabled: "bool | Recipe | str" = True,
     calibrating: bool = False,
-    fp8_recipe: Recipe | None = None,
+    fp8_recipe: Recipe | str | None = None,
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:
@@ -214,24 +255,26 @@ class quantized_model_init:
 
     def __init__(
         self,
-        enabled: bool = True,
-        recipe: Recipe | None = None,
+        enabled: "bool | Recipe | str" = True,
+        recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
-        if recipe is not None:
-            check_recipe(recipe)
-        self.enabled = enabled
+        self.enabled, recipe = switch_and_recipe("quantized_model_init", enabled, recipe)
         self.recipe = get_default_recipe() if recipe is None else recipe
         self.preserves = preserve_high_precision_init_val
-        self.outer: list[Any] = []
 
     def __enter__(self) -> "quantized_model_init":
-        self.outer.append((STATE.init_enabled, STATE.init_recipe, STATE.preserves_init))
-        STATE.init_enabled, STATE.init_recipe, STATE.preserves_init = self.enabled, self.recipe, self.preserves
+        state = current_state()
+        outer = state.init_enabled, state.init_recipe, state.preserves_init
+        state.init_opened = Opened(self, outer, state.init_opened)
+        state.init_enabled, state.init_recipe, state.preserves_init = self.enabled, self.recipe, self.preserves
         return self
 
     def __exit__(self, *error: Any) -> None:
-        STATE.init_enabled, STATE.init_recipe, STATE.preserves_init = self.outer.pop()
+        state = current_state()
+        state.init_opened, outer = leave(state.init_opened, self)
+        if outer is not None:
+            state.init_enabled, state.init_recipe, state.preserves_init = outer
 
 
 fp8_model_init = quantized_model_init

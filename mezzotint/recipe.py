@@ -482,6 +482,27 @@ class CustomRecipe(Recipe):
         return self.quantization_alignment
 
 
+# What a recipe is called in short, on the command line and where a name is enough.
+RECIPE_NAMES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "rowwise": Float8RowwiseScaling,
+    "block": Float8BlockScaling,
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+}
+
+
+def as_recipe(recipe: Recipe | str) -> Recipe:
+    """Return the recipe, or the one with default options that a short name stands for, in upper or lower case."""
+    if isinstance(recipe, str):
+        if recipe.lower() not in RECIPE_NAMES:
+            raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe")
+        return RECIPE_NAMES[recipe.lower()]()
+    check_recipe(recipe)
+    return recipe
+
+
 def check_recipe(recipe: Any) -> None:
     """What is given for a recipe is one, not its class or its name."""
     if not isinstance(recipe, Recipe):

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import FP8GlobalStateManager, RecipeState, recipe
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 from tests.recipes import RECIPES, assert_equal, gradient, make, sample, step
 
 
@@ -42,7 +42,7 @@ def test_regions_by_hand_update_as_autocast_does() -> None:
     assert torch.equal(module.amax_history_fwd, twin.amax_history_fwd)
     key = FP8GlobalStateManager.get_meta_tensor_key(forward=True)
     assert torch.equal(module.fp8_meta[key].scale, twin.scale_fwd)
-    assert STATE.entered == ()
+    assert current_state().entered == ()
     with pytest.raises(RuntimeError, match="autocast_enter first"):
         FP8GlobalStateManager.autocast_exit(True)
 
@@ -105,10 +105,10 @@ def test_kept_weights_are_updated_unless_told_not_to(name: str, module_name: str
         before = None if module._workspaces is None else kept_weights(module)
         got = step(module, sample(seed=seed), chosen, call, is_first_microbatch=False)
         assert before is None or skips == all(map(torch.equal, before, kept_weights(module)))
-        skip = STATE.skip_weight_update
-        STATE.skip_weight_update = None
+        skip = current_state().skip_weight_update
+        current_state().skip_weight_update = None
         expected = step(twin, sample(seed=seed), chosen, is_first_microbatch=not skips)
-        STATE.skip_weight_update = skip
+        current_state().skip_weight_update = skip
         assert_equal(got, expected)
     assert counter.frame_count == (2 if how == "compiled" else 0)  # the first call makes the workspaces
 
@@ -149,7 +149,7 @@ def test_backward_after_the_forward_of_the_next(name: str, skip_flag: Any) -> No
         with mz.autocast(recipe=chosen):
             for seed, flag in enumerate(flags):
                 if flag is None:
-                    STATE.skip_weight_update = None
+                    current_state().skip_weight_update = None
                 else:
                     skip_flag(flag)
                 leaves.append(sample(seed=seed).requires_grad_())

@@ -34,7 +34,7 @@ from mezzotint.attention.masks import (
 from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
-from mezzotint.state import STATE
+from mezzotint.state import recipe_in_force
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -344,7 +344,7 @@ class DotProductAttention(nn.Module):
 
 def check_recipe() -> None:
     """What a recipe asks of attention and is not there is an error."""
-    recipe = STATE.recipe if STATE.enabled else None
+    recipe = recipe_in_force()
     if recipe is not None and (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
         raise NotImplementedError(
             "the recipe has fp8_dpa or fp8_mha set: attention is PyTorch's, in high precision; leave them False"

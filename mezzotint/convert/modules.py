@@ -17,7 +17,7 @@ from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 
 
 class Converted:
@@ -70,16 +70,17 @@ class ConvertedLinear(Converted, Linear):
         return super().extra_repr() + recipe
 
     def _region(self) -> AbstractContextManager[Any]:
-        if self.recipe is None or (STATE.enabled and STATE.recipe is self.recipe):
+        state = current_state()
+        if self.recipe is None or (state.enabled and state.recipe is self.recipe):
             return nullcontext()
-        if not torch.compiler.is_compiling() and self._request is not None and STATE.recomputation is None:
+        if not torch.compiler.is_compiling() and self._request is not None and state.recomputation is None:
             is_in_backward = torch._C._current_graph_task_id() != -1
             if is_in_backward:
                 raise RuntimeError(
                     "delayed scaling in torch.utils.checkpoint: the scales that forward used are written over. Use "
                     "mezzotint.checkpoint, or a recipe without state such as Float8CurrentScaling"
                 )
-        return autocast(recipe=self.recipe, amax_reduction_group=STATE.group)
+        return autocast(recipe=self.recipe, amax_reduction_group=state.group)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initial values as the layer had them before."""
@@ -117,7 +118,7 @@ class ConvertedModel(Converted):
 
             @wraps(theirs.forward)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                with autocast(recipe=self._mezzotint_recipe, amax_reduction_group=STATE.group):
+                with autocast(recipe=self._mezzotint_recipe, amax_reduction_group=current_state().group):
                     return theirs.forward(self, *args, **kwargs)
 
             cls.forward = forward  # type: ignore[attr-defined]

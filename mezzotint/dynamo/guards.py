@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 _OWN = ("G['__import_mezzotint", "G['__import_torch", "G['__builtins_dict")
-_STATE = ".STATE"  # of autocast: the one thing of ours that changes
+_STATE = ".THREAD"  # of autocast: the one thing of ours that changes
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType, type, torch._ops.OpOverload)
 _PLAIN = (str, int, float, bool, torch.dtype, enum.Enum, type(None))
 

@@ -11,6 +11,7 @@ reads it in backward: then the compiler has no reason for a copy of it, and give
 user's own rule is Python, which an operator cannot carry: there a graph has a collective for each module.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,10 +88,12 @@ def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """Modules that wait for the end of a backward. The one instance is `ENDING`."""
+    """Modules that wait for the end of a backward. The one instance is `ENDING`, for all threads: several may be in a
+    backward at once, and autograd runs one in threads of its own."""
 
     waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
     task: int = field(default=-1, compare=False)  # the last backward that will call back
+    lock: Any = field(default_factory=threading.Lock, compare=False)  # held while `waiting` changes
 
     def add(self, state: ScaleState) -> None:
         """All that backward saw of a module is entered: new scales at its end; outside of one, now."""
@@ -98,30 +101,35 @@ class Ending:
         if task == -1:
             update_states([state])
             return
-        self.waiting[id(state.scale)] = task, state
+        with self.lock:
+            self.waiting[id(state.scale)] = task, state
         if task != self.task:
             self.task = task
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
     def before(self, scale: torch.Tensor) -> None:
         """Something is going to be entered for a module, or its scale to be read: it must not wait any more."""
-        if id(scale) in self.waiting:
-            self._end(self.waiting[id(scale)][0])
+        found = self.waiting.get(id(scale))
+        if found is not None:
+            self._end(found[0])
 
     def end(self) -> None:
         """None waits any more, in whatever backward it is."""
-        for task in {task for task, _ in self.waiting.values()}:
+        with self.lock:
+            tasks = {task for task, _ in self.waiting.values()}
+        for task in tasks:
             self._end(task)
 
     @torch.no_grad()
     def _end(self, task: int) -> None:
-        states = [state for of, state in self.waiting.values() if of == task]
-        self.waiting = {key: value for key, value in self.waiting.items() if value[0] != task}
+        with self.lock:
+            states = [state for of, state in self.waiting.values() if of == task]
+            self.waiting = {key: value for key, value in self.waiting.items() if value[0] != task}
         if states:
             update_states(states)
 
 
-ENDING = Ending()  # not in `quantization.STATE`: an operator takes no object, it must find it
+ENDING = Ending()  # not in a thread's state: an operator takes no object, it must find it
 CLOCK = torch.zeros(1, device="cpu")  # see `_KEPT`
 
 

@@ -30,7 +30,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.state import STATE, Pending
+from mezzotint.state import Pending, State, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.gathering import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
@@ -133,10 +133,11 @@ class Layer(ParallelModule):
 
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> Call:
         """Ask the state, once."""
-        recipe = STATE.recipe if STATE.enabled else None
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
         needs = tuple(needs)
         if not torch.compiler.is_compiling():
-            self._note_run(recipe)
+            self._note_run(recipe, state)
         if recipe is None:
             none = LinearQuantizers(None, None, None)
             numerics = Numerics(dtype, False, False, False, None, False)
@@ -153,16 +154,16 @@ class Layer(ParallelModule):
             quantizers, request = memo[2], memo[3]
         fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
         numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
-        is_second = STATE.recomputation is not None and STATE.recomputation.is_second
+        is_second = state.recomputation is not None and state.recomputation.is_second
         caches = is_first_microbatch is not None and not is_second
         reuses = is_first_microbatch is False
         call = Call(quantizers, needs, numerics, request, None, None, None, None, False, caches, reuses)
-        if caches and STATE.skip_weight_update is not None:
+        if caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
-            call.reuses, call.skips = True, STATE.skip_weight_update.to(self.scale_fwd.device)
+            call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
         return call if request is None else self._start_delayed(call)
 
-    def _note_run(self, recipe: Recipe | None) -> None:
+    def _note_run(self, recipe: Recipe | None, state: State) -> None:
         """A run inside of backward is one of `torch.utils.checkpoint`: outside of any region it computes in high
         precision what was quantized before, and so other gradients."""
         turn = self._turn
@@ -176,7 +177,7 @@ class Layer(ParallelModule):
             turn.is_quantized = recipe is not None
             if self._is_fully_sharded and torch.is_grad_enabled():
                 turn.reads_rows_again = turn.reads_rows_again or self._reads_rows_again(recipe)
-        elif turn.is_quantized and recipe is None and STATE.depth == 0 and STATE.recomputation is None:
+        elif turn.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
             raise RuntimeError(
                 "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
                 "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
@@ -194,9 +195,9 @@ class Layer(ParallelModule):
         return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
 
     def _start_delayed(self, call: Call) -> Call:
-        request = call.request
+        request, state = call.request, current_state()
         assert request is not None
-        if STATE.recomputes_in_graph:
+        if state.recomputes_in_graph:
             raise RuntimeError(
                 "delayed scaling in a checkpoint inside a compiled function: its scales are written before backward "
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
@@ -204,7 +205,7 @@ class Layer(ParallelModule):
             )
         groups = reduction_groups(request, self._sharing_group())
         self._use_history(request, self._backward_clears(request))
-        recomputation = STATE.recomputation
+        recomputation = state.recomputation
         # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
         has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
             recomputation is not None and recomputation.has_backward
@@ -221,11 +222,11 @@ class Layer(ParallelModule):
             call.weight_scales = self._scales_of_weights(call)
             if recomputation is not None:
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
-            if is_first and STATE.depth > 0:
+            if is_first and state.depth > 0:
                 self._turn.has_backward = True
-            if STATE.depth > 0 and not self._turn.is_pending:
+            if state.depth > 0 and not self._turn.is_pending:
                 self._turn.is_pending = True
-                STATE.pending = Pending(self, groups, STATE.pending)
+                state.pending = Pending(self, groups, state.pending)
         if torch.is_grad_enabled():
             call.grad_scales = self._snapshot(self.scale_bwd)
             call.grad_state = self._grad_state(request, groups, is_first)
@@ -233,8 +234,9 @@ class Layer(ParallelModule):
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
-        request = None if STATE.recipe is None else STATE.recipe.quantizer(self._role(gemm, tensor_type))
-        if not (STATE.enabled and isinstance(request, DelayedScalingRequest)):
+        recipe = recipe_in_force()
+        request = None if recipe is None else recipe.quantizer(self._role(gemm, tensor_type))
+        if not isinstance(request, DelayedScalingRequest):
             return None, None
         state = self._grad_state(request, reduction_groups(request, self._sharing_group()), False)
         if not state.is_handed_over():

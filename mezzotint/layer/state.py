@@ -16,7 +16,7 @@ from torch import nn
 
 from mezzotint.layer.parameters import attributes_of, restore_attributes
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
-from mezzotint.state import STATE, Turn
+from mezzotint.state import Turn, current_state
 
 HISTORY_LENGTH = 1024
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -122,7 +122,8 @@ class StatefulModule(nn.Module):
 
     def _recipe_in_use(self) -> Recipe | None:
         """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
-        return STATE.recipe if STATE.enabled or self._recipe is None else self._recipe
+        state = current_state()
+        return state.recipe if state.enabled or self._recipe is None else self._recipe
 
     @property
     def fp8_meta(self) -> dict[str, Any]:

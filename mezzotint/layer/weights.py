@@ -20,7 +20,7 @@ from mezzotint.layer.parameters import (
     resolve_device,
     split_names,
 )
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.sharding import Split, quantize_part, share
 
@@ -84,9 +84,9 @@ class Weights:
         self.init_method = init_method
         self.tracker: Callable[[], Any] | None = None
         self.tracker_name: str | None = None
-        self.is_quantized = STATE.init_enabled
-        self.init_recipe = STATE.init_recipe
-        self.preserves = STATE.preserves_init
+        state = current_state()
+        self.is_quantized, self.init_recipe = state.init_enabled, state.init_recipe
+        self.preserves = state.preserves_init
         if self.is_quantized and self.parts:
             raise ValueError(
                 "parameters_split with quantized_model_init: a quantized weight has no parts; leave it out. Query, key "

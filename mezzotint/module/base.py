@@ -11,7 +11,7 @@ from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
 from mezzotint.module.compat import UpstreamNames
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
-from mezzotint.state import STATE
+from mezzotint.state import current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -31,8 +31,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """State of the recipe in force, before the first forward."""
-        if STATE.recipe is not None:
-            self.init_fp8_meta_tensors(STATE.recipe)
+        recipe = current_state().recipe
+        if recipe is not None:
+            self.init_fp8_meta_tensors(recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """State of a recipe: a history that is long enough."""
@@ -63,7 +64,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
         A recomputation (`call`) has the scale of the first run and writes no state.
         """
-        recipe = STATE.recipe if STATE.enabled else None
+        recipe = recipe_in_force()
         if recipe is None:
             raise ValueError("fp8_output and fp8_grad need a recipe: call the module inside autocast(recipe=...)")
         quantizer = self._live_quantizer(recipe, gemm, tensor_type)
@@ -125,7 +126,8 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             write_op(delayed_saw_, self.amax_history_fwd, seen, slots)
 
     def _is_calibrating(self) -> bool:
-        return STATE.calibrating and not STATE.enabled
+        state = current_state()
+        return state.calibrating and not state.enabled
 
     def _calibrate(self, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
         """High precision, but the maxima of each GEMM's input and weight are written to the history."""

@@ -11,13 +11,14 @@ from torch import nn
 from mezzotint.constants import rup
 from mezzotint.layer.parameters import check_features
 from mezzotint.quantization import get_default_recipe
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 
 
 def _align_size(given: int | None) -> int:
     if given is not None:
         return given
-    return (get_default_recipe() if STATE.recipe is None else STATE.recipe).alignment()
+    recipe = current_state().recipe
+    return (get_default_recipe() if recipe is None else recipe).alignment()
 
 
 class Fp8Padding(nn.Module):

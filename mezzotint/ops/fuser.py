@@ -27,7 +27,7 @@ from mezzotint.ops.fusion import (
 from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
-from mezzotint.state import STATE
+from mezzotint.state import recipe_in_force
 
 __all__ = ["OperationFuser"]
 
@@ -304,7 +304,7 @@ class OperationFuser:
         input_ = input_.to(activation_dtype(input_))
         params = [op._trained() for op in self._basic_ops]
         first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
-        recipe = STATE.recipe if STATE.enabled else None
+        recipe = recipe_in_force()
         forward, backward = self._groups(recipe, first)
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)

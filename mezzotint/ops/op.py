@@ -29,7 +29,7 @@ from mezzotint.layer.base import Call, Layer, delayed_request
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
-from mezzotint.state import STATE
+from mezzotint.state import recipe_in_force
 from mezzotint.tensor.float8 import Float8ScaledQuantizer
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
@@ -320,7 +320,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
             raise ValueError(f"index is {index}: {type(self).__name__} has {count} quantizers in mode {mode!r}")
-        recipe = STATE.recipe if STATE.enabled else None
+        recipe = recipe_in_force()
         return None if recipe is None else self._live_quantizer(recipe, *self._tensor(mode, index))
 
     def get_input_quantizer(self) -> Any:
@@ -369,7 +369,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Before autograd begins: ask the state, once."""
         self._check_keywords(kwargs)
         self.pre_fuser_forward(requires_grad=requires_grad)
-        recipe = STATE.recipe if STATE.enabled else None
+        recipe = recipe_in_force()
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
         request = self._delayed_request(recipe)
@@ -384,7 +384,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
         """As `get_quantizer`; delayed scaling's has the scale of this run."""
-        recipe = STATE.recipe if STATE.enabled else None
+        recipe = recipe_in_force()
         if recipe is None:
             return None
         gemm, tensor_type = self._tensor(mode, index)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzotint as mz
 from mezzotint import meeting, ops, recipe
 from mezzotint.distributed.shards import quantize_shard
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 from tests.distributed.parallel import differing, draw, make, step, world
 from tests.quantizer_formats import FORMATS
 from tests.worlds import Result
@@ -268,7 +268,7 @@ def compiled_changes(rank: int) -> Result:
         for _ in range(2):
             each(x)
     call(x)
-    STATE.agreed = (*STATE.agreed, (maxima.group_name, "delayed scaling, say", True))
+    current_state().agreed = (*current_state().agreed, (maxima.group_name, "delayed scaling, say", True))
 
     def changed(name: str) -> None:
         made[name].option = rank == 1

@@ -17,7 +17,7 @@ from mezzotint.custom_recipes.gemm import GEMMType, MMParams
 from mezzotint.layer import parameters
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import CustomRecipe, DelayedScaling, QuantizerRole
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 from tests.quantizer_formats import FORMATS, assert_same_bytes
 from tests.recipes import (
     GROUPS,
@@ -1536,7 +1536,7 @@ def test_own_quantizer_updates_kept_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Int8Quantizer, "update_quantized", update)
     flag = torch.zeros(1)
-    monkeypatch.setattr(STATE, "skip_weight_update", flag)
+    monkeypatch.setattr(current_state(), "skip_weight_update", flag)
     module, recipe = make("linear"), own_recipe([])
     step(module, sample(), recipe, is_first_microbatch=False)
     with torch.no_grad():
@@ -1555,4 +1555,4 @@ def test_one_own_operand_is_not_enough() -> None:
 
     with pytest.raises(NotImplementedError, match="Int8Storage is no operand of a GEMM"):
         step(make("linear"), sample(), CustomRecipe(factory))
-    assert STATE.depth == 0
+    assert current_state().depth == 0

@@ -8,7 +8,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import add
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
-from mezzotint.state import STATE
+from mezzotint.state import current_state
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -58,7 +58,7 @@ def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Ten
         raise TypeError(f"the extra input is {type(extra).__name__}: give a torch.Tensor")
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
-    may_write = in_place and not torch.compiler.is_compiling() and STATE.recomputation is None
+    may_write = in_place and not torch.compiler.is_compiling() and current_state().recomputation is None
     if may_write and not isinstance(extra, QuantizedTensorStorage) and extra.dtype == x.dtype and extra.is_contiguous():
         # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
         return extra.detach().add_(x)
