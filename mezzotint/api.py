@@ -22,6 +22,7 @@ from mezzotint.export import onnx_export
 from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.graph import make_graphed_callables
 from mezzotint.hw import EmulationWarning
+from mezzotint.layer.names import name_modules
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -174,6 +175,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "name_modules",
     "newton_schulz",
     "onnx_export",
     "ops",

@@ -25,6 +25,7 @@ from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.hooks import is_hooked
+from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import Place, check_input, check_parallel
@@ -51,7 +52,7 @@ class DropPath(nn.Module):
         return hidden_state * (keeps / (1.0 - self.drop_prob)).to(hidden_state.dtype)
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Named):
     """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (`output_layernorm`).
@@ -129,7 +130,7 @@ class TransformerLayer(nn.Module):
             raise ValueError(
                 "fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True"
             )
-        self.name = name or ""
+        self.name = name
         self.layer_number, self.layer_type = layer_number, layer_type
         self.hidden_size, self.hidden_dropout = hidden_size, hidden_dropout
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
@@ -217,9 +218,7 @@ class TransformerLayer(nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
-
-    def _part(self, name: str) -> str | None:
-        return f"{self.name}.{name}" if self.name else None
+        self._end_parts()
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""

@@ -33,13 +33,14 @@ from mezzotint.attention.masks import (
 )
 from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.names import Named
 from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
 from mezzotint.state import recipe_in_force
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Named):
     """Scaled dot product attention of `num_attention_heads` heads of `kv_channels` (or (of keys, of values)) channels.
 
     `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to
@@ -89,7 +90,7 @@ class DotProductAttention(nn.Module):
         if num_attention_heads % groups:
             raise ValueError(f"num_gqa_groups is {groups}: give a divisor of num_attention_heads={num_attention_heads}")
         resolve_rule(attn_mask_type, window_size, bottom_right_diagonal)
-        self.name = name or ""
+        self.name = name
         self.tp_size, self.tp_rank = size, 0 if tp_group is None else rank_in(tp_group)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads // size, groups // size  # of this process
         self.head_dim_k, self.head_dim_v = channels

@@ -12,6 +12,7 @@ from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.distributed.groups import part_of, resolve_size, world_size
 from mezzotint.kernels.rope import heads_of
+from mezzotint.layer.names import Named
 from mezzotint.layer.norm import Branch
 from mezzotint.layer.parallel import set_groups
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
@@ -23,7 +24,7 @@ from mezzotint.ops.basic.l2normalization import L2Normalization
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Named):
     """Self-attention, or cross-attention over `encoder_output`, of `num_attention_heads` heads.
 
     Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
@@ -108,7 +109,7 @@ class MultiheadAttention(nn.Module):
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         device, params_dtype = resolve_device(device), resolve_dtype(params_dtype)
-        self.name = name or ""
+        self.name = name
         self.tp_size = resolve_size(tp_group, tp_size)
         shares = self.tp_size if set_parallel_mode else 1
         self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
@@ -147,27 +148,27 @@ class MultiheadAttention(nn.Module):
             sizes = {"query": whole_q, "key": whole_kv, "value": whole_kv}
             width, split = sum(sizes.values()), None if fuse_qkv_params else sizes
             if input_layernorm:
-                linear_name = self._part("layernorm_linear_qkv")
+                linear_name = self._part("layernorm_qkv")
                 self.layernorm_qkv = LayerNormLinear(
                     hidden_size, width, parameters_split=split, name=linear_name, **linear, **norm
                 )
             else:
-                linear_name = self._part("linear_qkv")
+                linear_name = self._part("qkv")
                 self.qkv = Linear(hidden_size, width, parameters_split=split, name=linear_name, **linear)
         else:
             if input_layernorm:
                 query_split = None if fuse_qkv_params else ("query",)
-                linear_name = self._part("layernorm_linear_q")
+                linear_name = self._part("layernorm_query")
                 self.layernorm_query = LayerNormLinear(
                     hidden_size, whole_q, parameters_split=query_split, name=linear_name, **linear, **norm
                 )
             else:
-                self.query_layer = Linear(hidden_size, whole_q, name=self._part("linear_q"), **linear)
+                self.query_layer = Linear(hidden_size, whole_q, name=self._part("query_layer"), **linear)
             self.key_value = Linear(
                 hidden_size,
                 2 * whole_kv,
                 parameters_split=None if fuse_qkv_params else ("key", "value"),
-                name=self._part("linear_kv"),
+                name=self._part("key_value"),
                 **linear,
             )
         self.q_norm, self.k_norm = (
@@ -192,9 +193,7 @@ class MultiheadAttention(nn.Module):
         ).to(device)
         linear |= {"init_method": output_layer_init_method, "parallel_mode": "row" if set_parallel_mode else None}
         self.proj = Linear(whole_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
-
-    def _part(self, name: str) -> str | None:
-        return f"{self.name}.{name}" if self.name else None
+        self._end_parts()
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
         """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""

@@ -16,6 +16,7 @@ from mezzotint.convert.modules import (
     restore,
 )
 from mezzotint.convert.rules import Filter, Neighbours, find_heads, find_neighbours, why_kept
+from mezzotint.layer.names import Named
 from mezzotint.recipe import Recipe, check_recipe
 
 _REPORT = "_mezzotint_report"
@@ -109,9 +110,13 @@ def convert(
         for fqn, linear in linears.items()
         if not isinstance(linear, ConvertedLinear)
     }
+    for fqn, module in model.named_modules():  # one that was converted before keeps the name that its recipe knows
+        if isinstance(module, Named) and not isinstance(module, Converted):
+            module._take_path(fqn)
     for fqn, why in kept.items():
         if why is None:
             _convert(linears[fqn], recipe, neighbours.get(id(linears[fqn])))
+            linears[fqn]._take_path(fqn)  # type: ignore[operator]
     if recipe is not None:
         convert_root(model, recipe)
     entries = [_entry(fqn, linear, kept.get(fqn), neighbours.get(id(linear))) for fqn, linear in linears.items()]

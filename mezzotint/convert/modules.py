@@ -56,7 +56,7 @@ class ConvertedLinear(Converted, Linear):
     itself because a model may be run by other methods than `forward`, in parts, or again by a checkpoint.
     """
 
-    name: str = ""
+    name: Any = ""  # no property here: what the layer has under this name is its own
     recipe: Recipe | None
     pair: Any  # (norm,) where one comes before it, else (); a tuple, as the norm is no child of this
 

@@ -16,6 +16,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
+from mezzotint.layer.names import Named
 from mezzotint.layer.parallel import ParallelModule
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
@@ -61,7 +62,7 @@ class Call:
         return not self.needs
 
 
-class Layer(ParallelModule):
+class Layer(Named, ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
@@ -69,7 +70,7 @@ class Layer(ParallelModule):
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
-        self.name = name or ""
+        self.name = name
         self.fuse_wgrad_accumulation = False
         self.save_original_input = False
         self.wgrad_stores: tuple[WeightGradStore, ...] = ()  # one for each GEMM where gradients are delayed
@@ -78,9 +79,13 @@ class Layer(ParallelModule):
 
     # Roles and quantizers
 
+    def _set_name(self, name: str, is_given: bool) -> None:
+        super()._set_name(name, is_given)
+        self._resolved = None  # quantizers of another name
+
     def _gemm_name(self, gemm: int) -> str:
         """What a role calls the GEMM."""
-        return self.name
+        return self._name
 
     def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
         return QuantizerRole(self.module_type, tensor_type, self._gemm_name(gemm))

@@ -102,7 +102,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             )
 
     def _gemm_name(self, gemm: int) -> str:
-        return f"{self.name}.{gemm}" if self.name else str(gemm)
+        return self._part(str(gemm))
 
     def forward(
         self,

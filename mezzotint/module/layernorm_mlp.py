@@ -144,8 +144,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.set_parallel_mode = True
 
     def _gemm_name(self, gemm: int) -> str:
-        part = "fc2" if gemm else "fc1"
-        return f"{self.name}.{part}" if self.name else part
+        return self._part("fc2" if gemm else "fc1")
 
     def _requantizes(self) -> bool:
         return self.checkpoint

@@ -6,20 +6,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.layer.names import Named, name_modules, name_new
 from mezzotint.ops.fuser import OperationFuser
 from mezzotint.ops.op import FusedOperation, FusibleOperation
 
 Group = OperationFuser | nn.Module
 
 
-class Sequential(nn.Module):
+class Sequential(Named):
     """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names.
 
     A run of operations is one step: hooks of an operation in it are not called; those of this and of others are.
+    Modules without a name get their path in this as one, which recipes see in their roles.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
+        self.name = None
         self._grouped: Any = None  # (modules, groups): kept in eager code
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
@@ -49,6 +52,7 @@ class Sequential(nn.Module):
         self._modules.clear()
         for i, module in enumerate(modules):
             self._modules[str(i)] = module
+            name_modules(module, self._part(str(i)))
         self._grouped = None
 
     def __getitem__(self, index: Any) -> Any:
@@ -58,7 +62,9 @@ class Sequential(nn.Module):
 
     def __setitem__(self, index: Any, module: nn.Module) -> None:
         _check_module(module)
-        self._modules[self._key(index)] = module
+        key = self._key(index)
+        self._modules[key] = module
+        name_new(module, self._part(key))
         self._grouped = None
 
     def __delitem__(self, index: Any) -> None:
@@ -79,6 +85,8 @@ class Sequential(nn.Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, module)
+        if module is not None:
+            name_new(module, self._part(name))
         self._grouped = None
 
     def append(self, module: nn.Module) -> "Sequential":

@@ -246,7 +246,7 @@ def test_names_reach_the_recipe() -> None:
         module = make(name="block", **options)
         with mz.autocast(recipe=mz.recipe.CustomRecipe(factory)):
             module(sample(), **{"encoder_output": sample()} if options.get("attention_type") else {})
-    assert seen == {f"block.{part}" for part in ("linear_qkv", "layernorm_linear_qkv", "linear_q", "linear_kv", "proj")}
+    assert seen == {f"block.{part}" for part in ("qkv", "layernorm_qkv", "query_layer", "key_value", "proj")}
 
 
 def test_bad_input() -> None:

@@ -87,6 +87,10 @@ class BasicLinear(BasicOperation):
         self._init_state(1, device)
         self.reset_parameters(defer_init=device.type == "meta")
 
+    def _take_path(self, path: str) -> None:
+        """In an `ops.Linear`, that of the operation whose weight this is, as in the state dict."""
+        super()._take_path(path.removesuffix("basic_ops.0").removesuffix("."))
+
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
             self.reset_parameters()

@@ -80,7 +80,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         self._init_groups(weights, device, resolve_dtype(dtype), delay_wgrad_compute)
 
     def _gemm_name(self, gemm: int) -> str:
-        return str(gemm)
+        return self._part(str(gemm))
 
     def pre_first_fuser_forward(self) -> None:
         if any(param.is_meta for param in self.parameters()):

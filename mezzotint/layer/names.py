@@ -1,0 +1,76 @@
+"""Names of modules: what a recipe's rule is told of the place of a tensor (`QuantizerRole.name`).
+
+A module that was made with `name=` keeps it. Any other has its path from the last root that named its modules: the
+module of ours that it is a part of, or what `name_modules` or `convert` was given. So the name is `named_modules`'.
+"""
+
+from typing import Any
+
+from torch import nn
+
+
+class Named(nn.Module):
+    """Has a name. `_is_named` tells one that a user gave from a path."""
+
+    _name: str
+    _is_named: bool
+
+    @property
+    def name(self) -> str:
+        """As given, else the path."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name is {type(name).__name__}: give a string, or None")
+        self._set_name(name or "", bool(name))
+
+    def _set_name(self, name: str, is_given: bool) -> None:
+        self._name, self._is_named = name, is_given
+
+    def _take_path(self, path: str) -> None:
+        """The name, unless one was given."""
+        if not self._is_named:
+            self._set_name(path, False)
+
+    def _part(self, name: str) -> str:
+        """The name of a submodule while it is made: quantized weights ask a recipe for it there."""
+        return join(self._name, name)
+
+    def _end_parts(self) -> None:
+        """All submodules are made: names that they got from one without a name are paths."""
+        if not self._is_named:
+            for part in self.modules():
+                if isinstance(part, Named):
+                    part._set_name(part._name, False)
+
+
+def join(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def name_modules(root: nn.Module, prefix: str = "") -> nn.Module:
+    """Give every module of Mezzotint in `root` its path as its name, `prefix` before it; the root comes back.
+
+        model = mz.name_modules(nn.Sequential(mz.Linear(64, 64), mz.LayerNormMLP(64, 256)))
+
+    A `CustomRecipe` then sees roles named "0", "1.fc1" and "1.fc2". Modules that were made with `name=` keep theirs.
+    """
+    if not isinstance(root, nn.Module):
+        raise TypeError(f"root is {type(root).__name__}: give an nn.Module")
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix is {type(prefix).__name__}: give a string")
+    for path, module in root.named_modules():
+        if isinstance(module, Named):
+            module._take_path(join(prefix, path))
+    return root
+
+
+def name_new(module: Any, path: str) -> None:
+    """Name what has no name yet, at its place in a container of ours."""
+    if not isinstance(module, Named):
+        for key, child in module.named_children():
+            name_new(child, join(path, key))
+    elif not module._name:
+        name_modules(module, path)
