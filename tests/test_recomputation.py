@@ -126,3 +126,33 @@ def test_a_forward_of_the_users_in_backward() -> None:
     y.register_hook(hook)
     y.sum().backward()
     assert torch.equal(seen[0], linear(torch.ones_like(y)))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("maker", ["linear", "transformer_layer"])
+def test_a_checkpoint_of_micro_batches_in_a_graph(maker: str) -> None:
+    """Nothing is kept there: a graph writes no attribute inside of a checkpoint. What an earlier step has kept outside
+    of the graph is not read either: a second micro-batch has the weights of now."""
+    torch.manual_seed(0)
+    module = mz.Linear(32, 32) if maker == "linear" else mz.TransformerLayer(32, 64, 2, hidden_dropout=0.0)
+    x = sample(16, width=32, dtype=torch.float32).reshape(8, 2, 32)
+    with mz.autocast(recipe=RECIPES["current"]):
+        module(x, is_first_microbatch=True)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2.0)
+
+    def run(is_first_microbatch: bool, x: torch.Tensor) -> torch.Tensor:
+        return mz.checkpoint(module, x, is_first_microbatch=is_first_microbatch, use_reentrant=False)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for is_first_microbatch in (True, False):
+        found = []
+        for function in (compiled, lambda _, x: module(x)):
+            module.zero_grad()
+            torch.manual_seed(1)
+            with mz.autocast(recipe=RECIPES["current"]):
+                y = function(is_first_microbatch, x)
+            gradient(y).backward()
+            found.append({"y": y.detach(), **{name: each.grad for name, each in module.named_parameters()}})
+        assert_equal(*found)

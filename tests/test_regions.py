@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,29 @@ def test_checkpoint_in_autograds_thread() -> None:
     assert torch.equal(*gradients)
     y = torch.utils.checkpoint.checkpoint(mz.autocast(recipe=CURRENT)(linear), x, use_reentrant=False)
     y.square().sum().backward()
+
+
+def test_data_parallel() -> None:
+    """A replica of `nn.DataParallel`, which runs in a thread, has the region of the thread that made it, and waits for
+    its scales by itself. (Without two GPUs `nn.DataParallel` makes none: here they are made as it makes them.)"""
+    linear, x = mz.Linear(32, 32), sample(16, width=32)
+    recipe = DelayedScaling(amax_history_len=1)
+
+    def replicate() -> mz.Linear:
+        replica = linear._replicate_for_data_parallel()
+        replica._parameters, replica._buffers = {}, dict(linear._buffers)
+        replica.weight, replica.bias = linear.weight, linear.bias
+        return replica
+
+    with mz.autocast(recipe=MX):
+        assert torch.equal(in_thread(partial(replicate(), x)), linear(x))
+    with mz.autocast(recipe=recipe):
+        linear(x)
+        y = in_thread(partial(replicate(), x))  # while the module itself waits for the end of the region
+        assert (linear.scale_fwd[:2] != 1).all()
+    y.sum().backward()
+    assert linear.scale_bwd[0] != 1
+    assert "forward" not in vars(linear)
 
 
 class _Quantized(Dataset[torch.Tensor]):

@@ -160,7 +160,8 @@ class Layer(Named, ParallelModule):
         fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
         numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
         is_second = state.recomputation is not None and state.recomputation.is_second
-        caches = is_first_microbatch is not None and not is_second
+        # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
+        caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
         reuses = is_first_microbatch is False
         call = Call(quantizers, needs, numerics, request, None, None, None, None, False, caches, reuses)
         if caches and state.skip_weight_update is not None:

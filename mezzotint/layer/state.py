@@ -9,14 +9,16 @@ histories; a module that has learnt nothing saves nothing.
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from mezzotint.layer.parameters import attributes_of, restore_attributes
+from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
-from mezzotint.state import Turn, current_state
+from mezzotint.state import Turn, current_state, get_autocast_state
 
 HISTORY_LENGTH = 1024
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -222,6 +224,13 @@ class StatefulModule(nn.Module):
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         restore_attributes(made, copy.deepcopy(attributes_of(self), memo))
         return made
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
+        replica: Any = super()._replicate_for_data_parallel()
+        replica.__dict__.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
+        replica.forward = autocast(*get_autocast_state())(partial(type(self).forward, replica))
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
