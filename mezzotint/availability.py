@@ -64,7 +64,11 @@ check_fp8_block_scaling_support = _check(is_fp8_block_scaling_available)
 check_nvfp4_support = _check(is_nvfp4_available)
 
 
-def is_bf16_available(return_reason: bool = False) -> Any:
+@overload
+def is_bf16_available(return_reason: Literal[False] = False) -> bool: ...
+@overload
+def is_bf16_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """BF16 runs on the CPU and on every GPU that this package runs on."""
     return (True, "") if return_reason else True
 

@@ -13,7 +13,7 @@ residual stream is added where that of the norm is made.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel import set_groups
-from mezzotint.layer.parameters import Place, check_input, check_parallel
+from mezzotint.layer.parameters import Place, check_input, check_parallel, resolve_dtype
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -113,6 +113,8 @@ class TransformerLayer(Named):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         softmax_type: str = "vanilla",
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_choice("layer_type", layer_type, ("encoder", "decoder"))
@@ -131,6 +133,7 @@ class TransformerLayer(Named):
                 "fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True"
             )
         self.name = name
+        params_dtype = resolve_dtype(params_dtype, dtype)
         self.layer_number, self.layer_type = layer_number, layer_type
         self.hidden_size, self.hidden_dropout = hidden_size, hidden_dropout
         self.self_attn_mask_type, self.window_size = self_attn_mask_type, window_size
@@ -288,7 +291,7 @@ class TransformerLayer(Named):
             "fast_zero_fill": fast_zero_fill,
         }
         given: dict[str, Any] = {"_branch": (None, None)} if self._sums_in_norm(self.self_attention) else {}
-        attended = self.self_attention(
+        attended: Any = self.self_attention(
             x,
             attention_mask,
             attn_mask_type=self_attn_mask_type,
@@ -323,9 +326,12 @@ class TransformerLayer(Named):
             )
         drop_path = self.drop_path if self.layer_type == "encoder" else None
         x, given = self._enter(self.layernorm_mlp, attended, x, drop_path)
-        made = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch, **given)
+        made: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch, **given)
         x = self._add(made, x, self.drop_path)
         return self.layernorm(x) if self.output_layernorm else x
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _sums_in_norm(self, block: nn.Module) -> bool:
         """Whether the block's norm can add what the block before has made, and give the sum out for the one behind.

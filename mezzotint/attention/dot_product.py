@@ -6,7 +6,7 @@ sequence whose mask keeps its parts apart.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -180,7 +180,7 @@ class DotProductAttention(Named):
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """Queries [s, b, h, d], keys and values [s, b, g, d] → [s, b, h · d]; "bshd" and "thd" likewise.
 
         `attention_mask`: bool, True is masked out. For padding masks [b, 1, 1, s], or (of queries, of keys), or
@@ -246,6 +246,9 @@ class DotProductAttention(Named):
         y = y.permute(2, 0, 1, 3) if layout == "sbhd" else y.transpose(1, 2)
         y = (y[0] if layout == "thd" else y).flatten(-2)
         return (y, largest_logit(q, k, scores).to(y.dtype)) if self.return_max_logit else y
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

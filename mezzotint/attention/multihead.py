@@ -1,7 +1,7 @@
 """MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -85,6 +85,8 @@ class MultiheadAttention(Named):
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_features(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
@@ -108,7 +110,7 @@ class MultiheadAttention(Named):
             )
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        device, params_dtype = resolve_device(device), resolve_dtype(params_dtype)
+        device, params_dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         self.name = name
         self.tp_size = resolve_size(tp_group, tp_size)
         shares = self.tp_size if set_parallel_mode else 1
@@ -252,7 +254,7 @@ class MultiheadAttention(Named):
         pad_between_seqs: bool | None = None,
         *,
         _branch: Branch | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) → the same[, proj's bias][, norm's output].
 
         `rotary_pos_emb`: angles of `RotaryPositionEmbedding`, or (of queries, of keys). The others as of
@@ -319,6 +321,9 @@ class MultiheadAttention(Named):
         if norm_out is not None:
             outputs = (*outputs, norm_out)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _cross_heads(
         self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None, branch: Branch | None

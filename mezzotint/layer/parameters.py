@@ -29,9 +29,12 @@ def resolve_device(device: Any) -> torch.device:
     return torch.device("cuda") if default.type == "cpu" and torch.cuda.is_available() else default
 
 
-def resolve_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Of parameters: as given, else torch's default."""
-    return torch.get_default_dtype() if dtype is None else dtype
+def resolve_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Of parameters: as given, by upstream's name or by torch's, else torch's default."""
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(f"params_dtype is {params_dtype}, dtype {dtype}: they are two names of one thing; give one")
+    chosen = dtype if params_dtype is None else params_dtype
+    return torch.get_default_dtype() if chosen is None else chosen
 
 
 def check_features(**sizes: Any) -> None:

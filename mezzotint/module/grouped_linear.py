@@ -1,7 +1,7 @@
 """GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,6 +58,8 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         single_grouped_bias: bool = False,
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
         check_features(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
@@ -76,7 +78,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = save_original_input
-        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         split: dict[str, Any] = {"parallel_mode": parallel_mode, "tp_size": self.tp_size}
         stacks = {"stacks_weight": single_grouped_weight, "stacks_bias": single_grouped_bias}
         weights = tuple(
@@ -111,7 +113,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out); with `return_bias`, (out, biases).
 
         `m_splits`: rows of each group, a list or a tensor. `out` (…, out) takes the result;
@@ -164,6 +166,9 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             each = biases[0].unbind() if is_stack(biases, 1) else biases
             return y, [bias.to(dtype) for bias in each] or None
         return y
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return (

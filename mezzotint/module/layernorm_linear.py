@@ -1,7 +1,7 @@
 """LayerNormLinear: a norm and a linear; the norm hands its output over quantized."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
     `return_layernorm_output_gathered`.
     """
 
-    layer_norm_weight: torch.Tensor
-    layer_norm_bias: torch.Tensor | None
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -67,6 +69,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         name: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
         check_features(in_features=in_features, out_features=out_features)
@@ -98,7 +102,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
-        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         register_norm(self, "layer_norm_", self.in_features, self.rms, device, dtype)
         weights.tracker = get_rng_state_tracker
         weights.register(self, device, dtype)
@@ -121,7 +125,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         fp8_grad: bool = False,
         *,
         _branch: Branch | None = None,
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
         check_input(inp, self.in_features)
         self._meet(inp)
@@ -166,6 +170,9 @@ class LayerNormLinear(TransformerEngineBaseModule):
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype, norm_out, stream)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return (

@@ -1,7 +1,7 @@
 """LayerNormMLP: norm, linear, activation, linear; each hands its output over quantized."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,12 +38,12 @@ class LayerNormMLP(TransformerEngineBaseModule):
     activation each half of it, and fc2 by "row"; `tp_group` and the others as of `Linear`.
     """
 
-    layer_norm_weight: torch.Tensor
-    layer_norm_bias: torch.Tensor | None
-    fc1_weight: torch.Tensor
-    fc1_bias: torch.Tensor | None
-    fc2_weight: torch.Tensor
-    fc2_bias: torch.Tensor | None
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+    fc1_weight: torch.nn.Parameter
+    fc1_bias: torch.nn.Parameter | None
+    fc2_weight: torch.nn.Parameter
+    fc2_bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -79,6 +79,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
         check_features(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
@@ -104,7 +106,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.set_parallel_mode = set_parallel_mode
         modes = ("column", "row") if set_parallel_mode else (None, None)
         self._init_parallel(tp_group, tp_size, sequence_parallel, *modes)
-        device, dtype = resolve_device(device), resolve_dtype(params_dtype)
+        device, dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         register_norm(self, "layer_norm_", hidden_size, self.rms, device, dtype)
         halves = 2 if is_gated(activation) else 1
         part_of("ffn_hidden_size", ffn_hidden_size, self.tp_size if set_parallel_mode else 1)
@@ -154,7 +156,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
         check_input(inp, self.hidden_size)
         self._meet(inp)
@@ -204,6 +206,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         stream = None if residual is None else rest.pop(0)
         self._record(call, rest, weight_amaxes)
         return self._outputs(y, b2, dtype, norm_out, stream)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _inputs_of_gemms(
         self, x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Linear: y = x · Wᵀ + b, its GEMMs quantized as the recipe in force says."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,16 @@ from mezzotint.tensor.quantize import quantize
 
 
 class Linear(TransformerEngineBaseModule):
-    """Drop-in for `nn.Linear`: parameters `weight` (out, in) and `bias`, or `<name>_weight`, `<name>_bias` of the names
-    in `parameters_split`.
+    """y = x · Wᵀ + b, with the signature of `transformer_engine.pytorch.Linear`.
+
+    That is not the signature of `nn.Linear`: the third positional argument is `sequence_parallel`, so give `bias=False`
+    by name; `mezzotint.convert` replaces the layers of a model that there is. Parameters have the names and shapes of
+    `nn.Linear`, `weight` (out, in) and `bias`, or are `<name>_weight`, `<name>_bias` of the names in
+    `parameters_split`; weights of state dicts load either way.
+
+    `params_dtype`, or `dtype` as torch calls it, is the dtype of the parameters, by default torch's. The dtype of the
+    computation is that of the input, or of `torch.autocast` where that is on: FP32 parameters with a BF16 input are
+    cast, compute in BF16, give a BF16 output and get FP32 gradients. `nn.Linear` refuses such a pair.
 
     `fuse_wgrad_accumulation` adds the weight's gradient to `weight.main_grad`. `return_bias` leaves the bias out and
     returns it. `delay_wgrad_compute` leaves the weight's gradient to `backward_dw()`. `save_original_input` saves the
@@ -30,6 +38,9 @@ class Linear(TransformerEngineBaseModule):
     norms, are of this process's tokens only with `sequence_parallel`: such parameters have the attribute
     `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
     """
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -58,6 +69,8 @@ class Linear(TransformerEngineBaseModule):
         symmetric_ar_type: str | None = None,
         save_original_input: bool = False,
         name: str | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
         check_features(in_features=in_features, out_features=out_features)
@@ -88,7 +101,7 @@ class Linear(TransformerEngineBaseModule):
         self.save_original_input = save_original_input
         device = resolve_device(device)
         weights.tracker, weights.tracker_name = get_rng_state_tracker, rng_tracker_name
-        weights.register(self, device, resolve_dtype(params_dtype))
+        weights.register(self, device, resolve_dtype(params_dtype, dtype))
         self._weights = (weights,)
         self._init_state(1, device)
         if delay_wgrad_compute:
@@ -101,7 +114,7 @@ class Linear(TransformerEngineBaseModule):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> Any:
+    ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out); with `return_bias`, (out, bias).
 
         `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
@@ -132,6 +145,9 @@ class Linear(TransformerEngineBaseModule):
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

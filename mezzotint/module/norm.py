@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from mezzotint.layer.parameters import Place, check_features, check_input, resol
 
 class _Norm(nn.Module):
     rms: bool
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class _Norm(nn.Module):
         if sequence_parallel is not None:
             self.sequence_parallel = sequence_parallel  # said of the parameters, for those who sum gradients
         device = resolve_device(kwargs.pop("device", None))
-        dtype = resolve_dtype(kwargs.pop("dtype", None) if params_dtype is None else params_dtype)
+        dtype = resolve_dtype(params_dtype, kwargs.pop("dtype", None))
         margin = kwargs.pop("sm_margin", 0)
         for direction, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
             # Upstream's names, which nothing reads: kernels take the whole GPU.
@@ -82,6 +82,9 @@ class _Norm(nn.Module):
         options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
         (y,) = apply(NORM, NormFwdArgs(x, gamma, beta, options), needs_grad)
         return y.reshape(shape)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

@@ -1,7 +1,7 @@
 """ops.Sequential: modules one after the other; runs of fusible operations among them are fused."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -140,7 +140,9 @@ class Sequential(Named):
             "backward": [[op for op, _ in fuser._backward_ops] for fuser in fusers],
         }
 
-    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, Any] | None = None) -> Any:
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: Any, op_kwargs: dict[Any, Any] | None = None
+    ) -> torch.Tensor | Any:
         """Output, or (output, *extra outputs).
 
         `extra_inputs` go to the operations that take some, in order. `op_kwargs`: a module of this Sequential, or its
@@ -176,6 +178,9 @@ class Sequential(Named):
                 f"{self._num_extra_inputs(groups)}"
             )
         return (x, *extra_outputs) if extra_outputs else x
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _num_extra_inputs(self, groups: list[Group]) -> int:
         return sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])

@@ -7,7 +7,7 @@ have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -26,6 +26,9 @@ from mezzotint.tensor.quantize import (
     update_quantized,
 )
 from mezzotint.tensor.storage import QuantizedTensorStorage
+
+if TYPE_CHECKING:
+    from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "Quantizer",
@@ -279,7 +282,7 @@ class Quantizer(metaclass=OpaqueMeta):
 
     # Quantize
 
-    def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+    def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> "QuantizedTensor":
         """`tensor` (any rank, FP32/FP16/BF16) → quantized tensor, or storage when `internal`; into `out` when given.
 
         Differentiable with the identity as its gradient, unless `internal`. `dtype` is the nominal dtype of the result.
@@ -288,7 +291,7 @@ class Quantizer(metaclass=OpaqueMeta):
             return update_quantized(tensor, out, self)
         return quantize(tensor, self, dtype=dtype)
 
-    def __call__(self, tensor: torch.Tensor) -> Any:
+    def __call__(self, tensor: torch.Tensor) -> "QuantizedTensor":
         return self.quantize(tensor)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
@@ -357,7 +360,7 @@ class Quantizer(metaclass=OpaqueMeta):
         device: torch.device | str | None = None,
         requires_grad: bool = False,
         pin_memory: bool = False,
-    ) -> Any:
+    ) -> "QuantizedTensor":
         """An uninitialised quantized tensor (storage when `internal`) of this logical shape."""
         shape = tuple(shape)
         check_shape(shape, self)

@@ -42,7 +42,7 @@ over_recipes = pytest.mark.parametrize("recipe", RECIPES)
 QUANTIZED = [name for name in RECIPES if name != "none"]
 WITH_NORM = ["layernorm_linear", "layernorm_mlp"]
 
-# Signatures, as upstream has them but for the device
+# Signatures, as upstream has them but for the device, and torch's name of `params_dtype`, last and by name
 
 EMPTY = inspect.Parameter.empty
 UB = ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"]
@@ -58,7 +58,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
         "rng_tracker_name init_method bias return_bias params_dtype parallel_mode parameters_split device "
         "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute "
-        "symmetric_ar_type save_original_input name",
+        "symmetric_ar_type save_original_input name dtype",
         in_features=EMPTY,
         out_features=EMPTY,
         sequence_parallel=False,
@@ -75,7 +75,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "get_rng_state_tracker init_method bias normalization return_bias params_dtype parallel_mode "
         "return_layernorm_output return_layernorm_output_gathered parameters_split zero_centered_gamma device "
         "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad ub_bulk_dgrad ub_name delay_wgrad_compute "
-        "symmetric_ar_type name",
+        "symmetric_ar_type name dtype",
         in_features=EMPTY,
         out_features=EMPTY,
         eps=1e-5,
@@ -96,7 +96,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "init_method bias normalization activation activation_params output_layer_init_method "
         "fuse_wgrad_accumulation params_dtype return_layernorm_output return_layernorm_output_gathered seq_length "
         "micro_batch_size set_parallel_mode zero_centered_gamma device ub_overlap_ag name ub_overlap_rs "
-        "ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type checkpoint",
+        "ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type checkpoint dtype",
         hidden_size=EMPTY,
         ffn_hidden_size=EMPTY,
         eps=1e-5,
@@ -119,7 +119,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
         "get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype parallel_mode device "
         "ub_overlap_rs ub_overlap_ag ub_name delay_wgrad_compute save_original_input single_grouped_weight "
-        "single_grouped_bias name use_grouped_tensor",
+        "single_grouped_bias name use_grouped_tensor dtype",
         num_gemms=EMPTY,
         in_features=EMPTY,
         out_features=EMPTY,
@@ -192,6 +192,47 @@ def test_method(method: Any) -> None:
     if method.__name__ == "forward":
         expected = [("inp", EMPTY), *expected[1:]]
     assert [(p.name, p.default) for p in rest] == expected
+
+
+# Dtypes
+
+BUILDS: dict[str, Any] = {
+    "Linear": lambda **options: mz.Linear(32, 32, **options),
+    "LayerNormLinear": lambda **options: mz.LayerNormLinear(32, 32, **options),
+    "LayerNormMLP": lambda **options: mz.LayerNormMLP(32, 64, **options),
+    "GroupedLinear": lambda **options: mz.GroupedLinear(2, 32, 32, **options),
+    "LayerNorm": lambda **options: mz.LayerNorm(32, **options),
+    "RMSNorm": lambda **options: mz.RMSNorm(32, **options),
+    "MultiheadAttention": lambda **options: mz.MultiheadAttention(32, 2, input_layernorm=True, **options),
+    "TransformerLayer": lambda **options: mz.TransformerLayer(32, 64, 2, **options),
+}
+over_builds = pytest.mark.parametrize("build", BUILDS.values(), ids=list(BUILDS))
+
+
+@over_builds
+@pytest.mark.parametrize("names", [("dtype",), ("params_dtype",), ("dtype", "params_dtype")], ids=" ".join)
+def test_dtype_is_params_dtype(build: Any, names: tuple[str, ...]) -> None:
+    module = build(device="cpu", **dict.fromkeys(names, torch.bfloat16))
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
+
+
+@over_builds
+def test_two_dtypes(build: Any) -> None:
+    message = r"params_dtype is torch.float32, dtype torch.bfloat16: they are two names of one thing; give one"
+    with pytest.raises(ValueError, match=message):
+        build(device="cpu", params_dtype=torch.float32, dtype=torch.bfloat16)
+
+
+@over_builds
+def test_a_module_computes_in_the_dtype_of_its_input(build: Any) -> None:
+    """As the docstring of `Linear` says: BF16 out of FP32 parameters, whose gradients are FP32."""
+    module = build(device="cpu", dtype=torch.float32)
+    inputs = [torch.randn(8, 4, 32).bfloat16()]
+    inputs += [[16, 16]] if isinstance(module, mz.GroupedLinear) else []
+    y = module(*inputs)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert {parameter.grad.dtype for parameter in module.parameters()} == {torch.float32}
 
 
 # Bias given back
