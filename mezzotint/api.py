@@ -24,6 +24,7 @@ from mezzotint.graph import make_graphed_callables
 from mezzotint.hw import EmulationWarning
 from mezzotint.layer.names import name_modules
 from mezzotint.module.grouped_linear import GroupedLinear
+from mezzotint.module.grouped_mm import grouped_mm
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.linear import Linear
@@ -158,6 +159,7 @@ __all__ = [
     "get_cudnn_version",
     "get_default_recipe",
     "get_device_compute_capability",
+    "grouped_mm",
     "initialize_ub",
     "interleave_glu_tensor",
     "is_bf16_available",

@@ -18,6 +18,7 @@ from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.names import Named
 from mezzotint.layer.parallel import ParallelModule
+from mezzotint.layer.resolve import NO_QUANTIZERS, delayed_request, resolve_numerics, resolve_quantizers
 from mezzotint.layer.state import first_rows
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -25,7 +26,6 @@ from mezzotint.quantization import has_own_rule, reduction_groups, update_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
-    QuantizerRequest,
     QuantizerRole,
     Recipe,
     element,
@@ -104,35 +104,8 @@ class Layer(Named, ParallelModule):
     def _resolve(
         self, recipe: Recipe, needs: tuple[tuple[bool, bool], ...]
     ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
-        """Recipe → a quantizer for each tensor of each GEMM, making the directions that are read. `needs`: gradients of
-        (input, weight) of each GEMM."""
-        override, keeps_wgrad = recipe.override(), recipe.keeps_wgrad()
-        saves_input = self.save_original_input or keeps_wgrad
-        request: DelayedScalingRequest | None = None
-        found: list[LinearQuantizers] = []
-        for gemm, (needs_input, needs_weight) in enumerate(needs):
-            made: list[Quantizer | None] = []
-            for tensor_type, rowwise, columnwise in (
-                ("input", True, needs_weight and override is None and not saves_input),
-                ("weight", True, needs_input and override is None),
-                ("grad_output", needs_input, needs_weight and not keeps_wgrad),
-            ):
-                if tensor_type == "grad_output" and (override is not None or not (rowwise or columnwise)):
-                    made.append(None)
-                    continue
-                quantizer = recipe.quantizer(self._role(gemm, tensor_type))
-                if isinstance(quantizer, QuantizerRequest):
-                    asked = delayed_request(quantizer)
-                    if request is not None and asked != request:
-                        raise ValueError(
-                            f"{self._role(gemm, tensor_type)} asks for {asked}, another tensor of the module for "
-                            f"{request}: the requests of one module must be equal"
-                        )
-                    request = asked
-                    quantizer = Float8ScaledQuantizer(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
-                made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
-            found.append(LinearQuantizers(made[0], made[1], made[2]))
-        return tuple(found), request
+        """As `resolve_quantizers`, of this module."""
+        return resolve_quantizers(recipe, self._role, needs, self.save_original_input)
 
     # One forward
 
@@ -144,9 +117,8 @@ class Layer(Named, ParallelModule):
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         if recipe is None:
-            none = LinearQuantizers(None, None, None)
-            numerics = Numerics(dtype, False, False, False, None, False)
-            return Call((none,) * len(needs), needs, numerics, None, None, None, None, None, False, False, False)
+            none, numerics = (NO_QUANTIZERS,) * len(needs), resolve_numerics(None, dtype)
+            return Call(none, needs, numerics, None, None, None, None, None, False, False, False)
         key = tuple([(need.input, need.weight) for need in needs])
         if torch.compiler.is_compiling():
             quantizers, request = self._resolve(recipe, key)  # at trace time; a memo would be state to guard on
@@ -157,8 +129,7 @@ class Layer(Named, ParallelModule):
             if self._recipe is not recipe:
                 self._recipe = recipe
             quantizers, request = memo[2], memo[3]
-        fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
-        numerics = Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
+        numerics = resolve_numerics(recipe, dtype)
         is_second = state.recomputation is not None and state.recomputation.is_second
         # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
         caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
@@ -414,12 +385,3 @@ def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
         return None
     i = slot(gemm, tensor_type)
     return scales[i : i + 1]
-
-
-def delayed_request(request: Any) -> DelayedScalingRequest:
-    """What modules can keep state for."""
-    if not isinstance(request, DelayedScalingRequest):
-        raise TypeError(
-            f"a quantizer request is {type(request).__name__}: modules keep state for DelayedScalingRequest"
-        )
-    return request

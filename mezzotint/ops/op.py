@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
-from mezzotint.layer.base import Call, Layer, delayed_request
+from mezzotint.layer.base import Call, Layer
 from mezzotint.layer.parameters import resolve_device
+from mezzotint.layer.resolve import delayed_request
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
 from mezzotint.state import recipe_in_force

@@ -1,0 +1,131 @@
+"""grouped_mm: products of groups of rows with matrices that lie in one tensor, as the experts of many models do."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.functional.autograd import apply
+from mezzotint.functional.grouped_linear import GROUPED_LINEAR, GroupedLinearFwdArgs, groups_of
+from mezzotint.functional.linear import LinearQuantizers, Needs, WeightGrad
+from mezzotint.functional.weight import quantize_weight, quantize_weights
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.resolve import NO_QUANTIZERS, resolve_numerics, resolve_quantizers
+from mezzotint.layer.splits import check_rows
+from mezzotint.recipe import QuantizerRole, Recipe, check_recipe
+from mezzotint.state import recipe_in_force
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+def grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor,
+    recipe: Recipe | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    name: str = "",
+) -> torch.Tensor:
+    """a (M, K), b (E, K, N) → (M, N): rows `offs[e - 1]` to `offs[e]` of a times b[e], plus bias[e] of `bias` (E, N).
+
+    `offs` int32 [E] are the ends of the groups, as `torch.nn.functional.grouped_mm` takes them; they must not fall, and
+    the last one is M. A group may be empty. They are read: on a GPU that waits for them.
+
+    The product and its gradients are quantized as `recipe` says, as in `GroupedLinear`; None: as the `autocast` around
+    the call says, and outside of any not at all. `name` is that of the roles which a `CustomRecipe` is asked for. A
+    recipe that keeps state from one call to the next (delayed scaling) is refused: use `GroupedLinear`.
+    """
+    _check(a, b, offs, bias)
+    if recipe is None:
+        recipe = recipe_in_force()
+    else:
+        check_recipe(recipe)
+    sizes = _sizes(offs, a.shape[0])
+    return multiply_groups(a, b.transpose(1, 2), sizes, bias, recipe, name)
+
+
+def multiply_groups(
+    x: Any, weight: torch.Tensor, splits: tuple[int, ...], bias: torch.Tensor | None, recipe: Recipe | None, name: str
+) -> torch.Tensor:
+    """x (M, K), weight (E, N, K), bias (E, N) → (M, N), under a recipe or in high precision."""
+    dtype = activation_dtype(x)
+    x, weight = dequantized(x).to(dtype), weight.contiguous()
+    has_grad = torch.is_grad_enabled()
+    needs = Needs(
+        has_grad and x.requires_grad,
+        has_grad and weight.requires_grad,
+        has_grad and bias is not None and bias.requires_grad,
+    )
+    quantizers = NO_QUANTIZERS if recipe is None else _quantizers(recipe, needs, name)
+    count = weight.shape[0]
+    none = (None,) * count
+    args = GroupedLinearFwdArgs(
+        x,
+        (weight,),
+        () if bias is None else (bias,),
+        _weights_q(groups_of((weight,), 2), quantizers),
+        splits,
+        needs,
+        (quantizers,) * count,
+        resolve_numerics(recipe, dtype),
+        tuple([WeightGrad(weight.dtype, is_slice=True) for _ in range(count)]),
+        none,
+        none,
+        False,
+        None,
+    )
+    (y,) = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
+    return y
+
+
+def _quantizers(recipe: Recipe, needs: Needs, name: str) -> LinearQuantizers:
+    """Of every group: they lie in one tensor, which has one name."""
+
+    def role_of(gemm: int, tensor_type: str) -> QuantizerRole:
+        return QuantizerRole("grouped_linear", tensor_type, name)
+
+    (quantizers,), request = resolve_quantizers(recipe, role_of, ((needs.input, needs.weight),), False)
+    if request is not None:
+        raise ValueError(
+            f"recipe is {type(recipe).__name__}, which scales {name or 'a tensor of grouped_mm'} by what earlier calls "
+            "saw: grouped_mm keeps nothing from one call to the next. Use GroupedLinear, or a recipe without state, "
+            "such as Float8CurrentScaling"
+        )
+    return quantizers
+
+
+def _weights_q(groups: tuple[torch.Tensor, ...], quantizers: LinearQuantizers) -> tuple[Any, ...]:
+    quantizer, count = quantizers.weight, len(groups)
+    together = quantize_weights(groups, (quantizer,) * count, (None,) * count)
+    if together is not None:
+        return together[0]
+    return tuple([quantize_weight(group, quantizer)[0] for group in groups])
+
+
+def _sizes(offs: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """Ends of groups → their rows."""
+    sizes = tuple(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
+    if torch.compiler.is_compiling():
+        for size in sizes:
+            torch._check(size >= 0)
+        check_rows(sizes, rows)
+    elif min(sizes) < 0 or sum(sizes) != rows:
+        raise ValueError(f"offs is {offs.tolist()}: give ends that do not fall, the last one {rows}, the rows of a")
+    return sizes
+
+
+def _check(a: Any, b: Any, offs: Any, bias: Any) -> None:
+    for name, tensor in (("a", a), ("b", b), ("offs", offs)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}: give a tensor")
+    if isinstance(b, QuantizedTensorStorage) or b.dtype not in HIGH_PRECISION:
+        raise TypeError(f"b is {type(b).__name__} of {b.dtype}: give a tensor of float32, float16 or bfloat16")
+    if a.dim() != 2 or b.dim() != 3 or b.shape[0] == 0 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"a is {tuple(a.shape)}, b {tuple(b.shape)}: give (M, K) and (E, K, N), one matrix or more")
+    if tuple(offs.shape) != (b.shape[0],) or offs.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"offs is {offs.dtype} of shape {tuple(offs.shape)}: give the end of each of the {b.shape[0]} groups, int32"
+        )
+    if bias is not None and tuple(bias.shape) != (b.shape[0], b.shape[2]):
+        raise ValueError(f"bias is {tuple(bias.shape)}: give {(b.shape[0], b.shape[2])}, or None")
