@@ -28,7 +28,7 @@ Model = Annotated[
     str | None,
     typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
 ]
-Timeout = Annotated[int, typer.Option(min=1, help="seconds that one of many processes waits for another")]
+Timeout = Annotated[int, typer.Option(min=1, max=10**6, help="seconds that one of many processes waits for another")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

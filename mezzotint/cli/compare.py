@@ -33,7 +33,7 @@ def compare(*, recipes: str, out: str | None, model: str | None, given: dict[str
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
     if out is not None:
         check_free(Path(out))
-    sizes, settings = make_config(find_model(model or MODEL), TrainConfig(checkpoint_every=0), given)
+    sizes, settings = make_config(find_model(MODEL if model is None else model), TrainConfig(checkpoint_every=0), given)
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     config = RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint)

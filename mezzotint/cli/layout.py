@@ -11,7 +11,7 @@ from mezzotint.cli.sizes import ModelConfig
 class Layout:
     """How many processes there are, and what each dimension of them shares."""
 
-    world: int = option(1, "processes", at_least=1)
+    world: int = option(1, "processes", at_least=1, bits=17)
     tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
     fsdp: bool = option(False, "replicas share weights, gradients and optimizer state")
     ep: int = option(1, "processes that share the experts", at_least=1)

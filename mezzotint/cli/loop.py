@@ -24,7 +24,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from mezzotint.cli.checkpoint import write_json
-from mezzotint.cli.console import CommandError
+from mezzotint.cli.console import CommandError, enough_memory, is_closed
 from mezzotint.cli.machine import peak_memory, reset_peak_memory
 from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter
@@ -83,11 +83,13 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         _writer(folder, start, world) as writer,
         Reporter(console, train.recipe, train.steps, start) as reporter,
         catch_signals() as signals,
-        _without_memory(),
+        enough_memory(),
         _without_warnings(),
     ):
         while training.step < train.steps:
             training.run_step()
+            if is_closed(console):
+                signals.append(signal.SIGPIPE)
             stopping = largest(world, max(signals, default=0))  # asked once: a later signal stops after the next step
             is_end = stopping > 0 or training.step == train.steps
             logs = is_end or training.step % train.log_every == 0
@@ -160,15 +162,6 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
         yield
-
-
-@contextmanager
-def _without_memory() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        message = "the GPU has too little memory: lower --batch or --sequence; `mezzotint plan` says what fits"
-        raise CommandError(message, 1, is_own=True) from None
 
 
 def _result(training: Training, meter: Meter) -> Result:

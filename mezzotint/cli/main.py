@@ -1,12 +1,16 @@
 """The program: runs a command; what goes wrong is one line on standard error and an exit code.
 
-0 as asked, 1 ran and failed, 2 cannot run as asked, 130 stopped by Ctrl-C. Of many processes the first one speaks.
+0 as asked, 1 ran and failed, 2 cannot run as asked, 128 + n stopped by signal n: 130 by Ctrl-C, 141 since nobody reads
+standard output any more (`| head -1`). Of many processes the first one speaks.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from typing import Any
 
-from mezzotint.cli.console import EXTRA, CommandError, speaks
+from mezzotint.cli.console import EXTRA, CommandError, Output, enough_memory, speaks
 
 try:
     from mezzotint.cli.app import UsageError, app
@@ -23,8 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if MISSING is not None:
         return _fail(f"{MISSING} is not installed: pip install 'mezzotint[cli]'", 2)
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    output: Any = Output(sys.stdout)
+    with redirect_stdout(output):
+        code = _run(arguments)
+        output.flush()
+    return 128 + signal.SIGPIPE if output.is_closed and not code else code
+
+
+def _run(arguments: list[str]) -> int:
     try:
-        code = app(arguments, prog_name="mezzotint", standalone_mode=False)
+        with enough_memory():
+            code = app(arguments, prog_name="mezzotint", standalone_mode=False)
     except CommandError as error:
         return _fail(str(error), error.code, is_own=error.is_own)
     except OSError as error:

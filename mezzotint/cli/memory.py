@@ -264,10 +264,11 @@ def _find_peak(parts: list[Part], middle: int, more: int) -> tuple[int, str]:
     level = peak = 0
     where = ""
     for part in parts:
-        for _ in range(_repeats(part, middle, more)):
-            if level + part.peak > peak:
-                peak, where = level + part.peak, part.name.rstrip(" 0123456789")
-            level += part.end
+        times = _repeats(part, middle, more)
+        highest = level + max(0, part.end) * (times - 1)  # at the beginning of the last of them, or of the first
+        if highest + part.peak > peak:
+            peak, where = highest + part.peak, part.name.rstrip(" 0123456789")
+        level += part.end * times
     return peak, where
 
 

@@ -10,6 +10,7 @@ def train(out: str, given: dict[str, Any]) -> None: ...        --out, --steps; g
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import Field, field, fields
 from functools import wraps
@@ -20,9 +21,10 @@ import typer
 from mezzotint.cli.console import CommandError
 
 
-def option(default: Any, help: str, *, at_least: float | None = None, may_change: bool = False) -> Any:
-    """A field with its help. `may_change`: a resumed run takes another value than the one it began with."""
-    return field(default=default, metadata={"help": help, "at_least": at_least, "may_change": may_change})
+def option(default: Any, help: str, *, at_least: float | None = None, bits: int = 31, may_change: bool = False) -> Any:
+    """A field with its help. An integer is less than 2^`bits`. `may_change`: a resumed run takes another value than the
+    one it began with."""
+    return field(default=default, metadata={"help": help, "at_least": at_least, "bits": bits, "may_change": may_change})
 
 
 def flag(name: str) -> str:
@@ -31,11 +33,34 @@ def flag(name: str) -> str:
 
 
 def check(config: Any) -> None:
-    """Lower bounds of the fields."""
+    """Types and bounds of the fields, wherever their values are from."""
     for entry in fields(config):
-        least, value = entry.metadata.get("at_least"), getattr(config, entry.name)
-        if least is not None and value is not None and not value >= least:  # not of NaN, either
+        value, least, bits = getattr(config, entry.name), entry.metadata["at_least"], entry.metadata["bits"]
+        if not is_a(value, entry.type):
+            raise CommandError(f"{flag(entry.name)} is {value!r}: give {words(entry.type)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CommandError(f"{flag(entry.name)} is {value}: give a finite number")
+        if least is not None and value is not None and value < least:
             raise CommandError(f"{flag(entry.name)} is {value}: give {least} or more")
+        if isinstance(value, int) and value >= 2**bits:
+            raise CommandError(f"{flag(entry.name)} is {_short(value)}: give less than 2^{bits}")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """A whole number is a `float`, too; True is none."""
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def words(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "text" if isinstance("", kind) else "an integer")
+
+
+def _short(number: int) -> str:
+    """Python refuses to write integers of thousands of digits."""
+    return str(number) if number < 10**20 else f"{float(number):.1e}" if number < 10**300 else "more than 1e300"
 
 
 def takes(
@@ -52,6 +77,9 @@ def takes(
 
         @wraps(command)
         def run(**values: Any) -> Any:
+            for name, value in values.items():
+                if value == "":
+                    raise CommandError(f"{flag(name)} is empty: give a value, or leave it out")
             found = {name: values.pop(name) for name in options}
             return command(**values, given={name: value for name, value in found.items() if value is not None})
 

@@ -20,7 +20,7 @@ class Reporter:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not console.is_interactive,
         )
         self._task = self._bar.add_task(label, total=steps, completed=start, said="")
 
@@ -40,5 +40,5 @@ class Reporter:
         """`speed`: tokens a second; None while there are compilations only."""
         said = f"loss {loss:.4f}" + ("" if speed is None else f"  {speed:,.0f} tokens/s")
         self._bar.update(self._task, said=said)
-        if not self.console.is_terminal:
+        if not self.console.is_interactive:
             self.console.print(f"{self.label}  step {step}/{self.steps}  {said}", highlight=False, soft_wrap=True)

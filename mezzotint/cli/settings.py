@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from mezzotint.cli.console import CommandError
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.options import check, flag, option
 from mezzotint.cli.recipe_names import BF16, RECIPE_CLASSES, recipe_name
@@ -26,21 +25,19 @@ class TrainConfig:
     warmup: int = option(40, "steps of a rising learning rate", at_least=0)
     weight_decay: float = option(0.1, "of matrices", at_least=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: any", at_least=0)
-    seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0)
+    seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0, bits=64)
     last: int = option(20, "steps that the final loss is the mean of", at_least=1)
     data: str | None = option(None, "text file or folder; Python's own sources if not given", may_change=True)
     tokenizer: str | None = option(None, "tokenizer.json of Hugging Face; bytes if not given", may_change=True)
     device: str = option("auto", "auto, cpu or cuda", may_change=True)
     compile: bool = option(True, "torch.compile the model, as one graph")
-    threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, may_change=True)
+    threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, bits=12, may_change=True)
     log_every: int = option(20, "steps between two lines, or two looks at the loss", at_least=1, may_change=True)
     checkpoint_every: int = option(100, "steps between two checkpoints; 0: none at all", at_least=0, may_change=True)
     keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
 
     def __post_init__(self) -> None:
         check(self)
-        if self.seed >= 2**64:
-            raise CommandError(f"--seed is {self.seed}: give less than 2^64")
         object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
 
     def learning_rate(self, step: int) -> float:
@@ -65,7 +62,9 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """What `as_json` gave; KeyError or TypeError for anything else."""
+        """What `as_json` gave; KeyError, TypeError or CommandError for anything else."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"{type(values).__name__} instead of a table")
         layout = Layout(**values.get("layout", {}))  # older runs have none
         return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"], layout)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzotint.cli.console import CommandError
-from mezzotint.cli.options import check, option
+from mezzotint.cli.options import check, is_a, option, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class ModelConfig:
 
     hidden: int = option(128, "width of the model", at_least=1)
     ffn: int = option(384, "width inside the MLP", at_least=1)
-    layers: int = option(2, "transformer layers", at_least=1)
+    layers: int = option(2, "transformer layers", at_least=1, bits=20)
     heads: int = option(4, "attention heads", at_least=1)
     kv_heads: int = option(2, "heads of keys and values", at_least=1)
     head_dim: int | None = option(None, "channels of a head; hidden / heads if not given", at_least=2)
@@ -91,7 +91,7 @@ def find_model(name: str) -> ModelConfig:
     try:
         text = path.read_text(encoding="utf-8")
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{path} cannot be read: {error}; give a JSON file, or TOML in a .toml file") from None
     if not isinstance(values, dict):
         raise CommandError(f"{path} holds no table of sizes: give hidden, ffn, layers, heads, … by name")
@@ -110,18 +110,10 @@ def _as_config(values: dict[str, Any], path: Path) -> ModelConfig:
             if is_foreign:
                 continue
             raise CommandError(f"{path} has {key!r}, which is no size of a model: give {', '.join(known)}")
-        if not _is_a(value, known[name]):
-            raise CommandError(f"{path} has {key} = {value!r}: give {_words(known[name])}")
+        if not is_a(value, known[name]):
+            raise CommandError(f"{path} has {key} = {value!r}: give {words(known[name])}")
+        if name in found and found[name] != value:
+            raise CommandError(f"{path} has {key} = {value!r} and {name} = {found[name]!r}: give one of them")
         found[name] = value
     found.setdefault("kv_heads", found.get("heads", ModelConfig().heads))  # no groups, if they are not mentioned
     return ModelConfig(**found)
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if kind is float:
-        kind = int | float
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def _words(kind: Any) -> str:
-    return {int: "an integer", float: "a number", bool: "true or false"}.get(kind, "an integer")

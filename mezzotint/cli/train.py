@@ -88,7 +88,7 @@ def _begin(
 
 
 def _configure(world: World, model: str | None, given: dict[str, Any]) -> tuple[RunConfig, Text]:
-    sizes, settings = make_config(find_model(model or MODEL), TrainConfig(), given)
+    sizes, settings = make_config(find_model(MODEL if model is None else model), TrainConfig(), given)
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     layout = make_layout(world, ALONE, given)

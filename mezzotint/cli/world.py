@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mezzotint.cli.console import CommandError
+from mezzotint.cli.console import CommandError, is_one_of_many
 from mezzotint.distributed.agreement import check_agreed
 
 T = TypeVar("T")
@@ -38,12 +38,25 @@ ALONE = World()
 
 def find_world() -> World:
     """By torchrun's environment, or by the process group that this process is in already."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if dist.is_initialized():
-        return World(dist.get_rank(), dist.get_world_size(), local_rank)
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return World(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", "0"))
+    if not is_one_of_many():
         return ALONE
-    return World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local_rank)
+    world = World(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0"))
+    if world.rank >= world.size:
+        raise CommandError(f"RANK is {world.rank} of WORLD_SIZE {world.size}: {_START}", is_own=True)
+    return world
+
+
+_START = "start processes with torchrun, or unset RANK for one alone"
+
+
+def _number(name: str, default: str | None = None) -> int:
+    """Of a variable that torchrun sets."""
+    said = os.environ[name] if default is None else os.environ.get(name, default)
+    if not (said.isascii() and said.isdecimal()):
+        raise CommandError(f"{name} is {said!r}, which is no number: {_START}", is_own=True)
+    return int(said)
 
 
 @contextmanager

@@ -1,13 +1,20 @@
 """The program: what it lists, one-line errors, and what it takes from outside."""
 
 import ast
+import io
+import os
 import re
+import signal
+import sys
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 import mezzotint
-from mezzotint.cli.console import EXTRA
+from mezzotint.cli.console import EXTRA, make_console
+from mezzotint.cli.main import main
+from mezzotint.cli.progress import Reporter
 from mezzotint.cli.recipe_names import recipe_name, recipe_names
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import TrainConfig
@@ -47,6 +54,21 @@ def test_help_of_a_command(capsys: pytest.CaptureFixture[str], name: str) -> Non
         (("train", "--device", "tpu"), "give auto, cpu or cuda"),
         (("train", "--resume"), "--resume --out runs/train-001"),
         (("train", "--resume", "--overwrite"), "give one of them"),
+        (("train", "--data", ""), "--data is empty"),
+        (("train", "--out", ""), "--out is empty"),
+        (("train", "--model", ""), "--model is empty"),
+        (("train", "--resume", "--out", ""), "--out is empty"),
+        (("compare", "--out", ""), "--out is empty"),
+        (("compare", "--model", ""), "--model is empty"),
+        (("plan", ""), "--model is empty"),
+        (("train", "--steps", str(2**63)), f"--steps is {2**63}: give less than 2^31"),
+        (("train", "--batch", str(10**30)), "--batch is 1.0e+30: give less than 2^31"),
+        (("train", "--hidden", "9" * 400), "--hidden is more than 1e300: give less"),
+        (("train", "--threads", str(10**9)), "--threads is 1000000000: give less than 2^12"),
+        (("train", "--lr", "inf"), "--lr is inf: give a finite number"),
+        (("train", "--timeout", str(10**30)), "--timeout"),
+        (("plan", "tiny", "--layers", str(2**63)), "give less than 2^20"),
+        (("plan", "tiny", "--world", str(2**63)), "give less than 2^17"),
         (("compare", "--recipes", "bf16,fp16"), "'fp16'"),
         (("compare", "--recipes", ","), "no recipe"),
         (("plan",), "mezzotint plan --help"),
@@ -149,6 +171,93 @@ def test_recipes_in_any_case(asked: str) -> None:
     assert recipe_name(asked) == TrainConfig(recipe=asked).recipe == "mxfp8"
     assert recipe_names(f"BF16,{asked},mxfp8") == ["bf16", "mxfp8"]
     assert recipe_names("ALL") == list(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "1"}, "there is no recipe 'nonsense'"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "there is no recipe 'nonsense'"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is 'one', which is no number"),
+        ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost"}, "WORLD_SIZE is 'two', which is no number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is '-1'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is 2 of WORLD_SIZE 2: start processes"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": "x"},
+            "LOCAL_RANK is 'x', which is no number",
+        ),
+    ],
+)
+def test_variables_of_a_launcher(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    said: str,
+) -> None:
+    """What makes no world of processes silences nobody."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert said in fails(capsys, "train", "--recipe", "nonsense")
+
+
+def test_memory_of_a_cpu_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    said = fails(capsys, "train", f"--hidden={2**20}", f"--ffn={2**20}", "--no-compile", f"--out={out}", code=1)
+    assert "this machine has too little memory: lower --batch" in said
+    assert not out.exists()
+    huge = ("--batch", 2**30, "--sequence", 2**30, "--recipes=bf16")
+    assert "a tensor would have 2^63 bytes or more" in fails(capsys, "plan", "tiny", *huge, code=1)
+
+
+def test_memory_that_python_asks_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mezzotint.cli.plan.find_model", refuse)
+    assert "this machine has too little memory" in fails(capsys, "plan", "tiny", code=1)
+
+
+def closed_pipe() -> TextIO:
+    """What writes where nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    return os.fdopen(write, "w")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "tiny", "--recipes=bf16", "--json"), ("--help",)])
+def test_output_that_nobody_reads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    """Quiet, and nothing is left for Python to complain of at its end."""
+    with closed_pipe() as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(arguments) == 128 + signal.SIGPIPE
+        pipe.flush()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_notebook_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter gives a program a terminal, and sets a variable that says whose it is."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for variables, has_bar in (({}, True), ({"JPY_PARENT_PID": "7"}, False), ({"TERM": "dumb"}, False)):
+        with monkeypatch.context() as patched:
+            patched.delenv("JPY_PARENT_PID", raising=False)
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            patched.setattr(sys, "stdout", Terminal())
+            with Reporter(make_console(), "bf16", 2, 0) as reporter:
+                reporter.advance()
+                reporter.show(1, 2.5, None)
+            said = sys.stdout.getvalue()
+        assert ("\x1b[" in said) == has_bar
+        assert ("bf16  step 1/2  loss 2.5000\n" in said) != has_bar
 
 
 def test_the_extra_is_needed_by_the_command_line_alone() -> None:

@@ -171,6 +171,15 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
         ('{"tied": 1}', "tied = 1: give true or false"),
         ('{"layers": 0}', "--layers is 0: give 1 or more"),
         ('{"model_type": "mixtral"}', "of a 'mixtral'"),
+        ('{"model_type": []}', "of a []"),
+        ("null", "holds no table"),
+        ("[" * 100_000, "cannot be read"),
+        ('{"hidden": 64.0}', "hidden = 64.0: give an integer"),
+        ('{"hidden": 1' + "0" * 5000 + "}", "cannot be read"),
+        ('{"hidden": 1' + "0" * 30 + "}", "--hidden is 1.0e+30: give less than 2^31"),
+        ('{"rope_base": NaN}', "--rope-base is nan: give a finite number"),
+        ('{"rope_base": Infinity}', "--rope-base is inf: give a finite number"),
+        ('{"hidden": 64, "hidden_size": 128}', "hidden_size = 128 and hidden = 64: give one of them"),
     ],
 )
 def test_files_that_are_no_model(capsys: Capture, tmp_path: Path, text: str, said: str) -> None:

@@ -1,8 +1,10 @@
 """`mezzotint train`: learns in every recipe, goes on bit for bit, loses nothing."""
 
 import math
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -20,6 +22,7 @@ from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import TrainConfig
+from tests.cli.test_main import closed_pipe
 from tests.cli.tools import TINY, contents, fails, losses, read, run, run_python, works, write_text
 
 Capture = pytest.CaptureFixture[str]
@@ -240,6 +243,23 @@ def test_a_signal_stops_with_a_checkpoint(
     assert losses(made) == wanted
 
 
+def test_output_that_nobody_reads_stops_with_a_checkpoint(
+    capsys: Capture, made: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mezzotint train | head -1`: as Ctrl-C."""
+    wanted = losses(made)
+    with closed_pipe() as pipe, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", pipe)
+        code, err = run(capsys, "train", *options, "--overwrite", "--log-every=2")[::2]
+    assert code == 128 + signal.SIGPIPE
+    assert re.fullmatch(
+        r"mezzotint: stopped by SIGPIPE after step [1-3]: go on with mezzotint train --resume .*\n", err
+    )
+    assert len(find_checkpoints(made)) == 1
+    works(capsys, "train", "--resume", f"--out={made}")
+    assert losses(made) == wanted
+
+
 def test_a_second_signal_does_not_wait() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell turns it off for what it runs aside
     try:
@@ -378,7 +398,7 @@ def test_memory_that_is_not_there(capsys: Capture, options: tuple[str, ...], mon
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
 
     monkeypatch.setattr(Training, "run_step", run_step)
-    assert "lower --batch or --sequence" in fails(capsys, "train", *options, code=1)
+    assert "the GPU has too little memory: lower --batch" in fails(capsys, "train", *options, code=1)
 
 
 # What is told on the way
@@ -407,7 +427,7 @@ def test_a_line_every_so_many_steps(capsys: Capture, options: tuple[str, ...]) -
 
 
 def test_a_bar_in_a_terminal() -> None:
-    console = Console(force_terminal=True, width=100, record=True)
+    console = Console(force_terminal=True, force_interactive=True, width=100, record=True)
     with Reporter(console, "mxfp8", 10, 4) as reporter:
         reporter.advance()
         reporter.show(5, 2.5, 1234.5)
