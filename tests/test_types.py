@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = [cls for cls in vars(mz).values() if isinstance(cls, type) and issubclass(cls, torch.nn.Module)]
 
 
-@pytest.mark.parametrize("cls", [*MODULES, ops.Sequential], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*MODULES, ops.Sequential, ops.Linear, ops.GELU], ids=lambda cls: cls.__name__)
 def test_forward_says_what_it_returns(cls: type) -> None:
     assert get_type_hints(cls.forward)["return"] is not Any  # type: ignore[attr-defined]
 
@@ -37,6 +37,7 @@ def test_a_quantizer_makes_quantized_tensors(name: str) -> None:
         (mz.LayerNormMLP, "layer_norm_weight fc1_weight fc2_weight"),
         (mz.LayerNorm, "weight"),
         (mz.RMSNorm, "weight"),
+        (ops.BasicLinear, "weight"),
     ],
 )
 def test_parameters(cls: type, names: str) -> None:

@@ -20,6 +20,8 @@ assert_type(mz.LayerNormMLP(64, 256)(x), torch.Tensor | Any)
 assert_type(mz.GroupedLinear(2, 64, 64)(x, [16, 16]), torch.Tensor | Any)
 assert_type(mz.MultiheadAttention(64, 4)(x), torch.Tensor | Any)
 assert_type(mz.DotProductAttention(4, 16)(x, x, x), torch.Tensor | Any)
+assert_type(ops.Linear(64, 64)(x), torch.Tensor | Any)
+assert_type(ops.GELU()(x), torch.Tensor | Any)
 assert_type(ops.Sequential(ops.Linear(64, 64), ops.GELU())(x), torch.Tensor | Any)
 y, bias = mz.Linear(64, 64, return_bias=True)(x)
 
@@ -34,6 +36,8 @@ assert_type(linear.bias, torch.nn.Parameter | None)
 assert_type(mz.LayerNormLinear(64, 64).layer_norm_weight, torch.nn.Parameter)
 assert_type(mz.LayerNormMLP(64, 256).fc1_weight, torch.nn.Parameter)
 assert_type(mz.RMSNorm(64).weight, torch.nn.Parameter)
+assert_type(ops.BasicLinear(64, 64).weight, torch.nn.Parameter)
+assert_type(ops.Bias(64).bias, torch.nn.Parameter)
 
 # Quantized tensors
 quantizer = mz.MXFP8Quantizer(mz.DType.kFloat8E4M3)

@@ -1,21 +1,126 @@
 """Names of upstream's base module that mean something here; modules themselves do without them.
 
-What only serves upstream's internals is not here: `grad_output_preprocess`, `set_nccl_overlap_warning_if_tp`, and the
-keyword arguments of `register_parameter`.
+What only serves upstream's internals is not here: `grad_output_preprocess`, `set_nccl_overlap_warning_if_tp`,
+`get_weight_workspace` (`quantize_weight` took its place), and the keyword arguments of `register_parameter`.
+
+Nor are the parts of upstream's autograd functions: `ctx.backward_objects`, its `setup_saved_tensors(ctx)`, and
+`ctx_attrs["saved_tensor_aliases"]`. One autograd function serves all modules here (`functional/autograd.py`): what a
+core's backward arguments name in `SAVED` are its saved tensors, `unflatten` puts them back, and a saved tensor that is
+an input is saved as that input, so that no alias need be told.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from mezzotint.functional import weight as weights
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+def quantize_weight(
+    *,
+    tensor: Any = None,
+    quantizer: Quantizer | None = None,
+    workspace: Any = None,
+    update_workspace: bool = True,
+    skip_update_flag: torch.Tensor | None = None,
+    fsdp_group: Any = None,
+    workspace_dtype: torch.dtype | None = None,
+    cache: bool = False,
+) -> tuple[Any, Any]:
+    """`functional.weight.quantize_weight` as upstream has it: (the quantized weight, the workspace to keep or None).
+
+    A weight that is quantized already is given back as it is. A `workspace` that serves is updated in place if asked
+    for, and used; else the weight is quantized into a new one, of the nominal dtype `workspace_dtype` if that is given.
+    """
+    if tensor is None or quantizer is None:
+        missing = "tensor" if tensor is None else "quantizer"
+        raise ValueError(f"{missing} is None: give the weight, and the quantizer that a workspace is made or judged by")
+    if fsdp_group is not None:
+        raise NotImplementedError(
+            "fsdp_group: FSDP1 is not supported; leave it None, FSDP2 gathers the weight before a module sees it"
+        )
+    if isinstance(tensor, QuantizedTensorStorage):
+        return tensor, None
+    weight, new, _ = weights.quantize_weight(
+        tensor,
+        quantizer,
+        workspace,
+        cache=cache,
+        update_workspace=update_workspace,
+        skip_update_flag=skip_update_flag,
+    )
+    if workspace_dtype is not None and weight is not workspace:
+        weight._dtype = workspace_dtype
+    return weight, new
+
+
+class Workspaces(MutableMapping[str, Any]):
+    """The quantized weights that a module keeps over micro-batches, by the names that upstream gives them: a view.
+
+    They can be read, and dropped: what is not there is quantized again when it is needed.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def _all(self) -> dict[str, Any]:
+        kept = self._module._workspaces
+        if kept is None:
+            return {}
+        names = ["weight" if part.parts else part.weight_names[0] for part in self._module._weights]
+        if len(set(names)) < len(names):  # one parameter for all groups
+            names = [f"weight{gemm}" for gemm in range(len(names))]
+        return dict(zip(names, kept, strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._all().get(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __setitem__(self, name: str, workspace: Any) -> None:
+        raise TypeError(f"_fp8_workspaces[{name!r}] = …: modules make their workspaces themselves; read or clear them")
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        left = [None if name == other else kept for other, kept in self._all().items()]
+        if any(kept is not None for kept in left):
+            self._module._workspaces = tuple(left)
+        else:
+            self.clear()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, kept in self._all().items() if kept is not None])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def clear(self) -> None:
+        self._module._drop_workspaces()
+
+    def __repr__(self) -> str:
+        return f"Workspaces({list(self)})"
 
 
 class UpstreamNames:
     """Mixed into the base of the linear-like modules."""
+
+    @property
+    def _fp8_workspaces(self) -> Workspaces:
+        """Weights that are kept over micro-batches, which others count and clear by this name."""
+        return Workspaces(self)
+
+    @_fp8_workspaces.setter
+    def _fp8_workspaces(self, value: Mapping[str, Any]) -> None:
+        if len(value):
+            raise TypeError("_fp8_workspaces is set to a mapping that has something in it: set it to {}, or clear it")
+        self._fp8_workspaces.clear()
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set a plain attribute, no parameter and no buffer, without asking what it is."""

@@ -446,9 +446,12 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 
-    def forward(self, input: Any, *extra_inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, input: torch.Tensor, *extra_inputs: Any, **kwargs: Any) -> torch.Tensor | Any:
         """Run alone: output, or (output, *extra outputs)."""
         return run_alone(self)(input, *extra_inputs, basic_op_kwargs=[kwargs])
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 def _call_of(request: DelayedScalingRequest) -> Call:
@@ -493,9 +496,14 @@ class FusedOperation(FusibleOperation, is_base=True):
         for op in self.basic_ops:
             _basic(op).pre_fuser_forward(requires_grad=requires_grad)
 
-    def forward(self, input: Any, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None) -> Any:
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
+    ) -> torch.Tensor | Any:
         """Run alone: output, or (output, *extra outputs)."""
         return run_alone(self)(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
 
 def _basic(op: Any) -> BasicOperation:

@@ -1,6 +1,6 @@
 """Upstream's names on modules: what tools and subclasses call."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -8,9 +8,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
-from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.module import compat
+from mezzotint.module.base import TransformerEngineBaseModule, quantize_weight
 from mezzotint.recipe import DelayedScaling
-from tests.recipes import MODULES, RECIPES, make, run, sample, step
+from tests.quantizer_formats import FORMATS
+from tests.recipes import GROUPS, MODULES, RECIPES, make, run, sample, step
 
 NAMES = """
     adjust_amax_history_length backward_dw end_forward fast_setattr forward get_extra_state get_fp8_meta_tensors
@@ -119,3 +121,114 @@ def test_the_recipe_of_the_region_is_in_use(name: str, recipe: str) -> None:
                     assert isinstance(quantizer, mz.Float8Quantizer) if is_request else quantizer == made
     assert counter.frame_count == 1
     assert module.fp8_meta["recipe"] is RECIPES["current"]  # the last that eager code ran with
+
+
+# Weights that are kept
+
+
+WORKSPACES = {
+    "linear": ["weight"],
+    "layernorm_linear": ["weight"],
+    "layernorm_mlp": ["fc1_weight", "fc2_weight"],
+    "grouped_linear": [f"weight{i}" for i in range(GROUPS)],
+}
+
+
+def keep(name: str, **options: Any) -> tuple[Any, Any]:
+    """A module that has run the first of its micro-batches, and a function that runs the next."""
+    module, x = make(name, **options), sample()
+
+    def call(first: bool = False) -> torch.Tensor:
+        with torch.no_grad():
+            return run(module, x, RECIPES["mxfp8"], is_first_microbatch=first)[0]
+
+    call(True)
+    return module, call
+
+
+def double_weights(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.mul_(2.0 if parameter.dim() > 1 and "norm" not in name else 1.0)
+
+
+@over_modules
+def test_workspaces_are_read_and_cleared(name: str) -> None:
+    """As tools do that free memory: they count them, and clear them."""
+    module, call = keep(name)
+    kept = module._fp8_workspaces
+    assert isinstance(kept, Mapping)
+    assert list(kept) == WORKSPACES[name]
+    assert len(kept) == len(WORKSPACES[name])
+    assert all(isinstance(workspace, mz.QuantizedTensorStorage) for workspace in kept.values())
+    expected = call()
+    double_weights(module)
+    assert torch.equal(call(), expected)
+    kept.clear()
+    assert module._workspaces is None
+    assert not kept
+    assert not torch.equal(call(), expected)  # quantized again, from the weights that there are now
+    assert list(module._fp8_workspaces) == WORKSPACES[name]
+    module._fp8_workspaces = {}
+    assert len(module._fp8_workspaces) == 0
+
+
+def test_workspaces_of_split_and_stacked_weights() -> None:
+    assert list(keep("linear", parameters_split=("a", "b"))[0]._fp8_workspaces) == ["weight"]
+    assert list(keep("grouped_linear", single_grouped_weight=True)[0]._fp8_workspaces) == WORKSPACES["grouped_linear"]
+
+
+def test_one_workspace_is_dropped() -> None:
+    module, call = keep("layernorm_mlp")
+    double_weights(module)
+    before = module._fp8_workspaces["fc2_weight"]
+    del module._fp8_workspaces["fc1_weight"]
+    assert list(module._fp8_workspaces) == ["fc2_weight"]
+    with pytest.raises(KeyError, match="fc1_weight"):
+        module._fp8_workspaces["fc1_weight"]
+    call()
+    assert list(module._fp8_workspaces) == WORKSPACES["layernorm_mlp"]
+    assert module._fp8_workspaces["fc2_weight"] is before
+
+
+def test_workspaces_are_not_put_in() -> None:
+    module, _ = keep("linear")
+    kept = module._fp8_workspaces["weight"]
+    with pytest.raises(TypeError, match=r"_fp8_workspaces\['weight'\] = .*read or clear them"):
+        module._fp8_workspaces["weight"] = kept
+    with pytest.raises(TypeError, match=r"set it to \{\}, or clear it"):
+        module._fp8_workspaces = {"weight": kept}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantize_weight(name: str) -> None:
+    """Upstream's form: two results, all arguments by name."""
+    fmt = FORMATS[name]
+    first, second = (torch.randn(128, 128, dtype=torch.bfloat16) for _ in range(2))
+    made, new = quantize_weight(tensor=first, quantizer=fmt.make(), cache=True)
+    assert made is new
+    assert quantize_weight(tensor=first, quantizer=fmt.make())[1] is None
+    codes = made.dequantize()
+    assert quantize_weight(tensor=second, quantizer=fmt.make(), workspace=made, update_workspace=False) == (made, None)
+    assert torch.equal(made.dequantize(), codes)
+    assert quantize_weight(tensor=second, quantizer=fmt.make(), workspace=made, cache=True) == (made, None)
+    assert not torch.equal(made.dequantize(), codes)
+    held = fmt.make()(first)
+    assert quantize_weight(tensor=held, quantizer=fmt.make(), cache=True) == (held, None)
+    assert quantize_weight(tensor=first, quantizer=fmt.make(), workspace_dtype=torch.float32)[0].dtype == torch.float32
+
+
+def test_quantize_weight_refuses() -> None:
+    weight, quantizer = torch.randn(32, 32), FORMATS["mxfp8"].make()
+    with pytest.raises(ValueError, match="tensor is None: give the weight"):
+        quantize_weight(quantizer=quantizer)
+    with pytest.raises(ValueError, match="quantizer is None"):
+        quantize_weight(tensor=weight)
+    with pytest.raises(NotImplementedError, match="fsdp_group: FSDP1 is not supported; leave it None"):
+        quantize_weight(tensor=weight, quantizer=quantizer, fsdp_group=object())
+
+
+def test_what_is_absent_is_said() -> None:
+    """Names of upstream's that mean nothing here stand in the docstring, with what is in their place."""
+    for name in ("backward_objects", "setup_saved_tensors", "saved_tensor_aliases", "get_weight_workspace"):
+        assert name in (compat.__doc__ or "")

@@ -48,7 +48,7 @@ class BasicLinear(BasicOperation):
     `parallel_mode` of `mezzotint.Linear`, over `tensor_parallel_group`, or all processes.
     """
 
-    weight: torch.Tensor
+    weight: torch.nn.Parameter
     _takes_run = True
     _parameter_names = ("weight",)
 

@@ -17,7 +17,7 @@ from mezzotint.ops.quantizing import plain
 class Bias(BasicOperation):
     """x (…, size) + `bias` [size]. `tensor_parallel`: this process holds its part of the bias."""
 
-    bias: torch.Tensor
+    bias: nn.Parameter
     _keywords = ()
     _parameter_names = ("bias",)
 

@@ -25,8 +25,8 @@ class _Norm(BasicOperation):
     rms: bool
     _keywords = ()
     _parameter_names = ("weight", "bias")
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class _Norm(BasicOperation):
 
     def _args(self, x: torch.Tensor) -> NormFwdArgs:
         """With the normalised dimensions as one."""
-        gamma, beta = self.weight, self.bias
+        gamma: torch.Tensor = self.weight
+        beta: torch.Tensor | None = self.bias
         if len(self.normalized_shape) > 1:
             x = _flat(x, self.normalized_shape)
             gamma, beta = gamma.flatten(), None if beta is None else beta.flatten()
