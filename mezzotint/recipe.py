@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mezzotint.constants import DType
+from mezzotint.recipe_names import RECIPE_CLASSES, short_name
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
@@ -482,23 +483,16 @@ class CustomRecipe(Recipe):
         return self.quantization_alignment
 
 
-# What a recipe is called in short, on the command line and where a name is enough.
-RECIPE_NAMES: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "current": Float8CurrentScaling,
-    "rowwise": Float8RowwiseScaling,
-    "block": Float8BlockScaling,
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-}
+RECIPES: dict[str, type[Recipe]] = {name: globals()[kind] for name, kind in RECIPE_CLASSES.items()}
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return the recipe, or the one with default options that a short name stands for, in upper or lower case."""
+    """Return the recipe, or the one with default options that a name stands for."""
     if isinstance(recipe, str):
-        if recipe.lower() not in RECIPE_NAMES:
-            raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPE_NAMES)}, or a Recipe")
-        return RECIPE_NAMES[recipe.lower()]()
+        name = short_name(recipe)
+        if name is None:
+            raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPES)}, or a Recipe")
+        return RECIPES[name]()
     check_recipe(recipe)
     return recipe
 

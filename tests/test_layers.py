@@ -26,6 +26,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("optimizers",),
     ("permutation",),
     ("distributed",),
+    ("recipe_names",),
     ("recipe",),
     ("availability", "state"),
     ("functional",),

@@ -1,34 +1,25 @@
-"""The names that the command line gives to recipes. `recipes.py` has the recipes."""
+"""Recipes as the command line names them: by their short names, and BF16 for none. `recipes.py` has the recipes."""
 
 from mezzotint.cli.console import CommandError
+from mezzotint.recipe_names import RECIPE_CLASSES, short_name
 
 BF16 = "bf16"
-# Name → class in mezzotint.recipe.
-RECIPE_CLASSES = {
-    BF16: None,
-    "delayed": "DelayedScaling",
-    "current": "Float8CurrentScaling",
-    "rowwise": "Float8RowwiseScaling",
-    "block": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
-_NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known in (name, kind or name)}
+NAMES = (BF16, *RECIPE_CLASSES)
 
 
 def recipe_name(asked: str) -> str:
-    """A name, or that of the class, in any case → the name: "NVFP4BlockScaling" → "nvfp4"."""
-    found = _NAMES.get(asked.strip().lower())
+    """Return the name of what is asked for by it, or by a class, in any case: "nvfp4" for "NVFP4BlockScaling"."""
+    found = BF16 if asked.strip().lower() == BF16 else short_name(asked)
     if found is None:
-        raise CommandError(f"there is no recipe {asked!r}: give one of {', '.join(RECIPE_CLASSES)}")
+        raise CommandError(f"there is no recipe {asked!r}: give one of {', '.join(NAMES)}")
     return found
 
 
 def recipe_names(listed: str) -> list[str]:
     """Names between commas → each once, in order; "all" → all."""
     if listed.strip().lower() == "all":
-        return list(RECIPE_CLASSES)
+        return list(NAMES)
     names = [recipe_name(name) for name in listed.split(",") if name.strip()]
     if not names:
-        raise CommandError(f"no recipe was given: give some of {', '.join(RECIPE_CLASSES)}, or all")
+        raise CommandError(f"no recipe was given: give some of {', '.join(NAMES)}, or all")
     return list(dict.fromkeys(names))

@@ -1,9 +1,8 @@
 """Recipes by the names that the command line gives them."""
 
-from mezzotint import recipe
-from mezzotint.cli.recipe_names import RECIPE_CLASSES
+from mezzotint.cli.recipe_names import BF16
+from mezzotint.recipe import RECIPES as QUANTIZED
+from mezzotint.recipe import Recipe
 
 # None is BF16.
-RECIPES: dict[str, recipe.Recipe | None] = {
-    name: None if kind is None else getattr(recipe, kind)() for name, kind in RECIPE_CLASSES.items()
-}
+RECIPES: dict[str, Recipe | None] = {BF16: None, **{name: kind() for name, kind in QUANTIZED.items()}}

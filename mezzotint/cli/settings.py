@@ -7,7 +7,7 @@ from typing import Any
 
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.options import check, flag, option
-from mezzotint.cli.recipe_names import BF16, RECIPE_CLASSES, recipe_name
+from mezzotint.cli.recipe_names import BF16, NAMES, recipe_name
 from mezzotint.cli.sizes import ModelConfig
 
 ALONE = Layout()
@@ -17,7 +17,7 @@ ALONE = Layout()
 class TrainConfig:
     """How a model is trained."""
 
-    recipe: str = option(BF16, f"one of {', '.join(RECIPE_CLASSES)}")
+    recipe: str = option(BF16, f"one of {', '.join(NAMES)}")
     steps: int = option(150, "optimizer steps", at_least=1)
     accumulate: int = option(1, "micro-batches in a step", at_least=1)
     lr: float = option(1e-3, "highest learning rate", at_least=0)

@@ -1,0 +1,20 @@
+"""Short names of recipes, where a name is enough: `autocast("mxfp8")`, the command line.
+
+Nothing is imported here: the command line's help does not wait for PyTorch.
+"""
+
+# Name → class in `recipe.py`.
+RECIPE_CLASSES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "rowwise": "Float8RowwiseScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+_NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known in (name, kind)}
+
+
+def short_name(asked: str) -> str | None:
+    """Return the short name of a recipe that is asked for by it, or by its class, in any case; None for no recipe."""
+    return _NAMES.get(asked.strip().lower())
