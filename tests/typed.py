@@ -46,6 +46,10 @@ assert_type(quantizer.quantize(x), mz.QuantizedTensor)
 assert_type(quantizer.make_empty((32, 64)), mz.QuantizedTensor)
 assert_type(quantizer(x).dequantize(), torch.Tensor)
 
+# A converted model is of the class that it was
+assert_type(mz.convert(torch.nn.Sequential()), torch.nn.Sequential)
+assert_type(mz.unconvert(torch.nn.Sequential()), torch.nn.Sequential)
+
 # What this machine can do
 assert_type(mz.is_mxfp8_available(), bool)
 assert_type(mz.is_mxfp8_available(True, native=True), tuple[bool, str])

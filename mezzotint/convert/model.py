@@ -3,7 +3,7 @@
 import copy
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from mezzotint.layer.names import Named
 from mezzotint.recipe import Recipe, check_recipe
 
 _REPORT = "_mezzotint_report"
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ def convert_report(model: nn.Module) -> ConversionReport:
     return report
 
 
-def convert(
-    model: nn.Module, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True
-) -> nn.Module:
+def convert(model: Model, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True) -> Model:
     """The model, its `nn.Linear` swapped for ours, which share the parameters. `convert_report` says what was done.
 
     With a `recipe`, the model and each converted layer run under it by themselves, whatever an `autocast` around them
@@ -142,7 +141,7 @@ def _entry(fqn: str, linear: Any, why: str | None, neighbours: Neighbours | None
     return Entry(fqn, linear.theirs.__name__, linear.ours.__name__.removeprefix("Converted"), why, size)
 
 
-def unconvert(model: nn.Module) -> nn.Module:
+def unconvert(model: Model) -> Model:
     """The model with the layers that it had before `convert`, and the parameters that it has now. In place."""
     _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
