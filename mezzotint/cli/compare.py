@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mezzotint.cli.checkpoint import write_json
 from mezzotint.cli.console import CommandError, as_size, make_console
 from mezzotint.cli.data import read_text
 from mezzotint.cli.figure import draw
+from mezzotint.cli.files import write_json
 from mezzotint.cli.loop import Result, Stopped, run_training
 from mezzotint.cli.recipe_names import BF16, recipe_names
 from mezzotint.cli.runs import check_free, new_folder, write_config

@@ -23,8 +23,8 @@ import torch
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
-from mezzotint.cli.checkpoint import write_json
 from mezzotint.cli.console import CommandError, enough_memory, is_closed
+from mezzotint.cli.files import write_json
 from mezzotint.cli.machine import peak_memory, reset_peak_memory
 from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter

@@ -1,16 +1,19 @@
 """Folders of runs: a new one is taken, an old one is never written over unless that is asked for."""
 
+import fcntl
 import itertools
 import json
-import shutil
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mezzotint.cli.checkpoint import write_json
 from mezzotint.cli.console import CommandError
+from mezzotint.cli.files import remove, write_json
 from mezzotint.cli.settings import RunConfig
 
 RUNS = Path("runs")
-CONFIG, RESULT = "config.json", "result.json"
+CONFIG, RESULT, LOCK = "config.json", "result.json", "lock"
 MADE = (RESULT, "checkpoints", "tensorboard")  # beside CONFIG
 
 
@@ -50,11 +53,32 @@ def check_free(folder: Path) -> None:
 def clear_run(folder: Path) -> None:
     """Remove what a run made, and nothing else; its configuration stays until the next one takes its place."""
     for name in MADE:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(folder / name)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else trains in this folder meanwhile. The lock goes with the process, however that ends; the file stays,
+    since removing it would let two have the lock."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise CommandError(f"{folder / LOCK} cannot be written ({error.strerror}): give another --out") from None
+    with open(handle, "r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = file.read(100).strip() or "another process"
+            raise CommandError(f"{who} trains in {folder}: wait for it, stop it, or give another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
@@ -70,7 +94,7 @@ def read_config(folder: Path) -> RunConfig:
         raise CommandError(f"{folder} holds no run ({CONFIG} is missing): give the --out of one, or leave --resume out")
     try:
         return RunConfig.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CommandError) as error:
         raise CommandError(f"{path} cannot be read ({error}): begin anew with another --out") from None
 
 

@@ -63,8 +63,8 @@ class RunConfig:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
         """What `as_json` gave; KeyError, TypeError or CommandError for anything else."""
-        if not isinstance(values, Mapping):
-            raise TypeError(f"{type(values).__name__} instead of a table")
+        if not isinstance(values, dict) or not isinstance(values["fingerprint"], str):
+            raise TypeError("it is no configuration of a run")
         layout = Layout(**values.get("layout", {}))  # older runs have none
         return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"], layout)
 

@@ -3,38 +3,30 @@
     <run>/checkpoints/step-00000100/
         __0_0.distcp …        what each process wrote: its parts of weights and optimizer state, its random numbers
         .metadata             what is where; DCP writes it last
-        checkpoint.json       step, configuration, size of the files
+        checkpoint.json       step, configuration, size and hash of the files (`manifest.py`)
 
 Names and places are those of the whole model (`parts.py`): a world of another size, or one process, reads what it
 needs. All processes see one folder. They write under another name, which the first one changes when all are done.
 """
 
-import json
-import pickle
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from mezzotint.cli.checkpoint import ABOUT, as_damaged, checkpoint_path, remove_old, sync, write_json
+from mezzotint.cli.checkpoint import as_damaged, checkpoint_path, remove_old
 from mezzotint.cli.console import CommandError
+from mezzotint.cli.files import remove, sync
+from mezzotint.cli.manifest import SEVERAL, About, Entry, describe, write_about
 from mezzotint.cli.world import World, on_first, together
-from mezzotint.distributed.checkpoint import in_one_process, is_complete
-from mezzotint.distributed.groups import is_initialized
 from mezzotint.distributed.parts import Place
-
-# Where a file is not what it was, or is not there. Collectives that fail raise others.
-_ERRORS = (CheckpointException, OSError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
-
-
-def is_shared(path: Path) -> bool:
-    """Whether several processes wrote it."""
-    return is_complete(path)
+from mezzotint.distributed.reading import load_state, read_metadata
 
 
 def state_of(
@@ -67,7 +59,7 @@ def save_shared(
     aside = path.with_name(f".writing-{path.name}")
 
     def prepare() -> bool:
-        shutil.rmtree(aside, ignore_errors=True)
+        remove(aside)
         if not path.exists():
             aside.mkdir(parents=True)
         return path.exists()
@@ -78,10 +70,15 @@ def save_shared(
         except (CheckpointException, OSError) as error:
             raise _unwritable(path, error) from None
 
+    def look() -> dict[str, Entry]:
+        """At this process's share of the files, which all have written."""
+        return describe(aside, sorted(file.name for file in aside.iterdir())[world.rank :: world.size])
+
     def finish() -> None:
         try:
-            sizes = {file.name: file.stat().st_size for file in sorted(aside.iterdir())}
-            write_json(aside / ABOUT, {"step": step, "config": config, "bytes": sizes})
+            for name in files:
+                sync(aside / name)
+            write_about(aside, About(SEVERAL, step, config, files))
             sync(aside)
             aside.rename(path)
             sync(path.parent)
@@ -90,6 +87,9 @@ def save_shared(
 
     if not on_first(world, prepare):
         together(world, write)
+        shares: list[Any] = [None] * world.size
+        dist.all_gather_object(shares, together(world, look))
+        files = {name: entry for share in shares for name, entry in share.items()}
         on_first(world, finish)
     on_first(world, lambda: remove_old(run, keep))
 
@@ -98,23 +98,23 @@ def _unwritable(path: Path, error: BaseException) -> CommandError:
     return CommandError(f"{path} cannot be written ({error}): make room, then go on with --resume", 1)
 
 
-def read_about(path: Path) -> tuple[int, Mapping[str, Any], dict[str, Any]]:
-    """Step, configuration, and what is in it: name → size, dtype. Files that are not whole are an error."""
+def read_stored(path: Path, about: About) -> Metadata:
+    """What is in it, and where: in files that `checkpoint.json` names."""
     try:
-        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        for name, size in about["bytes"].items():
-            found = (path / name).stat().st_size
-            if found != size:
-                raise ValueError(f"{name} has {found} bytes of {size}")
-        return about["step"], about["config"], FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    except _ERRORS as error:
+        metadata = read_metadata(path)
+        others = {info.relative_path for info in metadata.storage_data.values()} - about.files.keys()
+        if others:
+            raise ValueError(f".metadata names {', '.join(sorted(others))}, which is no file of this checkpoint")
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+            raise ValueError(".metadata names more than tensors")
+        return metadata
+    except ValueError as error:
         raise as_damaged(path, error) from None
 
 
-def load_into(path: Path, state: dict[str, torch.Tensor]) -> None:
+def load_into(path: Path, state: dict[str, torch.Tensor], metadata: Metadata) -> None:
     """Read what `state` names into its tensors. All processes call it."""
     try:
-        with in_one_process():
-            dcp.load(state, checkpoint_id=str(path), no_dist=not is_initialized())
-    except _ERRORS as error:
+        load_state(path, state, metadata)
+    except ValueError as error:
         raise as_damaged(path, error) from None

@@ -1,6 +1,7 @@
 """`mezzotint train`: one model in one recipe, with checkpoints."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mezzotint.cli.runs import (
     CONFIG,
     check_free,
     clear_run,
+    locked,
     new_folder,
     newest_run,
     read_config,
@@ -49,10 +51,15 @@ def train(
 def _train(
     world: World, out: str | None, resume: bool, overwrite: bool, model: str | None, given: dict[str, Any]
 ) -> None:
-    if resume:
-        training, folder = _resume(world, Path(str(out)), model, given)
-    else:
-        training, folder = _begin(world, out, overwrite, model, given)
+    with ExitStack() as held:
+        if resume:
+            training, folder = _resume(world, Path(str(out)), model, given, held)
+        else:
+            training, folder = _begin(world, out, overwrite, model, given, held)
+        _run(training, folder)
+
+
+def _run(training: Training, folder: Path) -> None:
     try:
         result = run_training(training, folder, make_console())
     except Stopped as stopped:
@@ -66,8 +73,9 @@ def _train(
 
 
 def _begin(
-    world: World, out: str | None, overwrite: bool, model: str | None, given: dict[str, Any]
+    world: World, out: str | None, overwrite: bool, model: str | None, given: dict[str, Any], held: ExitStack
 ) -> tuple[Training, Path]:
+    """`held` has the lock of the folder, in the first process."""
     is_run = on_first(world, lambda: out is not None and (Path(out) / CONFIG).exists())
     if out is not None and not (overwrite and is_run):
         on_first(world, lambda: check_free(Path(out)))
@@ -78,9 +86,11 @@ def _begin(
     def take_folder() -> Path:
         folder = Path(str(out))
         if is_run and overwrite:
+            held.enter_context(locked(folder))
             clear_run(folder)
         else:
             folder = new_folder(out, "train")
+            held.enter_context(locked(folder))
         write_config(folder, config)
         return folder
 
@@ -124,8 +134,11 @@ def set_threads(settings: TrainConfig) -> None:
         torch.set_num_threads(settings.threads)
 
 
-def _resume(world: World, folder: Path, model: str | None, given: dict[str, Any]) -> tuple[Training, Path]:
+def _resume(
+    world: World, folder: Path, model: str | None, given: dict[str, Any], held: ExitStack
+) -> tuple[Training, Path]:
     saved = together(world, lambda: read_config(folder))
+    on_first(world, lambda: held.enter_context(locked(folder)))
     config, text = together(world, lambda: _configure_again(world, folder, saved, model, given))
     training = _make(world, config, text)
     found = on_first(world, lambda: find_checkpoints(folder))
@@ -134,7 +147,7 @@ def _resume(world: World, folder: Path, model: str | None, given: dict[str, Any]
         def check(values: Mapping[str, Any]) -> None:
             try:
                 other = RunConfig.from_json(values)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, CommandError) as error:
                 raise CommandError(f"{found[-1]} has no configuration of a run ({error}): move it away") from None
             _check_same(config, other, str(found[-1]))
             if other.fingerprint != saved.fingerprint:

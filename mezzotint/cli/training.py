@@ -17,17 +17,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mezzotint.cli.checkpoint import DELAYED, Checkpoint, load_checkpoint, save_checkpoint
+from mezzotint.cli.checkpoint import (
+    DELAYED,
+    Checkpoint,
+    as_damaged,
+    check_fits,
+    check_place,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from mezzotint.cli.clipping import clip_gradients
 from mezzotint.cli.console import CommandError
 from mezzotint.cli.data import Batches, Text, draw_seed
 from mezzotint.cli.machine import check_compiler, find_device
+from mezzotint.cli.manifest import SEVERAL, About
 from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.parallel import Meshes, make_meshes, make_model, reduce_gradients
 from mezzotint.cli.parts import find_places
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.settings import RunConfig
-from mezzotint.cli.shared_checkpoint import is_shared, load_into, read_about, save_shared, start_state, state_of
+from mezzotint.cli.shared_checkpoint import load_into, read_stored, save_shared, start_state, state_of
 from mezzotint.cli.world import ALONE, World, together
 from mezzotint.distributed.collectives import all_reduce
 from mezzotint.distributed.groups import rank_in, world_size
@@ -57,8 +67,7 @@ class Training:
         self.norm = torch.zeros((), device=self.device)  # of the last gradient
         torch.manual_seed(train.seed)
         whole = _make_whole(config, world)  # on the CPU: the same weights anywhere
-        self.names = [name for name, _ in whole.named_parameters()]
-        self.names.sort(key=lambda name: whole.get_parameter(name).dim() <= 1)  # as the optimizer of one process
+        self.whole = {name: torch.empty_like(value, device="meta") for name, value in whole.named_parameters()}
         self.model = whole.to(self.device) if self.meshes is None else self._make_part(whole, self.meshes)
         self.places = find_places(self.model)
         self.call: Any = self.model
@@ -134,25 +143,28 @@ class Training:
 
     def load(self, path: Path, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Go on from a checkpoint, of one process or of several; `check` is given its configuration first."""
-        if is_shared(path):
-            step, config, stored = together(self.world, lambda: read_about(path))
-            together(self.world, lambda: check(config))
-            self._load_shared(path, step, config, stored)
-        else:
-            checkpoint = together(self.world, lambda: load_checkpoint(path))
-            together(self.world, lambda: check(checkpoint.config))
-            self.restore(checkpoint)
+        about = together(self.world, lambda: open_checkpoint(path, self.world.rank, self.world.size))
+        together(self.world, lambda: check(about.config))
+        if not 1 <= about.step <= self.config.train.steps:
+            raise as_damaged(path, ValueError(f"it is of step {about.step}, of a run of {self.config.train.steps}"))
+        if about.kind == SEVERAL:
+            self._load_shared(path, about)
+            return
+        checkpoint = together(self.world, lambda: load_checkpoint(path, about))
+        together(self.world, lambda: self.restore(checkpoint, path))
 
-    def _load_shared(self, path: Path, step: int, config: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-        wanted = ["losses", "position", *(name for name in stored if name.startswith(self._rng_prefix))]
+    def _load_shared(self, path: Path, about: About) -> None:
+        metadata = together(self.world, lambda: read_stored(path, about))
+        stored: Mapping[str, Any] = metadata.state_dict_metadata
+        wanted = [name for name in stored if name.startswith(self._rng_prefix)]
         # With another --ep a process has another number of experts, whose scales begin anew.
-        has_experts = RunConfig.from_json(config).layout.ep == self.config.layout.ep
+        has_experts = RunConfig.from_json(about.config).layout.ep == self.config.layout.ep
         wanted += [name for name in stored if name.endswith(DELAYED) and (has_experts or ".experts." not in name)]
         more = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in wanted}
-        load_into(path, {**state_of(self.model, self.optimizer, self.places), **more})
-        self._set_learnt(more)
+        more |= {"losses": torch.empty(about.step), "position": torch.tensor(0)}
+        load_into(path, {**state_of(self.model, self.optimizer, self.places), **more}, metadata)
         rng = {name.removeprefix(self._rng_prefix): more[name] for name in more if name.startswith(self._rng_prefix)}
-        self._go_on(step, more["losses"], int(more["position"]), rng)
+        together(self.world, lambda: self._go_on(path, about.step, more["losses"], int(more["position"]), rng, more))
 
     def take(self) -> Checkpoint:
         """Everything that the next step depends on, in one process."""
@@ -160,35 +172,47 @@ class Training:
             self.step,
             self.config.as_json(),
             self.model.state_dict(),
-            self.optimizer.state_dict(),
+            {name: start_state(self.optimizer, parameter) for name, parameter in self.model.named_parameters()},
             self._rng(),
             self.losses[: self.step].clone(),
             self.batches.position,
         )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """What `take` gave, in this process or in another, or in each of several."""
-        if self.meshes is None:
-            self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(dict(checkpoint.optimizer))
-        else:
-            numbers = {name: number for number, name in enumerate(self.names)}
-            for name, parameter in self.model.named_parameters():
-                place = self.places[name]
-                place.copy_whole(parameter, checkpoint.model[place.name])
-                saved = checkpoint.optimizer["state"][numbers[place.name]]
-                for key, value in start_state(self.optimizer, parameter).items():
-                    if value.dim():
-                        place.copy_whole(value, saved[key])
-                    else:
-                        value.copy_(saved[key])
-            has_experts = self.config.layout.ep == 1
-            self._set_learnt({k: v for k, v in checkpoint.model.items() if has_experts or ".experts." not in k})
+    def restore(self, checkpoint: Checkpoint, path: Path) -> None:
+        """What `take` gave, in this process or in another, or in each of several; it lies at `path`."""
+        try:
+            check_fits(checkpoint, self.whole)
+        except ValueError as error:
+            raise as_damaged(path, error) from None
+        for name, parameter in self.model.named_parameters():
+            place = self.places[name]
+            place.copy_whole(parameter, checkpoint.model[place.name])
+            saved = checkpoint.optimizer[place.name]
+            for key, value in start_state(self.optimizer, parameter).items():
+                if value.dim():
+                    place.copy_whole(value, saved[key])
+                else:
+                    value.copy_(saved[key])
+        has_experts = self.config.layout.ep == 1
+        learnt = {k: v for k, v in checkpoint.model.items() if has_experts or ".experts." not in k}
         rng = checkpoint.rng if self.world.is_first else {}
-        self._go_on(checkpoint.step, checkpoint.losses, checkpoint.position, rng)
+        self._go_on(path, checkpoint.step, checkpoint.losses, checkpoint.position, rng, learnt)
 
-    def _go_on(self, step: int, losses: torch.Tensor, position: int, rng: Mapping[str, torch.Tensor]) -> None:
-        """`rng`: nothing, of a process that was not there before."""
+    def _go_on(
+        self,
+        path: Path,
+        step: int,
+        losses: torch.Tensor,
+        position: int,
+        rng: Mapping[str, torch.Tensor],
+        learnt: Mapping[str, torch.Tensor],
+    ) -> None:
+        """`rng`: nothing, of a process that was not there before. `learnt`: delayed scaling's state, among others."""
+        try:
+            check_place(step, losses, position, rng, self.device)
+            self._set_learnt(learnt)
+        except ValueError as error:
+            raise as_damaged(path, error) from None
         torch.manual_seed(draw_seed(self.config.train.seed, step, self.world.rank))
         if "cpu" in rng:
             torch.set_rng_state(rng["cpu"])
@@ -201,7 +225,10 @@ class Training:
         """Scales and histories of delayed scaling, out of a state dict."""
         for name, value in state.items():
             if name.endswith(DELAYED):
-                self.model.get_submodule(name.removesuffix(f".{DELAYED}")).set_extra_state(value)
+                module: Any = dict(self.model.named_modules()).get(name.removesuffix(f".{DELAYED}"))
+                if not hasattr(module, "reset_fp8_meta_tensors"):
+                    raise ValueError(f"{name} is of no module of this model")
+                module.set_extra_state(value)
 
     @property
     def _rng_prefix(self) -> str:

@@ -13,16 +13,15 @@ that share them; quantized ones where no block is cut, with scales of the whole 
 A checkpoint is there when all of it is: DCP writes `.metadata` last.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,9 +34,9 @@ from torch.utils import _pytree as pytree
 from mezzotint.constants import cdiv
 from mezzotint.distributed.groups import is_initialized
 from mezzotint.distributed.parts import Parts, Place, check_scales, find_split, local_of, place_of, whole_of
+from mezzotint.distributed.reading import METADATA, in_one_process, load_state, read_metadata
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-METADATA = ".metadata"
 _LEARNT = "_extra_state"
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -104,24 +103,29 @@ def load(
     *,
     process_group: Any = None,
 ) -> dict[str, torch.Tensor]:
-    """Read what `save` wrote, at any world size, into model and optimizer; gives `extra`. All processes call it."""
+    """Read what `save` wrote, at any world size, into model and optimizer; gives `extra`. All processes call it.
+
+    Nothing in the files is run: they hold tensors and plain values. What has another dtype or shape is refused.
+    """
     if not is_complete(folder):
         raise ValueError(f"{folder} holds no checkpoint, or one that was not written to its end: give another")
-    stored = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    learnt = {key: _empty(meta) for key, meta in stored.items() if key.startswith("model.") and key.endswith(_LEARNT)}
+    metadata = read_metadata(folder)
+    stored = metadata.state_dict_metadata
+    learnt = {
+        key: _empty(key, meta) for key, meta in stored.items() if key.startswith("model.") and key.endswith(_LEARNT)
+    }
     places = find_split(model)
     plain = {k: v for k, v in plain_state(model).items() if not k.endswith(_LEARNT)}
     state: dict[str, Any] = {
         "model": _placed(plain, places, model),
-        "extra": {key.removeprefix("extra."): _empty(m) for key, m in stored.items() if key.startswith("extra.")},
+        "extra": {key.removeprefix("extra."): _empty(key, m) for key, m in stored.items() if key.startswith("extra.")},
     }
     state["model"].update({key.removeprefix("model."): value for key, value in learnt.items()})
     if optimizer is not None:
         # Before the weights: without state yet, the optimizer takes a step to get one.
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state["optimizer"] = _placed_state(held, places, model)
-    with in_one_process():
-        dcp.load(state, checkpoint_id=str(folder), process_group=process_group, no_dist=not is_initialized())
+    load_state(folder, state, metadata, process_group)
     if optimizer is not None:
         read = state["optimizer"]
         whole = {key: held[key] if isinstance(value, Parts) else value for key, value in read.items()}
@@ -168,14 +172,6 @@ def _placed_state(state: Mapping[str, Any], places: Mapping[str, Place], model: 
     return placed
 
 
-@contextmanager
-def in_one_process() -> Iterator[None]:
-    """Without DCP's warning that torch.distributed is not in use, which is as well."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-        yield
-
-
 def plain_state(model: nn.Module) -> dict[str, Any]:
     """The state dict in plain tensors, and DTensors of plain shards, over the memory of the model."""
     plain: dict[str, Any] = {}
@@ -211,6 +207,8 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
         value = state[key].to(target.device)
         if value.shape != target.shape:
             raise ValueError(f"{key} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: give its own")
+        if value.dtype != target.dtype:
+            raise ValueError(f"{key} is {value.dtype}, the model's {target.dtype}: cast one of them first")
         if isinstance(target, DTensor):
             place_of(key, target).copy_whole(target, value)
         else:
@@ -253,5 +251,7 @@ def _tensors(extra: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     return extra
 
 
-def _empty(meta: Any) -> torch.Tensor:
+def _empty(key: str, meta: Any) -> torch.Tensor:
+    if not isinstance(meta, TensorStorageMetadata):
+        raise ValueError(f"{key} is no tensor in this checkpoint: give one that `save` wrote")
     return torch.empty(meta.size, dtype=meta.properties.dtype)
