@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -389,7 +390,7 @@ def test_sharded_after_converting() -> None:
         mz.unconvert(model)
     model = fully_shard(Model(), mesh=mesh)
     assert not mz.convert_report(mz.convert(model)).converted
-    assert {entry.why for entry in mz.convert_report(model).kept} == {
+    assert {entry.why for entry in mz.convert_report(model).kept if entry.before == "Linear"} == {
         "weight is a DTensor: convert first, then quantize or shard"
     }
 
@@ -482,7 +483,7 @@ def test_a_norm_stays_apart(model: Callable[[], nn.Sequential], why: str) -> Non
     original = model()
     got = mz.convert(original, inplace=False)
     torch.testing.assert_close(got(x), original(x))
-    (entry,) = mz.convert_report(got).entries
+    (entry,) = mz.convert_report(got).converted
     assert entry.after == "Linear"
     assert f"apart from the norm before it: {why}" in entry.why
 
@@ -509,12 +510,13 @@ def test_defaults_keep_the_head() -> None:
     for tied, why in ((False, "its name is lm_head"), (True, "its weight is an embedding's")):
         model = mz.convert(Model(tied=tied))
         assert names(model) == blocks
-        (kept,) = mz.convert_report(model).kept
+        embedding, kept = mz.convert_report(model).kept
+        assert "rows are looked up" in embedding.why
         assert why in kept.why
         assert (model.lm_head.weight is model.embedding.weight) == tied
     model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128), nn.Linear(128, 128))
     assert names(mz.convert(model)) == {"1"}
-    assert "128 outputs" in mz.convert_report(model).kept[0].why
+    assert "128 outputs" in mz.convert_report(model).kept[1].why
     stack = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"output": nn.Linear(64, 64)})])})
     assert names(mz.convert(stack)) == {"layers.0.output"}
 
@@ -574,9 +576,10 @@ def test_what_cannot_be_converted(layer: Callable[[], nn.Module], why: str) -> N
     model = nn.ModuleDict({"inner": layer()})
     kind = type(model["inner"])
     mz.convert(model, MXFP8, filter=lambda module, name: True)
-    (entry,) = mz.convert_report(model).entries
-    assert entry.after is None
-    assert entry.why.startswith(why)
+    report = mz.convert_report(model)
+    assert not report.converted
+    assert any(entry.why.startswith(why) for entry in report.entries)
+    assert report.num_weights == sum(p.numel() for p in model.parameters() if not is_lazy(p) and p.dim() > 1)
     assert type(model["inner"]) is kind
 
 
@@ -590,7 +593,8 @@ def test_filters() -> None:
     model = mz.convert(Model(), filter=second)
     assert names(model) == {"blocks.1.up", "blocks.1.down"}
     assert asked == [(nn.Linear, name) for name, module in Model().named_modules() if isinstance(module, nn.Linear)]
-    assert {entry.why for entry in mz.convert_report(model).kept} == {"left out by the filter"}
+    kept = [entry for entry in mz.convert_report(model).kept if entry.before == "Linear"]
+    assert {entry.why for entry in kept} == {"left out by the filter"}
     model = mz.convert(Model(), filter=lambda module, name: False if name.endswith("up") else None)
     assert names(model) == {"blocks.0.down", "blocks.1.down"}
 
@@ -637,16 +641,76 @@ def test_a_copy() -> None:
 
 def test_the_report_is_a_table() -> None:
     assert str(mz.convert_report(mz.convert(Model(), MXFP8))).splitlines() == [
-        "layer          number  was     is      why",
-        "blocks.*.up    2       Linear  Linear  MXFP8BlockScaling",
-        "blocks.*.down  2       Linear  Linear  MXFP8BlockScaling",
-        "lm_head        1       Linear  kept    output head: its name is lm_head",
-        "4 of 5 linear layers converted, 84.2% of their weights",
+        "weight         number  share  in         is      why",
+        "embedding      1       13.6%  Embedding  kept    embedding: rows are looked up, nothing is multiplied",
+        "blocks.*.up    2       36.4%  Linear     Linear  MXFP8BlockScaling",
+        "blocks.*.down  2       36.4%  Linear     Linear  MXFP8BlockScaling",
+        "lm_head        1       13.6%  Linear     kept    output head: its name is lm_head",
+        "4 of 6 weights converted, 72.7% of the parameters with two or more dimensions",
     ]
-    assert "(the model)  1       Linear  Linear  as autocast says" in str(mz.convert_report(mz.convert(linear())))
-    assert str(mz.convert_report(mz.convert(nn.GELU()))).endswith(
-        "0 of 0 linear layers converted, 0.0% of their weights"
+    assert "(the model)  1       100.0%  Linear  Linear  as autocast says" in str(
+        mz.convert_report(mz.convert(linear()))
     )
+    assert str(mz.convert_report(mz.convert(nn.GELU()))).endswith(
+        "0 of 0 weights converted, 0.0% of the parameters with two or more dimensions"
+    )
+
+
+class Strange(nn.Module):
+    """Weights of many kinds, beside one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.tied = nn.Linear(64, 64)
+        self.tied.weight = self.first.weight
+        self.conv = nn.Conv1d(64, 64, 3)
+        self.attention = nn.MultiheadAttention(64, 4)
+        self.recurrent = nn.GRU(64, 64)
+        self.norm = nn.LayerNorm((2, 64))
+        self.bank, self.table = nn.Parameter(torch.randn(4, 64, 64)), nn.Parameter(torch.randn(8, 64))
+        self.ours = mz.LayerNormMLP(64, 128)
+        self.groups = mz.GroupedLinear(2, 64, 64, single_grouped_weight=True, single_grouped_bias=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8])
+def test_the_report_has_every_parameter_of_two_dimensions(recipe: Any) -> None:
+    model = Strange()
+    report = mz.convert_report(mz.convert(model, recipe))
+    assert report.num_weights == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    converted = {entry.fqn: entry.why for entry in report.converted}
+    by = "as autocast says" if recipe is None else "MXFP8BlockScaling"
+    own = dict.fromkeys(("ours.fc1_weight", "ours.fc2_weight", "groups"), f"{by}; Mezzotint's own")
+    assert converted == {"first": by, "tied": by, **own}
+    quantized = [model.first.weight, model.ours.fc1_weight, model.ours.fc2_weight, model.groups.weight]
+    assert report.share == sum(p.numel() for p in quantized) / report.num_weights
+    why = {entry.fqn: entry.why for entry in report.kept}
+    for fqn, reason in {
+        "bank": "Strange reads it in a forward of its own; where it multiplies groups of rows, use mezzotint.group",
+        "table": "Strange reads it in a forward of its own",
+        "conv": "convolution",
+        "attention.in_proj_weight": "nn.MultiheadAttention multiplies it itself",
+        "attention.out_proj": "nn.MultiheadAttention reads its weight",
+        "recurrent.weight_hh_l0": "recurrent",
+        "norm": "norm: it scales element by element",
+        "groups.bias": "bias",
+        "normed": "weight is computed",
+        "normed.parametrizations.weight.original1": "ParametrizationList reads it",
+    }.items():
+        assert why[fqn].startswith(reason)
+    tied = next(entry for entry in report.entries if entry.fqn == "tied")
+    assert tied.num_weights == 0
+
+
+def test_the_report_in_a_notebook() -> None:
+    model = nn.ModuleDict({"<b>": nn.Linear(64, 64), "up": nn.Linear(64, 32)})
+    report = mz.convert_report(mz.convert(model, MXFP8))
+    assert repr(report) == str(report)
+    page = report._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "<td>&lt;b&gt;</td><td>1</td><td>66.7%</td><td>Linear</td><td>Linear</td>" in page
+    assert "1 of 2 weights converted, 66.7%" in page
 
 
 # And back

@@ -1,7 +1,9 @@
-"""A Llama of Hugging Face, built from a configuration: converted, trained, compiled, saved."""
+"""Models of Hugging Face, built from a configuration: a Llama converted, trained, compiled, saved; experts whose
+weights are 3-D parameters; GPT-2, whose linears are transposed."""
 
 import copy
 import inspect
+import pickle
 import runpy
 import sys
 from pathlib import Path
@@ -60,8 +62,9 @@ def test_what_is_converted(tied: bool) -> None:
     report = mz.convert_report(mz.convert(model, RECIPES["mxfp8"]))
     assert {entry.fqn.rpartition(".")[2] for entry in report.converted} == set(LINEARS)
     assert len(report.converted) == LAYERS * len(LINEARS)
-    assert [entry.fqn for entry in report.kept] == ["lm_head"]
-    assert ("an embedding's" in report.kept[0].why) == tied
+    assert [entry.fqn for entry in report.kept] == ["model.embed_tokens", "lm_head"]
+    assert ("an embedding's" in report.kept[1].why) == tied
+    assert report.num_weights == sum(p.numel() for p in model.parameters() if p.dim() > 1)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert model.state_dict().keys() == keys
     llama(tie_word_embeddings=tied).load_state_dict(model.state_dict(), strict=True)
@@ -114,11 +117,258 @@ def test_what_the_library_does_with_models(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[key], value)
 
 
+# Experts in 3-D parameters
+
+
+def mixture(kind: str = "Mixtral", layers: int = 1, **options: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 4} if kind in ("Mixtral", "GptOss") else {"num_experts": 4}
+    sizes |= {"moe_intermediate_size": 64, "decoder_sparse_step": 1} if kind == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        **sizes,
+        **options,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+
+
+def small_tokens() -> torch.Tensor:
+    return tokens() % 128
+
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_experts(kind: str) -> None:
+    """Near the original, gradients too, and back; GPT-OSS has transposed weights, biases and a gate of its own."""
+    original = mixture(kind)
+    model = mz.convert(original, RECIPES["mxfp8"], inplace=False)
+    report = mz.convert_report(model)
+    assert {entry.fqn for entry in report.converted if "experts" in entry.fqn} == {
+        f"{EXPERTS}.gate_up_proj",
+        f"{EXPERTS}.down_proj",
+    }
+    assert {entry.after for entry in report.converted} == {"Linear", "grouped_mm"}
+    assert report.num_weights == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert model.state_dict().keys() == original.state_dict().keys()
+    made = []
+    for each in (original, model):
+        logits = each(small_tokens(), use_cache=False).logits.float()
+        logits.square().mean().backward()
+        made.append((logits, *(p.grad.float() for n, p in each.named_parameters() if "experts" in n)))
+    for one, other in zip(*made, strict=True):
+        assert 0 < (one - other).norm() / one.norm() < 0.3
+    assert type(mz.unconvert(model).model.layers[0].mlp.experts) is type(original.model.layers[0].mlp.experts)
+    assert vars(model.model.layers[0].mlp.experts).keys() == vars(original.model.layers[0].mlp.experts).keys()
+    assert torch.equal(model(small_tokens()).logits.float(), made[0][0])
+
+
+def test_experts_compute_what_grouped_linear_computes() -> None:
+    experts = mixture().model.layers[0].mlp.experts
+    mz.convert(experts, RECIPES["mxfp8"])
+    x = torch.randn(12, 64, dtype=torch.bfloat16)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(12)])
+    scores = torch.rand(12, 2)
+    sizes = torch.bincount(chosen.flatten(), minlength=4)
+    order = torch.argsort(chosen.flatten(), stable=True)
+    layers = []
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        layer = mz.GroupedLinear(4, *weight.shape[:0:-1], bias=False, single_grouped_weight=True)
+        layer.weight = torch.nn.Parameter(weight.detach())
+        layers.append(layer)
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        gate, up = layers[0](x[order // 2], sizes).chunk(2, -1)
+        y = layers[1](torch.nn.functional.silu(gate) * up, sizes)
+    expected = torch.zeros(24, 64).index_copy(0, order, y * scores.flatten()[order][:, None])
+    assert torch.equal(experts(x, chosen, scores), expected.view(12, 2, 64).sum(1).to(torch.bfloat16))
+
+
+def test_experts_without_a_recipe() -> None:
+    original = mixture()
+    model = mz.convert(original, inplace=False)
+    plain = original(small_tokens()).logits
+    experts, others = (m.model.layers[0].mlp.experts for m in (model, original))
+    x, chosen, scores = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2)
+    assert torch.equal(experts(x, chosen, scores), others(x, chosen, scores))
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        assert not torch.equal(model(small_tokens()).logits, plain)
+    with (
+        mz.autocast(recipe=RECIPES["delayed"]),
+        pytest.raises(ValueError, match=rf"DelayedScaling, which scales {EXPERTS}\.gate_up_proj by what earlier calls"),
+    ):
+        model(small_tokens())
+
+
+def test_experts_stay_where_a_recipe_has_state_or_the_filter_says_so() -> None:
+    for recipe, choose, why in (
+        (RECIPES["delayed"], None, "DelayedScaling keeps scales from step to step"),
+        (RECIPES["mxfp8"], lambda module, name: False if "experts" in name else None, "left out by the filter"),
+    ):
+        model = mz.convert(mixture(), recipe, filter=choose)
+        kept = {entry.fqn: entry.why for entry in mz.convert_report(model).kept}
+        assert kept[f"{EXPERTS}.down_proj"].startswith(why)
+        assert (
+            "has a forward of its own" in kept["model.layers.0.mlp.gate"]
+            or "reads it" in kept["model.layers.0.mlp.gate"]
+        )
+        model(small_tokens())
+
+
+def test_experts_have_names_in_roles() -> None:
+    seen = set()
+
+    def factory(role: Any) -> Any:
+        seen.add(role.name)
+        return mz.IdentityQuantizer()
+
+    model = mz.convert(mixture(), mz.recipe.CustomRecipe(factory))
+    seen.clear()
+    model(small_tokens())
+    layer = "model.layers.0"
+    attention = {f"{layer}.self_attn.{name}" for name in LINEARS[:4]}
+    assert seen == attention | {f"{layer}.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")}
+
+
+def test_experts_are_not_computed_again_outside_of_their_region() -> None:
+    model = mz.convert(mixture())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(4, 64).bfloat16().requires_grad_()
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        y = torch.utils.checkpoint.checkpoint(
+            experts, x, torch.tensor([[0, 1]] * 4), torch.rand(4, 2), use_reentrant=False
+        )
+    with pytest.raises(RuntimeError, match="computes again outside of autocast"):
+        y.sum().backward()
+
+
+def test_experts_are_copied_and_saved(tmp_path: Path) -> None:
+    model = mz.convert(mixture(), RECIPES["mxfp8"])
+    expected = model(small_tokens()).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(small_tokens()).logits, expected)
+        assert "recipe=MXFP8BlockScaling" in repr(other.model.layers[0].mlp.experts)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert type(loaded) is transformers.MixtralForCausalLM
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+
+
+@pytest.mark.compile
+def test_experts_compiled() -> None:
+    """One whole graph, for every routing."""
+    model = mz.convert(mixture(), RECIPES["mxfp8"])
+    eager, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    call = torch.compile(model, fullgraph=True, backend=counter)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # torch 2.11
+        for seed in range(2):
+            batch = torch.randint(0, 128, (2, 16), generator=torch.Generator().manual_seed(seed))
+            made = []
+            for each in (call, eager):
+                loss = each(input_ids=batch, labels=batch, use_cache=False).loss
+                loss.backward()
+                made.append([loss.detach()])
+            made[0] += [p.grad for p in model.parameters()]
+            made[1] += [p.grad for p in eager.parameters()]
+            assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+    assert counter.frame_count == 1
+
+
+# Transposed linears
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(vocab_size=128, n_positions=64, n_embd=64, n_layer=1, n_head=2, **tokens)
+    return transformers.GPT2LMHeadModel(config).to(torch.bfloat16).eval()
+
+
+CONV1D = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_conv1d(recipe: str) -> None:
+    original = gpt2()
+    model = mz.convert(original, RECIPES[recipe], inplace=False)
+    report = mz.convert_report(model)
+    assert {entry.fqn for entry in report.converted} == CONV1D
+    assert {(entry.before, entry.after) for entry in report.converted} == {("Conv1D", "Linear")}
+    layer, other = model.transformer.h[0].mlp.c_fc, original.transformer.h[0].mlp.c_fc
+    assert isinstance(layer, mz.Linear)
+    assert isinstance(layer, type(other))
+    assert layer.weight.shape == (64, 256)
+    assert "in_features=64, out_features=256" in repr(layer)
+    made = []
+    for each in (original, model):
+        logits = each(small_tokens(), use_cache=False).logits.float()
+        logits.square().mean().backward()
+        made.append((logits, each.transformer.h[0].mlp.c_fc.weight.grad.float()))
+    for one, another in zip(*made, strict=True):
+        assert 0 < (one - another).norm() / one.norm() < 0.2
+    assert mz.unconvert(model).state_dict().keys() == original.state_dict().keys()
+    assert torch.equal(model(small_tokens()).logits.float(), made[0][0])
+    assert repr(model) == repr(original)
+
+
+def test_conv1d_computes_what_linear_computes() -> None:
+    layer = gpt2().transformer.h[0].mlp.c_fc
+    ours = mz.Linear(64, 256, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        ours.weight.copy_(layer.weight.t())
+        ours.bias.copy_(layer.bias.normal_())
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16, requires_grad=True)
+    mz.convert(layer)
+    made = []
+    for each in (layer, ours):
+        x.grad = None
+        with mz.autocast(recipe=RECIPES["mxfp8"]):
+            y = each(x, is_first_microbatch=True)
+        y.float().square().sum().backward()
+        weight = layer.weight.grad if each is layer else ours.weight.grad.t()
+        made.append((y, x.grad, weight, each.bias.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
+def test_conv1d_starts_over_and_loads() -> None:
+    original, model = gpt2(), mz.convert(gpt2(), RECIPES["mxfp8"])
+    layer = model.transformer.h[0].mlp.c_fc
+    layer.reset_parameters()
+    assert 0.015 < layer.weight.float().std() < 0.025
+    assert not layer.bias.any()
+    model.load_state_dict(original.state_dict(), strict=True)
+    other = mz.convert(copy.deepcopy(original), RECIPES["mxfp8"])
+    assert torch.equal(model(small_tokens()).logits, other(small_tokens()).logits)
+
+
+@pytest.mark.compile
+def test_conv1d_compiled() -> None:
+    model = mz.convert(gpt2(), RECIPES["mxfp8"])
+    eager = copy.deepcopy(model)
+    call = torch.compile(model, fullgraph=True, backend="aot_eager")
+    made = []
+    for each, module in ((call, model), (eager, eager)):
+        logits = each(small_tokens(), use_cache=False).logits
+        logits.float().square().mean().backward()
+        made.append((logits, *(p.grad for p in module.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
+
+
 def test_the_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)  # `test_compiled` does, in less time
     runpy.run_path(EXAMPLE)["main"]("inductor", "2")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-3] == "14 of 15 linear layers converted, 90.0% of their weights"
+    assert lines[-3].startswith("14 of 16 weights converted, 81.8% of the parameters")
     assert lines[-1].startswith("step 1: loss 5.")
 
 

@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KINDS = ("python", "python torchrun")
 # What a block prints, by a word of it.
-SAYS = {"convert_report": "2 of 2 linear layers converted", "fused_ops": "ForwardLinearBiasActivation"}
+SAYS = {"convert_report": "2 of 2 weights converted", "fused_ops": "ForwardLinearBiasActivation"}
 
 
 def find_blocks() -> Iterator[tuple[str, str, str]]:

@@ -1,71 +1,34 @@
-"""`convert`, `unconvert`, and the report of what was done."""
+"""`convert`, `unconvert`, and what was done."""
 
 import copy
-import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from mezzotint.convert.modules import (
-    Converted,
-    ConvertedLinear,
-    convert_linear,
-    convert_root,
-    convert_sequential,
-    restore,
+from mezzotint.convert.experts import convert_experts, is_experts
+from mezzotint.convert.modules import Converted, convert_linear, convert_root, convert_sequential, restore
+from mezzotint.convert.report import ConversionReport, Entry
+from mezzotint.convert.rules import (
+    CONVERTED,
+    Filter,
+    Neighbours,
+    Rules,
+    can_be_converted,
+    find_heads,
+    find_neighbours,
+    find_unused,
+    is_linear,
+    why_other,
 )
-from mezzotint.convert.rules import Filter, Neighbours, find_heads, find_neighbours, why_kept
-from mezzotint.layer.names import Named
+from mezzotint.layer.base import Layer
+from mezzotint.layer.names import Named, join
 from mezzotint.recipe import Recipe, check_recipe
 
-_REPORT = "_mezzotint_report"
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What became of one layer: `after` is None where it is as it was, and `why` says why; else `why` is the recipe."""
-
-    fqn: str
-    before: str
-    after: str | None
-    why: str
-    num_weights: int
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """The linear layers of a model, in its order. Printed, layers whose names differ only in numbers are one line."""
-
-    entries: tuple[Entry, ...]
-
-    @property
-    def converted(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.after is not None]
-
-    @property
-    def kept(self) -> list[Entry]:
-        """In high precision."""
-        return [entry for entry in self.entries if entry.after is None]
-
-    def __str__(self) -> str:
-        groups: dict[tuple[str, ...], list[str]] = {}
-        for entry in self.entries:
-            pattern = re.sub(r"\b\d+\b", "*", entry.fqn)
-            groups.setdefault((pattern, entry.before, entry.after or "kept", entry.why), []).append(entry.fqn)
-        table = [("layer", "number", "was", "is", "why")]
-        for (pattern, *row), names in groups.items():
-            name = pattern if len(names) > 1 else names[0] or "(the model)"
-            table.append((name, str(len(names)), row[0], row[1], row[2]))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        total = sum(entry.num_weights for entry in self.entries)
-        part = sum(entry.num_weights for entry in self.converted) / max(total, 1)
-        lines.append(
-            f"{len(self.converted)} of {len(self.entries)} linear layers converted, {part:.1%} of their weights"
-        )
-        return "\n".join(lines)
+Outcome = tuple[str, str | None, str]
+_REPORT = "_mezzotint_report"
 
 
 def _check_model(model: Any) -> None:
@@ -74,7 +37,7 @@ def _check_model(model: Any) -> None:
 
 
 def convert_report(model: nn.Module) -> ConversionReport:
-    """What became of the linear layers of a model that `convert` was called with."""
+    """What became of the weights of a model that `convert` was called with."""
     _check_model(model)
     report = vars(model).get(_REPORT)
     if report is None:
@@ -85,10 +48,12 @@ def convert_report(model: nn.Module) -> ConversionReport:
 
 
 def convert(model: Model, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True) -> Model:
-    """The model, its `nn.Linear` swapped for ours, which share the parameters. `convert_report` says what was done.
+    """The model, its linear layers swapped for ours, which share the parameters. `convert_report` says what was done.
 
-    With a `recipe`, the model and each converted layer run under it by themselves, whatever an `autocast` around them
-    says. Without a recipe the `autocast` around the call decides, and outside of any nothing is quantized.
+    These are `nn.Linear`; of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a `recipe`,
+    the model and each converted layer run under it by themselves, whatever an `autocast` around them says. Without a
+    recipe the `autocast` around the call decides, and outside of any nothing is quantized. A role's name, by which a
+    `CustomRecipe` may choose, is the path of the layer in the model.
 
     `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
     output heads and small layers as they are. `inplace=False` converts a copy.
@@ -100,45 +65,85 @@ def convert(model: Model, recipe: Recipe | None = None, *, filter: Filter | None
         raise TypeError(f"filter is {type(filter).__name__}: give a function of (module, name), or None")
     if not inplace:
         model = copy.deepcopy(model)
-    linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
-    unused = {id(inner) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for inner in m.modules()}
-    heads, neighbours = find_heads(model), find_neighbours(model)
+    modules = dict(model.named_modules())
+    rules, neighbours = Rules(filter, recipe, find_heads(model), find_unused(model)), find_neighbours(model)
     # All is decided before the first layer is touched: a filter may raise.
     kept = {
-        fqn: why_kept(linear, fqn, filter, id(linear) in unused, heads.get(fqn))
-        for fqn, linear in linears.items()
-        if not isinstance(linear, ConvertedLinear)
+        fqn: rules.why_kept(module, fqn)
+        for fqn, module in modules.items()
+        if can_be_converted(module) and not isinstance(module, CONVERTED)
     }
-    for fqn, module in model.named_modules():  # one that was converted before keeps the name that its recipe knows
+    for fqn, module in modules.items():  # one that was converted before keeps the name that its recipe knows
         if isinstance(module, Named) and not isinstance(module, Converted):
             module._take_path(fqn)
     for fqn, why in kept.items():
         if why is None:
-            _convert(linears[fqn], recipe, neighbours.get(id(linears[fqn])))
-            linears[fqn]._take_path(fqn)  # type: ignore[operator]
-    if recipe is not None:
+            _convert(modules[fqn], recipe, neighbours.get(id(modules[fqn])))
+            modules[fqn]._take_path(fqn)
+    if recipe is not None and not isinstance(model, CONVERTED):
         convert_root(model, recipe)
-    entries = [_entry(fqn, linear, kept.get(fqn), neighbours.get(id(linear))) for fqn, linear in linears.items()]
-    vars(model)[_REPORT] = ConversionReport(tuple(entries))
+    region = vars(model).get("_mezzotint_recipe")
+    vars(model)[_REPORT] = ConversionReport(tuple(_entries(modules, kept, neighbours, region)))
     return model
 
 
-def _convert(linear: nn.Linear, recipe: Recipe | None, neighbours: Neighbours | None) -> None:
-    if neighbours is None or neighbours.why_apart:
-        convert_linear(linear, recipe, None)
+def _convert(module: Any, recipe: Recipe | None, neighbours: Neighbours | None) -> None:
+    if is_experts(module):
+        convert_experts(module, recipe)
+    elif neighbours is None or neighbours.why_apart:
+        convert_linear(module, recipe, None)
     else:
-        convert_linear(linear, recipe, neighbours.norm)
+        convert_linear(module, recipe, neighbours.norm)
         convert_sequential(neighbours.sequential)
 
 
-def _entry(fqn: str, linear: Any, why: str | None, neighbours: Neighbours | None) -> Entry:
-    size = linear.in_features * linear.out_features
-    if not isinstance(linear, ConvertedLinear):
-        return Entry(fqn, type(linear).__name__, None, why or "", size)
-    why = "as autocast says" if linear.recipe is None else type(linear.recipe).__name__
-    if neighbours is not None and not linear.pair:
-        why += f"; apart from the norm before it: {neighbours.why_apart}"
-    return Entry(fqn, linear.theirs.__name__, linear.ours.__name__.removeprefix("Converted"), why, size)
+def _entries(
+    modules: dict[str, Any], kept: dict[str, str | None], neighbours: dict[int, Neighbours], region: Recipe | None
+) -> Iterator[Entry]:
+    """One for each linear, and for each other parameter with two or more dimensions. `region`: the recipe that the
+    model's forward puts in force."""
+    seen: set[int] = set()
+    for fqn, module in modules.items():
+        own = {name: parameter for name, parameter in module._parameters.items() if _is_weight(name, parameter)}
+        if is_linear(module):
+            size = sum(_new_elements(parameter, seen) for parameter in own.values())
+            yield Entry(fqn, *_outcome(module, kept.get(fqn), neighbours.get(id(module)), region), size)
+            continue
+        for name, parameter in own.items():
+            if name.endswith("bias") and isinstance(module, Layer | CONVERTED):
+                outcome: Outcome = type(module).__name__, None, "bias: it is added in high precision"
+            else:
+                outcome = _outcome(module, kept.get(fqn) or why_other(module, parameter), None, region)
+            yield Entry(join(fqn, name).removesuffix(".weight"), *outcome, _new_elements(parameter, seen))
+
+
+def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region: Recipe | None) -> Outcome:
+    """What it was, what it is, and why."""
+    if isinstance(module, CONVERTED):
+        why = _name(module.recipe)
+        if neighbours is not None and not module.pair:
+            why += f"; apart from the norm before it: {neighbours.why_apart}"
+        return module._mezzotint_theirs.__name__, module._mezzotint_label, why
+    kind = type(module).__name__
+    return (kind, kind, f"{_name(region)}; Mezzotint's own") if isinstance(module, Layer) else (kind, None, why or "")
+
+
+def _name(recipe: Recipe | None) -> str:
+    return "as autocast says" if recipe is None else type(recipe).__name__
+
+
+def _is_weight(name: str, parameter: Any) -> bool:
+    if is_lazy(parameter):
+        return name == "weight"  # its dimensions are not known
+    return parameter is not None and parameter.dim() > 1
+
+
+def _new_elements(parameter: Any, seen: set[int]) -> int:
+    """Its elements, where no earlier entry has counted them."""
+    if is_lazy(parameter) or id(parameter) in seen:
+        return 0
+    seen.add(id(parameter))
+    return parameter.numel()
 
 
 def unconvert(model: Model) -> Model:
@@ -146,7 +151,7 @@ def unconvert(model: Model) -> Model:
     _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
     for fqn, module in converted:
-        if "theirs" not in vars(type(module)):
+        if "_mezzotint_theirs" not in vars(type(module)):
             raise ValueError(f"{fqn!r} is a {type(module).__name__}, made of a converted module: undo that first")
     for _, module in converted:
         restore(module)

@@ -13,32 +13,41 @@ import torch
 from torch import nn
 
 from mezzotint.layer.hooks import is_hooked
+from mezzotint.layer.parameters import Place
+from mezzotint.layer.weights import Weights
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 from mezzotint.state import current_state
 
+CONV1D = ("transformers.pytorch_utils", "Conv1D")
+
 
 class Converted:
     """Comes before `theirs`, a class of the model's, in a class that `join` makes."""
 
-    ours: ClassVar[Any]
-    theirs: ClassVar[Any]
+    # Names that no model has: an attribute of the class would hide a child of that name.
+    _mezzotint_ours: ClassVar[Any]
+    _mezzotint_theirs: ClassVar[Any]
+    _mezzotint_label: ClassVar[str] = ""  # what the report says that it is
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return blank, parts(type(self)), self.__getstate__()
+
+    def _mezzotint_forget(self) -> None:
+        """Take away what was added to the object."""
 
 
 @cache
 def join(ours: Any, theirs: Any) -> Any:
     """The class of a converted module: ours over theirs."""
-    return type(f"Converted{theirs.__name__}", (ours, theirs), {"ours": ours, "theirs": theirs})
+    return type(f"Converted{theirs.__name__}", (ours, theirs), {"_mezzotint_ours": ours, "_mezzotint_theirs": theirs})
 
 
 def parts(cls: Any) -> tuple[Any, ...]:
     """The classes that it was joined of, ours first."""
-    return (cls.ours, *parts(cls.theirs)) if "ours" in vars(cls) else (cls,)
+    return (cls._mezzotint_ours, *parts(cls._mezzotint_theirs)) if "_mezzotint_ours" in vars(cls) else (cls,)
 
 
 def blank(*classes: Any) -> Any:
@@ -56,6 +65,7 @@ class ConvertedLinear(Converted, Linear):
     itself because a model may be run by other methods than `forward`, in parts, or again by a checkpoint.
     """
 
+    _mezzotint_label = "Linear"
     name: Any = ""  # no property here: what the layer has under this name is its own
     recipe: Recipe | None
     pair: Any  # (norm,) where one comes before it, else (); a tuple, as the norm is no child of this
@@ -85,13 +95,21 @@ class ConvertedLinear(Converted, Linear):
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initial values as the layer had them before."""
         if not defer_init:
-            self.theirs.reset_parameters(self)
+            self._mezzotint_theirs.reset_parameters(self)
             self._reset_state()
+
+    def _mezzotint_forget(self) -> None:
+        attributes, buffers = additions()
+        for name in buffers:
+            delattr(self, name)
+        for name in attributes:
+            del vars(self)[name]
 
 
 class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignore[misc]
     """One that follows a norm in an `nn.Sequential`: a linear still, and `after_norm` is both."""
 
+    _mezzotint_label = "LayerNormLinear"
     zero_centered_gamma = False
     layer_norm_weight = property(lambda self: self.pair[0].weight)
     layer_norm_bias = property(lambda self: getattr(self.pair[0], "bias", None))
@@ -104,6 +122,35 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
             return LayerNormLinear.forward(self, input)
 
 
+class ConvertedConv1D(ConvertedLinear):
+    """`Linear` in the place of a `transformers.pytorch_utils.Conv1D`, whose weight is (in, out)."""
+
+    in_features = property(lambda self: self.weight.shape[0])
+    out_features = property(lambda self: self.weight.shape[1])
+
+    __repr__ = nn.Module.__repr__
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initial values as that of the library has them, which has no such method."""
+        if not defer_init:
+            nn.init.normal_(self.weight, std=0.02)
+            nn.init.zeros_(self.bias)  # type: ignore[arg-type]
+            self._reset_state()
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        raise ValueError("a Conv1D of transformers, whose weight is (in, out), is not split by styles: use nn.Linear")
+
+    def _gathered_weights(self) -> dict[str, int]:
+        return {}  # the parameter is not what is quantized: its transpose is
+
+
+class TransposedWeights(Weights):
+    """Of a parameter (in, out)."""
+
+    def weight(self, module: Any) -> torch.Tensor:
+        return module.weight.t()
+
+
 class ConvertedModel(Converted):
     """What `convert` was given, with a recipe: its forward is one region, in which all converted layers run."""
 
@@ -112,8 +159,8 @@ class ConvertedModel(Converted):
     def __init_subclass__(cls, **options: Any) -> None:
         """The joined class has the name and the signature of theirs, which libraries look at."""
         super().__init_subclass__(**options)
-        if "theirs" in vars(cls):
-            theirs = cls.theirs
+        if "_mezzotint_theirs" in vars(cls):
+            theirs = cls._mezzotint_theirs
             cls.__name__, cls.__qualname__, cls.__module__ = theirs.__name__, theirs.__qualname__, theirs.__module__
 
             @wraps(theirs.forward)
@@ -122,6 +169,9 @@ class ConvertedModel(Converted):
                     return theirs.forward(self, *args, **kwargs)
 
             cls.forward = forward  # type: ignore[attr-defined]
+
+    def _mezzotint_forget(self) -> None:
+        del vars(self)["_mezzotint_recipe"]
 
 
 class ConvertedSequential(Converted, nn.Sequential):
@@ -149,12 +199,29 @@ def additions() -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(vars(ours).keys() - vars(theirs).keys() - {"name"} | {"recipe", "pair"}), tuple(ours._buffers)
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is a linear with a transposed weight, by its class's path: the library need not be there."""
+    return conv1d_class(type(module)) is not None
+
+
+def conv1d_class(cls: type) -> Any:
+    return next((base for base in cls.__mro__ if (base.__module__, base.__name__) == CONV1D), None)
+
+
+def features(linear: Any) -> tuple[int, int]:
+    """(in, out)."""
+    return tuple(linear.weight.shape) if is_conv1d(linear) else (linear.in_features, linear.out_features)
+
+
 def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -> None:
     """In place; attributes are those of one of ours that has no memory."""
-    fresh = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    sizes, ours = features(linear), ConvertedLinear if norm is None else ConvertedLayerNormLinear
+    fresh = Linear(*sizes, bias=linear.bias is not None, device="meta")
     vars(linear).update({name: vars(fresh).get(name) for name in additions()[0]})
     linear.recipe, linear.pair = recipe, () if norm is None else (norm,)
-    linear.__class__ = join(ConvertedLinear if norm is None else ConvertedLayerNormLinear, linear.__class__)
+    if is_conv1d(linear):
+        ours, linear._weights = ConvertedConv1D, (TransposedWeights("", *sizes, True, None, None),)
+    linear.__class__ = join(ours, linear.__class__)
     linear._init_state(1, linear.weight.device)
 
 
@@ -166,18 +233,14 @@ def convert_sequential(sequential: Any) -> None:
 
 def convert_root(model: Any, recipe: Recipe) -> None:
     """In place; the first recipe stays, and a layer with another one has a region of its own."""
-    if not isinstance(model, ConvertedModel | ConvertedLinear):
+    if not isinstance(model, ConvertedModel):
         model._mezzotint_recipe = recipe
         model.__class__ = join(ConvertedModel, model.__class__)
 
 
 def restore(module: Any) -> None:
     """What it was, in place."""
-    if isinstance(module, ConvertedLinear):
-        attributes, buffers = additions()
-        for name in buffers:
-            delattr(module, name)
-        for name in attributes:
-            del vars(module)[name]
-    vars(module).pop("_mezzotint_recipe", None)
-    module.__class__ = parts(type(module))[-1]
+    *ours, theirs = parts(type(module))
+    for each in ours:
+        each._mezzotint_forget(module)
+    module.__class__ = theirs

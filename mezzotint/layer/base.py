@@ -31,7 +31,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.state import Pending, State, current_state, recipe_in_force
+from mezzotint.state import Pending, State, Turn, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.gathering import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
@@ -141,8 +141,7 @@ class Layer(Named, ParallelModule):
         return call if request is None else self._start_delayed(call)
 
     def _note_run(self, recipe: Recipe | None, state: State) -> None:
-        """A run inside of backward is one of `torch.utils.checkpoint`: outside of any region it computes in high
-        precision what was quantized before, and so other gradients."""
+        """A run inside of backward is one of `torch.utils.checkpoint`."""
         turn = self._turn
         if not turn.held[0]:
             raise ValueError(
@@ -154,11 +153,8 @@ class Layer(Named, ParallelModule):
             turn.is_quantized = recipe is not None
             if self._is_fully_sharded and torch.is_grad_enabled():
                 turn.reads_rows_again = turn.reads_rows_again or self._reads_rows_again(recipe)
-        elif turn.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
-            raise RuntimeError(
-                "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
-                "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
-            )
+        else:
+            check_run_again(turn, recipe, state)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
@@ -367,6 +363,15 @@ class Layer(Named, ParallelModule):
             for gemm, weights in enumerate(self._weights):
                 weights.reset(self, gemm)
             self._reset_state()
+
+
+def check_run_again(turn: Turn, recipe: Recipe | None, state: State) -> None:
+    """A run inside of backward: outside of any region it would compute in high precision what was quantized before."""
+    if turn.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
+        raise RuntimeError(
+            "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
+            "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
+        )
 
 
 def activation_dtype(inp: torch.Tensor) -> torch.dtype:

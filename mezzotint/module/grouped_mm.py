@@ -41,8 +41,7 @@ def grouped_mm(
         recipe = recipe_in_force()
     else:
         check_recipe(recipe)
-    sizes = _sizes(offs, a.shape[0])
-    return multiply_groups(a, b.transpose(1, 2), sizes, bias, recipe, name)
+    return multiply_groups(a, b.transpose(1, 2), sizes_of(offs, a.shape[0]), bias, recipe, name)
 
 
 def multiply_groups(
@@ -90,7 +89,7 @@ def _quantizers(recipe: Recipe, needs: Needs, name: str) -> LinearQuantizers:
         raise ValueError(
             f"recipe is {type(recipe).__name__}, which scales {name or 'a tensor of grouped_mm'} by what earlier calls "
             "saw: grouped_mm keeps nothing from one call to the next. Use GroupedLinear, or a recipe without state, "
-            "such as Float8CurrentScaling"
+            "such as Float8CurrentScaling; or keep experts in high precision (convert(model, filter=...))"
         )
     return quantizers
 
@@ -103,7 +102,7 @@ def _weights_q(groups: tuple[torch.Tensor, ...], quantizers: LinearQuantizers) -
     return tuple([quantize_weight(group, quantizer)[0] for group in groups])
 
 
-def _sizes(offs: torch.Tensor, rows: int) -> tuple[int, ...]:
+def sizes_of(offs: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Ends of groups → their rows."""
     sizes = tuple(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
     if torch.compiler.is_compiling():

@@ -1,0 +1,127 @@
+"""Experts whose weights lie in 3-D parameters, as transformers 5 has them (`transformers.integrations.moe`).
+
+Such a module has `gate_up_proj` (or `up_proj`) and `down_proj`, (experts, out, in) or, `is_transposed`,
+(experts, in, out), and says by attributes what is between them. Converted, it is the same object with another class,
+whose products are those of `grouped_mm`. Without a recipe it runs as it did. The library itself is never imported.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.convert.modules import Converted, join
+from mezzotint.layer.base import check_run_again
+from mezzotint.layer.names import Named
+from mezzotint.layer.names import join as join_path
+from mezzotint.module.grouped_mm import multiply_groups, sizes_of
+from mezzotint.recipe import QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.state import Turn, current_state
+
+LIBRARY = "transformers.integrations.moe"
+_ADDED = ("recipe", "_name", "_is_named", "_turn")
+
+
+def is_experts(module: Any) -> bool:
+    """Whether its forward is the one that the library puts in the place of a module's own, or ours."""
+    forward = type(module).forward
+    return isinstance(module, ConvertedExperts) or getattr(forward, "__globals__", {}).get("__name__") == LIBRARY
+
+
+def projections(module: Any) -> tuple[str, str]:
+    """The names of its weights."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+
+
+class ConvertedExperts(Converted, Named):
+    """Experts, each product of which runs under `recipe`; None: as the region around it says."""
+
+    _mezzotint_label = "grouped_mm"
+    name: Any = ""  # no property here: what the module has under this name is its own
+    recipe: Recipe | None
+    _turn: Turn
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states (tokens, hidden), experts of each token and their weights (tokens, k) → (tokens, hidden)."""
+        recipe = self._recipe_of_run()
+        if recipe is None:
+            return self._mezzotint_theirs.forward(self, hidden_states, top_k_index, top_k_weights)
+        up, down = projections(self)
+        num_tokens, num_choices = top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        order = torch.argsort(chosen, stable=True)
+        ends = torch.searchsorted(chosen[order], torch.arange(self.num_experts, device=chosen.device), right=True)
+        splits = sizes_of(ends, chosen.shape[0])
+        x = self._multiply(up, hidden_states[order // num_choices], splits, recipe)
+        x = self._apply_gate(x) if self.has_gate else self.act_fn(x)
+        x = self._multiply(down, x, splits, recipe)
+        if getattr(self, "has_post_expert_norm", False):
+            x = self.post_expert_norm(x)
+        x = (x * top_k_weights.reshape(-1)[order][:, None])[torch.argsort(order)]
+        return x.view(num_tokens, num_choices, -1).sum(1).to(hidden_states.dtype)
+
+    def _multiply(self: Any, name: str, x: torch.Tensor, splits: tuple[int, ...], recipe: Recipe) -> torch.Tensor:
+        weight = getattr(self, name)
+        weight = weight.transpose(1, 2) if self.is_transposed else weight
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        return multiply_groups(x, weight, splits, bias, recipe, join_path(self._name, name))
+
+    def _recipe_of_run(self) -> Recipe | None:
+        if self.recipe is not None:
+            return self.recipe
+        state = current_state()
+        recipe = state.recipe if state.enabled else None
+        if not torch.compiler.is_compiling():
+            if torch._C._current_graph_task_id() == -1:
+                self._turn.is_quantized = recipe is not None
+            else:
+                check_run_again(self._turn, recipe, state)
+        return recipe
+
+    def _mezzotint_forget(self) -> None:
+        for name in _ADDED:
+            del vars(self)[name]
+
+    def extra_repr(self: Any) -> str:
+        recipe = "" if self.recipe is None else f"recipe={type(self.recipe).__name__}"
+        return ", ".join(part for part in (self._mezzotint_theirs.extra_repr(self), recipe) if part)
+
+
+def convert_experts(module: Any, recipe: Recipe | None) -> None:
+    """In place."""
+    module.recipe, module._name, module._is_named, module._turn = recipe, "", False, Turn()
+    module.__class__ = join(ConvertedExperts, module.__class__)
+
+
+def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:
+    """Why these cannot be converted."""
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    for name in projections(module):
+        weight = module._parameters.get(name)
+        if type(weight) is not nn.Parameter or weight.dim() != 3:
+            return f"{name} is a {type(weight).__name__}: convert first, then quantize or shard"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are shared out over processes by transformers"
+    taken = sorted(vars(module).keys() & {*_ADDED})
+    if taken:
+        return f"has attributes that ours need: {', '.join(taken)}"
+    if recipe is None:
+        return None
+    for name in projections(module):
+        for tensor_type in ("input", "weight", "grad_output"):
+            role = QuantizerRole("grouped_linear", tensor_type, join_path(fqn, name))
+            if isinstance(recipe.quantizer(role), QuantizerRequest):
+                return (
+                    f"{type(recipe).__name__} keeps scales from step to step, for which experts in one parameter have "
+                    "no place: use a recipe without state"
+                )
+    return None
+
+
+def sizes_of_experts(module: Any) -> list[tuple[int, int]]:
+    """(in, out) of its products."""
+    shapes = [getattr(module, name).shape[1:] for name in projections(module)]
+    return [(a, b) if module.is_transposed else (b, a) for a, b in shapes]

@@ -1,0 +1,80 @@
+"""What `convert` did: an entry for every parameter with two or more dimensions, in the order of the model."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one weight: `after` is None where it is as it was, and `why` says why; else `why` is the recipe.
+
+    `fqn` is the parameter's name, without ".weight"; `before` is the class of the module that has it. `num_weights`:
+    its elements, 0 where they are an earlier entry's as well (tied weights), or not known yet.
+    """
+
+    fqn: str
+    before: str
+    after: str | None
+    why: str
+    num_weights: int
+
+
+@dataclass(frozen=True, repr=False)
+class ConversionReport:
+    """The weights of a model, in its order. Printed, those whose names differ only in numbers are one line."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def converted(self) -> list[Entry]:
+        """Those whose products are quantized as the recipe says."""
+        return [entry for entry in self.entries if entry.after is not None]
+
+    @property
+    def kept(self) -> list[Entry]:
+        """Those in high precision."""
+        return [entry for entry in self.entries if entry.after is None]
+
+    @property
+    def num_weights(self) -> int:
+        """Elements of all parameters with two or more dimensions."""
+        return sum(entry.num_weights for entry in self.entries)
+
+    @property
+    def share(self) -> float:
+        """How much of them is converted, 0 to 1."""
+        return sum(entry.num_weights for entry in self.converted) / max(self.num_weights, 1)
+
+    def __str__(self) -> str:
+        table = list(self._rows())
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        return "\n".join([*("  ".join(map(str.ljust, row, widths)).rstrip() for row in table), self._summary()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """A table, in a notebook."""
+        head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows()]
+        head = head.replace("td>", "th>")
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self._summary())}</p>"
+
+    def _summary(self) -> str:
+        return (
+            f"{len(self.converted)} of {len(self.entries)} weights converted, {self.share:.1%} of the parameters with "
+            "two or more dimensions"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """The head, then a row for each group of entries that are alike."""
+        groups: dict[tuple[str, ...], list[Entry]] = {}
+        for entry in self.entries:
+            pattern = re.sub(r"\b\d+\b", "*", entry.fqn)
+            groups.setdefault((pattern, entry.before, entry.after or "kept", entry.why), []).append(entry)
+        yield "weight", "number", "share", "in", "is", "why"
+        for (pattern, before, after, why), entries in groups.items():
+            name = pattern if len(entries) > 1 else entries[0].fqn or "(the model)"
+            share = sum(entry.num_weights for entry in entries) / max(self.num_weights, 1)
+            yield name, str(len(entries)), f"{share:.1%}", before, after, why
