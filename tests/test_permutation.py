@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzotint as mz
 from mezzotint.constants import DType
@@ -190,6 +191,53 @@ def test_quantized_rows_feed_a_product(name: str) -> None:
     described = y._quantizer._describe_buffers((5, 128))
     held = {name.removeprefix("_"): (tuple(buffer.shape), buffer.dtype) for name, buffer in y._buffers()}
     assert held == described
+
+
+class SumDtypes(TorchDispatchMode):
+    """The dtype of every sum of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_add_.default:
+            self.found.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_rows_are_added_in_fp32(dtype: torch.dtype, weighted: bool, device: str) -> None:
+    """2048 and sixteen times 1, which 16 bits would lose one by one: in unpermute, and in the gradient of permute. A
+    CPU adds 16 bits in FP32 by itself, so what is added is looked at, too."""
+    values = torch.tensor([2048.0] + [1.0] * 16, device=device)
+    mask = torch.ones(1, len(values), dtype=torch.int32, device=device)
+    x = torch.ones(1, HIDDEN, dtype=dtype, device=device).requires_grad_()
+    rows, row_id_map = mz.moe_permute(x, mask, len(values))
+    probs = values[None] if weighted else None
+    y = torch.ones(len(values), HIDDEN, device=device) if weighted else values[:, None].expand(-1, HIDDEN)
+    with SumDtypes() as seen:
+        rows.backward(values[:, None].expand(-1, HIDDEN).to(dtype))
+        made = mz.moe_unpermute(y.to(dtype), row_id_map, probs)
+    expected = torch.full((1, HIDDEN), 2064.0, dtype=dtype, device=device)
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(made, expected)
+    assert seen.found == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(("map_type", "table"), [("mask", [[1, 0], [1, 1], [0, 1]]), ("index", [[0], [0], [1], [1]])])
+def test_the_map_says_which_rows_are_dropped(map_type: str, table: list[list[int]]) -> None:
+    """Rows are 0, 1, …, N - 1; the one past them is nobody's, nor are those behind it."""
+    routing_map, x = torch.tensor(table), draw(len(table), HIDDEN)
+    _, whole = mz.moe_permute(x, routing_map, 4, map_type=map_type)
+    for rows in range(5):
+        _, row_id_map = mz.moe_permute(x, routing_map, rows, map_type=map_type)
+        assert torch.equal(row_id_map, torch.where(whole < rows, whole, -1))
+    if map_type == "mask":
+        _, _, row_id_map = mz.moe_permute_with_probs(x, draw(3, 2), routing_map, 3)
+        assert row_id_map.max() == 2
 
 
 def test_nothing_is_read_where_nothing_is() -> None:

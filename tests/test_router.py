@@ -157,6 +157,17 @@ def test_scores_and_loss(score: str) -> None:
     assert router.fused_moe_aux_loss(scores.bfloat16(), counts, TOKENS, EXPERTS, 2, 0.1).dtype == torch.bfloat16
 
 
+def test_the_loss_is_over_the_tokens_that_are_counted() -> None:
+    """Of all processes, where each gives its own: their losses add up to that of all tokens at once."""
+    _, scores = router.fused_compute_score_for_moe_aux_loss(draw(2 * TOKENS, EXPERTS), 2, "softmax")
+    counts = torch.arange(EXPERTS)
+    options = (counts, 2 * TOKENS, EXPERTS, 2, 0.1)
+    parts = [router.fused_moe_aux_loss(part, *options) for part in scores.split(TOKENS)]
+    by_hand = (scores.double().sum(0) * counts).sum() * 0.1 * EXPERTS / (2 * (2 * TOKENS) ** 2)
+    torch.testing.assert_close(parts[0] + parts[1], by_hand.float())
+    torch.testing.assert_close(router.fused_moe_aux_loss(scores, *options), by_hand.float())
+
+
 def test_no_tokens() -> None:
     logits = torch.zeros(0, EXPERTS).requires_grad_()
     probs, routing_map = router.fused_topk_with_score_function(logits, 4, True, 4, 2, None, "sigmoid", None)

@@ -100,6 +100,20 @@ def test_masters_are_what_fp32_parameters_would_be(dtype: torch.dtype, remainder
     assert kept == {torch.int16 if remainders and dtype == torch.bfloat16 else torch.float32}
 
 
+def test_a_remainder_is_of_the_parameter_as_it_was_split() -> None:
+    """Half way between two BF16 numbers the parameter goes away from zero, its remainder back. Rounded to nearest, the
+    one with an even last bit would be another number, and the master with it."""
+    masters = torch.tensor([0x3F808000, 0x3F818000, 0x40008000], dtype=torch.int32).view(torch.float32)
+    param = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], lr=0.0, master_weights=True, store_param_remainders=True)
+    optimizer.set_scaled_state(param, "master_param", masters)
+    assert not torch.equal(param, masters.bfloat16())
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), masters)
+
+
 def test_without_masters_every_step_rounds() -> None:
     mine, value = parameters(torch.bfloat16), [p.detach().float() for p in parameters(torch.bfloat16)]
     ours = FusedAdam(mine, **OPTIONS)
