@@ -35,13 +35,14 @@ class ScaledTanh(ops.BasicOperation):
         return y, (x, y)  # the output, and the tensors that backward will need
 
     def op_forward_save_ctx(self, ctx: Any, input_: Any, tensors_to_save: Any, **given: Any) -> None:
-        ctx.save_for_backward(*tensors_to_save)
+        # What backward reads goes into the context: parameters and attributes may have changed by then.
+        ctx.save_for_backward(*tensors_to_save, self.weight)
 
     def op_backward(self, ctx: Any, grad_output: Any) -> Any:
-        x, y = ctx.saved_tensors
+        x, y, weight = ctx.saved_tensors
         grad = plain(grad_output) * (1 - y * y)
         grad_weight = (grad * x).flatten(0, -2).sum(0)
-        return grad * self.weight, (grad_weight,)  # of the input; of each parameter, in the order of parameters()
+        return grad * weight, (grad_weight,)  # of the input; of each parameter, in the order of parameters()
 
 
 class TanhScale(ops.FusedOperation):
@@ -53,8 +54,10 @@ class TanhScale(ops.FusedOperation):
         return y * scale.scale, [(), ()], saved  # neither of the two has extra outputs
 
     def fuser_forward_save_ctx(self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **given: Any) -> None:
-        # One context for each basic operation. That of ConstantScale stays empty: its backward needs nothing.
-        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+        # One context for each basic operation, which knows what its backward needs.
+        tanh, scale = self.basic_ops
+        tanh.op_forward_save_ctx(basic_op_ctxs[0], input_, tensors_to_save)
+        scale.op_forward_save_ctx(basic_op_ctxs[1], None, ())
 
 
 def fuse(pipeline: list[Any], *, recipe: Any) -> list[Any]:

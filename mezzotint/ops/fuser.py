@@ -43,6 +43,7 @@ class Pipeline:
         "grad_quantizers",
         "input_quantizers",
         "kwargs",
+        "kwargs_given",
         "needs_input_grad",
         "num_params",
         "runs",
@@ -69,6 +70,7 @@ class Pipeline:
             )
             for place, op in enumerate(basic_ops)
         ]
+        self.kwargs_given = kwargs
         self.kwargs = [
             {**given, "run": run} if op._takes_run else given
             for op, given, run in zip(basic_ops, kwargs, self.runs, strict=True)
@@ -108,14 +110,12 @@ def _run_forward(
             "basic_op_kwargs": [pipeline.kwargs[i] for i in places],
         }
         own = [ctxs[i] for i in places]
-        # By the class that the form is written in: an `op_forward` may stand over a parent's `fuser_forward`.
-        cls: Any = BasicOperation if op._family == "op" else type(op)
         if op.is_split:
-            y, extra, tensors_to_save = cls.fuser_forward_compute(op, x, **given)
+            y, extra, tensors_to_save = op.fuser_forward_compute(x, **given)
             if places[-1] >= pipeline.first:
-                cls.fuser_forward_save_ctx(op, own, x, tensors_to_save, **given)
+                op.fuser_forward_save_ctx(own, x, tensors_to_save, **given)
         else:
-            y, extra = cls.fuser_forward(op, own, x, **given)
+            y, extra = _run_whole(pipeline, op, places, own, as_tensor(x), given)
         x, extra = y, list(extra)
         if len(extra) != len(places):
             raise RuntimeError(
@@ -124,6 +124,25 @@ def _run_forward(
         for place, outputs in zip(places, extra, strict=True):
             extra_outputs.extend(pipeline.wiring.give_outputs(place, op, tuple(outputs), channels))
     return x, extra_outputs
+
+
+def _run_whole(
+    pipeline: Pipeline,
+    op: FusibleOperation,
+    places: tuple[int, ...],
+    ctxs: list[OperationContext],
+    x: Any,
+    given: dict[str, Any],
+) -> Any:
+    """A forward in whole form, as users write it: what built-in ones need beside its arguments is in the contexts."""
+    if not op.is_fused_op:
+        given["basic_op_kwargs"] = [pipeline.kwargs_given[places[0]]]
+    for ctx, place in zip(ctxs, places, strict=True):
+        object.__setattr__(ctx, "_run", pipeline.runs[place])
+    made = op.fuser_forward(ctxs, x, **given)
+    for ctx in ctxs:
+        object.__setattr__(ctx, "_run", None)  # backward needs none of its tensors
+    return made
 
 
 class _Function(torch.autograd.Function):
@@ -138,6 +157,11 @@ class _Function(torch.autograd.Function):
         version = _version(input_) if set_output_requires_grad else 0
         output, extra_outputs = _run_forward(pipeline, input_, extra_inputs, ctxs)
         outputs = [as_tensor(output), *extra_outputs]
+        if not isinstance(outputs[0], torch.Tensor):
+            raise TypeError(
+                f"the pipeline ends with {type(outputs[0]).__name__}, which is no tensor, as a quantizer with "
+                "custom=True makes it: put an operation that computes with it behind"
+            )
         if set_output_requires_grad:
             if version != _version(input_):  # tensors are saved from here on: autograd would not see it
                 raise RuntimeError(
@@ -183,10 +207,11 @@ class _Function(torch.autograd.Function):
                 break
             own = [ctxs[i] for i in places]
             grads = [wiring.grads_of_outputs(i, grad_extra_outputs, channel_grads) for i in places]
+            dy = dy if op.is_split or op.is_fused_op else as_tensor(dy)  # a user's, which takes tensors
             dy, params, extra = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=grads)
             for place, param_grads, extra_grads in zip(places, params, extra, strict=True):
                 grad_params[place] = _counted(tuple(param_grads), pipeline.num_params[place], op, "parameters")
-                wanted = pipeline.basic_ops[place].num_extra_inputs
+                wanted = len(wiring.inputs[place])
                 grad_extra_inputs[place] = _counted(tuple(extra_grads), wanted, op, "extra inputs")
                 wiring.take_input_grads(place, grad_extra_inputs[place], channel_grads)
             for place in reversed(places):
@@ -229,7 +254,8 @@ class OperationFuser:
     backward_fusion_functions = BACKWARD_FUSIONS
 
     def __init__(self, ops: Sequence[FusibleOperation]) -> None:
-        self._basic_ops = expand(ops)
+        self._ops = list(ops)
+        self._basic_ops = expand(self._ops)
         if not self._basic_ops:
             raise ValueError("ops is empty: a pipeline needs at least one operation")
         self._wiring = Wiring(self._basic_ops)
@@ -264,7 +290,7 @@ class OperationFuser:
         return self._forward_ops, self._backward_ops
 
     def _fuse(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
-        forward, backward = fuse(self._basic_ops, recipe)
+        forward, backward = fuse(self._ops, recipe)
         # Where backward ends within: operation by operation. A joint fusion's forward, too, which knows its backward.
         ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
         return self._without(forward, ends_within), self._without(backward, ends_within)[::-1]

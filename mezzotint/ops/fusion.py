@@ -12,6 +12,7 @@ from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
 __all__ = [
     "Group",
+    "computes_as",
     "fuse",
     "register_backward_fusion",
     "register_forward_backward_fusion",
@@ -71,12 +72,31 @@ def replace_windows(
     return made
 
 
-def fuse(basic_ops: Sequence[BasicOperation], recipe: Any) -> tuple[list[Group], list[Group]]:
+def computes_as(op: FusibleOperation, *classes: type[FusibleOperation]) -> bool:
+    """Whether an operation computes as one of these classes does, so that a fusion of that class stands for it, too.
+
+    A subclass with a forward, a backward or a helper of its own does not; one that adds attributes does.
+    """
+    return any(op._computes_as is cls for cls in classes)
+
+
+def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[Group], list[Group]]:
     """The pipeline's forward and backward, in the order of forward."""
-    both = _apply(list(basic_ops), FORWARD_BACKWARD_FUSIONS, recipe, basic_ops)
-    forward = _apply(list(both), FORWARD_FUSIONS, recipe, basic_ops)
-    backward = _apply(list(both), BACKWARD_FUSIONS, recipe, basic_ops)
+    basic_ops = expand(ops)
+    both = _apply(_opened(ops, ops, "forward", "backward"), FORWARD_BACKWARD_FUSIONS, recipe, basic_ops)
+    forward = _apply(_opened(both, ops, "forward"), FORWARD_FUSIONS, recipe, basic_ops)
+    backward = _apply(_opened(both, ops, "backward"), BACKWARD_FUSIONS, recipe, basic_ops)
     return _places(forward), _places(backward)
+
+
+def _opened(ops: Sequence[FusibleOperation], given: Sequence[FusibleOperation], *passes: str) -> list[FusibleOperation]:
+    """Fused operations among those that were given, not made by a fusion, stand for their basic ones in a pass that
+    they do not write."""
+    made: list[FusibleOperation] = []
+    for op in ops:
+        is_given = isinstance(op, FusedOperation) and any(op is other for other in given)
+        made.extend(expand([op]) if is_given and not any(name in op._writes for name in passes) else [op])
+    return made
 
 
 def _apply(

@@ -1,7 +1,7 @@
 """Fusible operations: what a pipeline is made of.
 
 A `BasicOperation` is one step; a `FusedOperation` does the work of several basic ones at once. Forward comes in one of
-two forms.
+two forms. It puts all that backward reads into the context, attributes of the operation, too: they may change before.
 
 Whole, which works in eager code:
 
@@ -28,35 +28,13 @@ from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Call, Layer
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.resolve import delayed_request
+from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
 from mezzotint.state import recipe_in_force
 from mezzotint.tensor.float8 import Float8ScaledQuantizer
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
-
-_FORMS: dict[str, tuple[str, tuple[str, str]]] = {
-    "op": ("op_forward", ("op_forward_compute", "op_forward_save_ctx")),
-    "fuser": ("fuser_forward", ("fuser_forward_compute", "fuser_forward_save_ctx")),
-}
-_EXAMPLE = {
-    "op": (
-        "    def op_forward_compute(self, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer,\n"
-        "                           **kwargs):\n"
-        "        return output, tensors_to_save\n"
-        "    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, *, prev_op_grad_output_quantizer,\n"
-        "                            next_op_input_quantizer, **kwargs):\n"
-        "        ctx.save_for_backward(*tensors_to_save)"
-    ),
-    "fuser": (
-        "    def fuser_forward_compute(self, input_, *, basic_op_extra_inputs, prev_op_grad_output_quantizer,\n"
-        "                              next_op_input_quantizer, basic_op_kwargs):\n"
-        "        return output, extra_outputs, tensors_to_save\n"
-        "    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, *, basic_op_extra_inputs,\n"
-        "                               prev_op_grad_output_quantizer, next_op_input_quantizer, basic_op_kwargs):\n"
-        "        basic_op_ctxs[0].save_for_backward(*tensors_to_save)"
-    ),
-}
 
 
 class OperationContext:
@@ -66,6 +44,7 @@ class OperationContext:
     to_save: tuple[Any, ...]
     requires_grad: bool  # backward reaches this operation
     prev_op_grad_output_quantizer: Any  # what the operation before wants its gradient quantized with, or None
+    _run: ClassVar[Any] = None  # what `_begin` gave, while a whole form computes
 
     def __init__(self, requires_grad: bool = True, prev_op_grad_output_quantizer: Any = None) -> None:
         # Backward gets a new context with the same attributes: what was made in forward is read-only to the compiler.
@@ -99,12 +78,20 @@ def restored(ctx: OperationContext, saved_tensors: tuple[Any, ...]) -> Operation
     return made
 
 
+def used(ctx: OperationContext, op: nn.Module, name: str) -> Any:
+    """An attribute of the operation as forward used it; as it is now where a user's fused forward kept none of it."""
+    return getattr(ctx, name) if hasattr(ctx, name) else getattr(op, name)
+
+
 class FusibleOperation(nn.Module):
     """An operation that `ops.Sequential` may fuse with its neighbours."""
 
     is_split: ClassVar[bool] = False  # forward is in split form
-    _family: ClassVar[str] = "fuser"  # which of `_FORMS` it is written in
+    _family: ClassVar[str] = "fuser"  # which of `FORMS` it is written in
     _is_base: ClassVar[bool] = True  # its forwards are there to be replaced
+    _computes_as: ClassVar[Any] = None  # the class, this one or a parent, that it computes by the methods of
+    _writes: ClassVar[tuple[str, ...]] = ()  # which of "forward" and "backward", as a fuser calls them
+    _is_module: ClassVar[bool] = False  # `forward` is a subclass's own: it is called, as that of any module
     _keywords: ClassVar[tuple[str, ...] | None] = None  # that a run takes; None: as its forward says
     _untraced: ClassVar[Any] = None  # runs a function outside of the graph; there from the first whole form on
     _fuser_class: ClassVar[Any] = None  # OperationFuser, which is defined over this file and puts itself in
@@ -112,8 +99,25 @@ class FusibleOperation(nn.Module):
     def __init_subclass__(cls, *, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._is_base = is_base
-        if not is_base:
-            _check_forms(cls)
+        if is_base:
+            return
+        own = own_names(cls, FusibleOperation)
+        form = written_form(cls, own)
+        if computes_anew(cls, FusibleOperation, own):
+            cls._computes_as = cls
+        if "forward" in own or "__call__" in own:
+            cls._is_module = True
+        if form is not None:
+            cls._family, cls.is_split = form
+            cls._keywords = vars(cls).get("_keywords")
+            hide_other_forms(cls, own, *form)
+            if not cls.is_split and FusibleOperation._untraced is None:
+                # Here and not for all: it imports the compiler.
+                FusibleOperation._untraced = staticmethod(torch.compiler.disable(_run_untraced, reason=_WHY_UNTRACED))
+        if "op_backward" in own and "fuser_backward" not in own and issubclass(cls, BasicOperation):
+            cls.fuser_backward = BasicOperation.fuser_backward  # type: ignore[method-assign]
+        written = [("forward", form), ("backward", "fuser_backward" in own or None)]
+        cls._writes = (*cls._writes, *[name for name, value in written if value is not None])
 
     @property
     def is_fused_op(self) -> bool:
@@ -144,11 +148,11 @@ class FusibleOperation(nn.Module):
 
     def fuser_forward_compute(self, *args: Any, **given: Any) -> Any:
         """Output, extra outputs of each basic operation, tensors to save. Pure."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['fuser']}")
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['fuser']}")
 
     def fuser_forward_save_ctx(self, *args: Any, **given: Any) -> None:
         """Write the contexts. It may depend on its arguments and on plain values of the operation alone."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['fuser']}")
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['fuser']}")
 
     def fuser_backward(
         self,
@@ -164,33 +168,6 @@ class FusibleOperation(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no backward: write fuser_backward, or op_backward")
 
 
-def _check_forms(cls: type[FusibleOperation]) -> None:
-    """Find the form of forward that this class writes, and refuse one that is written twice, or by half."""
-    own = _own_names(cls)
-    wholes = [family for family, (whole, _) in _FORMS.items() if whole in own]
-    halves = [family for family, (_, split) in _FORMS.items() if split[0] in own or split[1] in own]
-    for family in halves:
-        split = _FORMS[family][1]
-        for name, other in (split, split[::-1]):
-            if name in own and other not in own and not _inherits(cls, other):
-                raise TypeError(
-                    f"{cls.__name__} defines {name} without {other}: the split form has two halves. "
-                    f"Write\n{_EXAMPLE[family]}"
-                )
-    if wholes and halves:
-        raise TypeError(
-            f"{cls.__name__} defines {_FORMS[wholes[0]][0]} and {_FORMS[halves[0]][1][0]}: a forward is written whole "
-            f"or split, not both. Keep {_FORMS[wholes[0]][0]}, or write\n{_EXAMPLE[halves[0]]}"
-        )
-    if wholes or halves:
-        cls.is_split = bool(halves)
-        if not cls.is_split and FusibleOperation._untraced is None:
-            # Here and not for all: it imports the compiler.
-            FusibleOperation._untraced = staticmethod(torch.compiler.disable(_run_untraced, reason=_WHY_UNTRACED))
-        cls._family = "fuser" if "fuser" in (wholes or halves) else "op"
-        cls._keywords = vars(cls).get("_keywords")
-
-
 _WHY_UNTRACED = (
     "an operation of this pipeline has its forward in whole form (op_forward or fuser_forward), which writes its "
     "context while it computes and so cannot be traced. Split it into op_forward_compute and op_forward_save_ctx "
@@ -200,25 +177,6 @@ _WHY_UNTRACED = (
 
 def _run_untraced(function: Any, *args: Any) -> Any:
     return function(*args)
-
-
-def _own_names(cls: type[FusibleOperation]) -> set[str]:
-    """Names that this class writes, itself or by classes mixed into it that are no operations."""
-    parents = [base for base in cls.__bases__ if issubclass(base, FusibleOperation)]
-    own = [base for base in cls.__mro__ if not any(issubclass(parent, base) for parent in parents)]
-    return {name for base in own for name in vars(base)}
-
-
-def _inherits(cls: type, name: str) -> bool:
-    """Whether the nearest class above that writes a forward writes this half of it, too."""
-    for base in cls.__mro__[1:]:
-        if vars(base).get("_is_base", False):
-            return False
-        if name in vars(base):
-            return True
-        if any(whole in vars(base) for whole, _ in _FORMS.values()):
-            return False
-    return False
 
 
 class Run:
@@ -376,6 +334,18 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         request = self._delayed_request(recipe)
         return None if request is None else Run(self._start_delayed(_call_of(request)))
 
+    def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's forward, does
+        not give on: that of the pipeline, or one that begins here, whose backward reaches the input."""
+        if not self._takes_run or "run" in kwargs:
+            return kwargs
+        run = ctx._run
+        if run is None:
+            self._init_own_state()
+            own = {name: value for name, value in kwargs.items() if name not in _HANDED_OVER}
+            run = self._begin(requires_grad=ctx.requires_grad, input_requires_grad=ctx.requires_grad, **own)
+        return {**kwargs, "run": run}
+
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
         unknown = [] if self._keywords is None else [name for name in kwargs if name not in self._keywords]
         if unknown:
@@ -405,17 +375,18 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def op_forward(self, ctx: OperationContext, input_: Any, **given: Any) -> Any:
         """Output. Of a split form: both halves, one after the other."""
+        given = self._with_run(ctx, given)
         output, tensors_to_save = self.op_forward_compute(input_, **given)
         self.op_forward_save_ctx(ctx, input_, tensors_to_save, **given)
         return output
 
     def op_forward_compute(self, *args: Any, **given: Any) -> Any:
         """Output, tensors to save. Pure."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['op']}")
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['op']}")
 
     def op_forward_save_ctx(self, *args: Any, **given: Any) -> None:
         """Write the context. It may depend on its arguments and on plain values of the operation alone."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{_EXAMPLE['op']}")
+        raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['op']}")
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
         """Gradients of the input and of each parameter."""
@@ -425,6 +396,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
     ) -> tuple[Any, Iterable[Iterable[Any]]]:
         if self._family == "fuser":
+            given["basic_op_kwargs"] = [self._with_run(basic_op_ctxs[0], given["basic_op_kwargs"][0])]
             return super().fuser_forward(basic_op_ctxs, input_, **given)
         return self.op_forward(basic_op_ctxs[0], input_, **_of_one(given)), [()]
 
@@ -460,13 +432,17 @@ def _call_of(request: DelayedScalingRequest) -> Call:
     return Call((), (), none, request, None, None, None, None, False, False, False)
 
 
+_HANDED_OVER = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+
+
 def _of_one(given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a fuser's forward → of a single operation's."""
-    return {
-        "prev_op_grad_output_quantizer": given["prev_op_grad_output_quantizer"],
-        "next_op_input_quantizer": given["next_op_input_quantizer"],
-        **given["basic_op_kwargs"][0],
-    }
+    if any(given["basic_op_extra_inputs"]):
+        raise TypeError(
+            "an operation with extra inputs has its forward in op_forward or op_forward_compute, which gets none: "
+            "write fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx"
+        )
+    return {**{name: given[name] for name in _HANDED_OVER}, **given["basic_op_kwargs"][0]}
 
 
 class FusedOperation(FusibleOperation, is_base=True):
@@ -495,6 +471,13 @@ class FusedOperation(FusibleOperation, is_base=True):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         for op in self.basic_ops:
             _basic(op).pre_fuser_forward(requires_grad=requires_grad)
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
+    ) -> tuple[Any, Iterable[Iterable[Any]]]:
+        parts = zip(self.basic_ops, basic_op_ctxs, given["basic_op_kwargs"], strict=True)
+        given["basic_op_kwargs"] = [_basic(op)._with_run(ctx, kwargs) for op, ctx, kwargs in parts]
+        return super().fuser_forward(basic_op_ctxs, input_, **given)
 
     def forward(
         self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None

@@ -87,6 +87,8 @@ def plain(x: Any) -> torch.Tensor:
 
 def holds(x: Any, quantizer: Any) -> bool:
     """Whether a quantized tensor holds what the quantizer would make: the format, its options, both directions."""
+    if quantizer.is_custom():
+        return _is_made_by(x, quantizer)
     name, _, values = quantizer._holder(True)
     cls = getattr(type(x), "_STORAGE", type(x))
     if qualified_name(cls) != name:
@@ -97,9 +99,30 @@ def holds(x: Any, quantizer: Any) -> bool:
     return all(held[usage] or not wanted[usage] for usage in ("rowwise", "columnwise"))
 
 
+def _is_made_by(x: Any, quantizer: Quantizer) -> bool:
+    """Whether a user's own quantizer made it, or one that differs in nothing but its directions. What its attributes
+    are is the user's affair: objects are equal where they are the same ones."""
+    maker = x._quantizer
+    if type(maker) is not type(quantizer):
+        return False
+    held, wanted = x.get_usages(), quantizer.get_usages()
+    if any(wanted[usage] and not held[usage] for usage in wanted):
+        return False
+    ours, theirs = [{k: v for k, v in vars(q).items() if k not in _OF_DIRECTIONS} for q in (quantizer, maker)]
+    return ours.keys() == theirs.keys() and all(
+        value is theirs[name] or (isinstance(value, _PLAIN) and value == theirs[name]) for name, value in ours.items()
+    )
+
+
+_OF_DIRECTIONS = ("rowwise_usage", "columnwise_usage", "_memo")
+_PLAIN = (bool, int, float, str)
+
+
 def as_tensor(x: Any) -> Any:
-    """A storage as the quantized tensor that users see; anything else as it is."""
+    """A storage as the quantized tensor that users see; anything else, and what their own quantizer made, as it is."""
     if isinstance(x, torch.Tensor) or not isinstance(x, QuantizedTensorStorage):
+        return x
+    if x._quantizer is not None and x._quantizer.is_custom():
         return x
     name = x._quantizer._holder(False)[0]  # type: ignore[union-attr]
     return class_by_name(name)._build(x.shape, x._dtype, x.get_metadata())

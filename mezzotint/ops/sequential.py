@@ -16,7 +16,8 @@ Group = OperationFuser | nn.Module
 class Sequential(Named):
     """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names.
 
-    A run of operations is one step: hooks of an operation in it are not called; those of this and of others are.
+    A run of operations is one step: hooks of an operation in it are not called; those of this and of others are. An
+    operation whose class writes a `forward` of its own is called as any other module is.
     Modules without a name get their path in this as one, which recipes see in their roles.
     """
 
@@ -212,7 +213,7 @@ def _group(modules: list[Any]) -> list[Group]:
     groups: list[Group] = []
     run: list[FusibleOperation] = []
     for module in modules:
-        if isinstance(module, FusibleOperation):
+        if isinstance(module, FusibleOperation) and not module._is_module:
             run.append(module)
             continue
         if run:

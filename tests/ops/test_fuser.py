@@ -12,6 +12,8 @@ from torch import nn
 import mezzotint as mz
 from mezzotint import ops
 from mezzotint import recipe as recipes
+from mezzotint.functional import linear as functional_linear
+from mezzotint.ops.op import Run
 from tests.ops.user_ops import (
     OPTIONS,
     CountingLinear,
@@ -20,6 +22,7 @@ from tests.ops.user_ops import (
     Square,
     mlp,
     names,
+    registries,
     results,
     shaken,
     step,
@@ -604,6 +607,47 @@ def test_an_input_that_needs_no_gradient() -> None:
     assert without.pop("input") is None
     del with_input["input"]
     assert_equal(without, with_input)
+
+
+@over_recipes
+@pytest.mark.parametrize("upto", [0, 2])
+def test_an_input_gradient_that_nobody_needs_is_not_computed(
+    upto: int, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first linear that is trained multiplies once in backward, the others twice."""
+    model, products = ops.Sequential(*[linear(seed) for seed in range(4)]), []
+    for op in list(model)[:upto]:
+        op.requires_grad_(False)
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        products.append(kwargs)
+        return multiply(*args, **kwargs)
+
+    multiply = functional_linear.multiply
+    monkeypatch.setattr(functional_linear, "multiply", counted)
+    for needs_grad, expected in ((False, 2 * (4 - upto) - 1), (True, 8 - upto)):
+        with mz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+            y = model(x32().requires_grad_(needs_grad))
+        products.clear()
+        gradient(y).backward()
+        assert len(products) == expected
+
+
+def test_backwards_end_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a fused group as without fusions: processes that have fused otherwise meet over the same scales."""
+    ended: list[Any] = []
+    monkeypatch.setattr(Run, "end_backward", lambda run: ended.append(run.call.grad_state.scale))
+    options: dict[str, Any] = {**OPTIONS, "bias": False}
+    for is_empty, count in ((False, 1), (True, 3)):
+        fc1, fc2 = ops.GroupedLinear(2, WIDTH, 2 * WIDTH, **options), ops.GroupedLinear(2, WIDTH, WIDTH, **options)
+        model = ops.Sequential(fc1, ops.SwiGLU(), fc2)
+        with registries(empty=is_empty), mz.autocast(recipe=recipes.DelayedScaling()):
+            y = model(x32().requires_grad_(), [4, 12], [4, 12])
+        ended.clear()
+        gradient(y).backward()
+        assert len(model.fused_ops()["backward"][0]) == count
+        assert [scale is fc2.scale_bwd for scale in ended] == [True, False]
+        assert ended[1] is fc1.scale_bwd
 
 
 @over_recipes

@@ -1,14 +1,16 @@
 """The forms that a forward is written in, and what an operation is told when it is written wrongly."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
+import mezzotint as mz
 from mezzotint import ops
 from tests.ops.user_ops import OPTIONS, Gate, SplitGate, SplitSquare, Square, registries, step
-from tests.recipes import assert_equal, sample
+from tests.recipes import RECIPES, assert_equal, sample
 
 
 def method(*args: Any, **kwargs: Any) -> None:
@@ -193,6 +195,102 @@ def test_the_halves_of_a_split_form_make_a_whole_one() -> None:
         assert torch.equal(y, x * x * 2)
         assert extra == [()]
         assert ctx.factor == 2.0
+
+
+GIVEN: dict[str, Any] = {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
+
+
+@pytest.mark.parametrize("cls", [SplitOfWhole, OtherSave])
+def test_a_split_subclass_has_no_whole_form_of_its_parent(cls: Any) -> None:
+    x, ctx = sample(8, dtype=torch.float32), ops.OperationContext()
+    assert torch.equal(cls().op_forward(ctx, x, **GIVEN), x * x * 9)
+    assert ctx.factor == (3.0 if cls is SplitOfWhole else 9.0)
+    y, _ = cls().fuser_forward([ctx], x, basic_op_extra_inputs=[()], basic_op_kwargs=[{}], **GIVEN)
+    assert torch.equal(y, x * x * 9)
+
+
+def test_a_form_of_one_family_hides_those_of_the_other() -> None:
+    """Also for who calls `fuser_forward` and `fuser_backward`, as a pipeline does."""
+
+    class SplitOverFuser(FuserOverOp):
+        op_forward_compute = SplitOfWhole.op_forward_compute
+        op_forward_save_ctx = SplitOfWhole.op_forward_save_ctx
+
+    class Backward(SplitSquare):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **given: Any) -> Any:
+            raise AssertionError("not this one")
+
+    class OpBackward(Backward):
+        op_backward = Square.op_backward
+
+    x = sample(8, dtype=torch.float32)
+    for cls in (OpOverFuser, SplitOverFuser):
+        given: dict[str, Any] = {"basic_op_extra_inputs": [()], "basic_op_kwargs": [{}], **GIVEN}
+        ctx = ops.OperationContext()
+        cls().fuser_forward([ctx], x, **given)
+        assert ctx.factor == 3.0
+    assert_equal(step(OpBackward(), x), step(SplitSquare(), x))
+
+
+def test_a_child_completes_a_half_that_a_class_mixed_in_wrote() -> None:
+    class Halves:
+        op_forward_compute = SplitOfWhole.op_forward_compute
+        op_forward_save_ctx = SplitOfWhole.op_forward_save_ctx
+
+    class Split(Halves, Square):
+        pass
+
+    class Child(Split):
+        def op_forward_save_ctx(self, ctx: Any, *args: Any, **given: Any) -> None:
+            super().op_forward_save_ctx(ctx, *args, **given)
+
+    x = sample(8)
+    assert_equal(step(Child(), x), step(SplitOfWhole(), x))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_forward_without_extra_inputs_of_an_operation_with_some_raises(whole: bool) -> None:
+    forms = (Square,) if whole else (SplitSquare,)
+    cls = type("Made", forms, {"num_extra_inputs": 1})
+    with pytest.raises(TypeError, match=r"extra inputs.*fuser_forward_compute"):
+        cls()(sample(8), sample(8))
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "delayed"])
+@pytest.mark.parametrize("make", ["linear", "grouped", "quantize", "fused"])
+def test_built_in_forwards_are_called_by_users(make: str, recipe: str) -> None:
+    """Of upstream's code: a forward gets a context and the quantizers of the neighbours, and nothing else."""
+    torch.manual_seed(0)
+    linear, bias = ops.BasicLinear(64, 32, **OPTIONS), ops.Bias(32, **OPTIONS)
+    made: dict[str, Any] = {
+        "linear": linear,
+        "grouped": ops.GroupedLinear(2, 64, 32, **OPTIONS),
+        "quantize": ops.Quantize(True, True),
+        "fused": ops.fused.ForwardLinearBiasActivation(linear=linear, bias=bias, activation=None),
+    }
+    op, x, splits = made[make], sample(8), [3, 5]
+    extra = (splits,) if make == "grouped" else ()
+    basic = list(op.basic_ops) if make == "fused" else [op]
+    chosen = RECIPES[recipe]
+    with mz.autocast(enabled=chosen is not None, recipe=chosen), torch.no_grad():
+        expected = copy.deepcopy(op)(x, *extra)
+
+    ctxs = [ops.OperationContext() for _ in basic]
+    with mz.autocast(enabled=chosen is not None, recipe=chosen):
+        if make in ("linear", "quantize"):
+            y = op.op_forward(ctxs[0], x, **GIVEN)
+        else:
+            given = {"basic_op_extra_inputs": [extra for _ in basic], "basic_op_kwargs": [{} for _ in basic]}
+            y, _ = op.fuser_forward(ctxs, x, **given, **GIVEN)
+    plain = y.dequantize() if isinstance(y, mz.QuantizedTensorStorage) else y
+    expected = expected.dequantize() if isinstance(expected, mz.QuantizedTensor) else expected
+    assert torch.equal(plain, expected)
+    if make == "linear":
+        ctxs[0].saved_tensors = ctxs[0].to_save
+        dx, (dw,) = op.op_backward(ctxs[0], torch.ones_like(y))
+        assert (dx.shape, dw.shape) == (x.shape, op.weight.shape)
+        with pytest.raises(TypeError, match=r"keyword arguments \['unknown'\]"):
+            op.op_forward(ops.OperationContext(), x, unknown=1, **GIVEN)
 
 
 # Whole forms in eager code and in graphs

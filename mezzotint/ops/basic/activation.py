@@ -20,7 +20,7 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.kernels.activation import PARAMETERS
 from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.op import BasicOperation, OperationContext, used
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.quantize import quantize_storage
@@ -47,7 +47,12 @@ class Activation(BasicOperation):
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
-        ctx.save_for_backward(*tensors_to_save)
+        self.save(ctx, *tensors_to_save)
+
+    def save(self, ctx: OperationContext, *tensors: Any) -> None:
+        """What `gradient` reads: x and, of scaled activations, the scales; which activation it was."""
+        ctx.save_for_backward(*tensors)
+        ctx.activation, ctx.params, ctx.glu_interleave_size = self.activation, self.params, self.glu_interleave_size
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         dx, _, _ = self.gradient(ctx, grad_output, ctx.prev_op_grad_output_quantizer, None)
@@ -57,7 +62,7 @@ class Activation(BasicOperation):
         """Output, and the input as backward gets it."""
         x: Any = plain(input_)
         self.output_width(x)
-        args = ActivationFwdArgs(self._halves(x), self.activation, self.params, None, scales)
+        args = ActivationFwdArgs(_halves(x, self.glu_interleave_size), self.activation, self.params, None, scales)
         if quantizer is None:
             y = activate(args)
         else:
@@ -82,23 +87,25 @@ class Activation(BasicOperation):
     ) -> tuple[Any, torch.Tensor | None, ActivationBwdArgs]:
         """The input's gradient, made with `quantizer`, and its column sums in dtype `sums` (these of plain `dy`s too).
 
-        `ctx`'s last saved tensors are x and, of scaled activations, the scales.
+        `ctx` is as `save` wrote it.
         """
         x, *scales = ctx.saved_tensors
-        args = ActivationBwdArgs(self._halves(plain(x)), self.activation, self.params, scales[0] if scales else None)
+        name, params, size = [used(ctx, self, each) for each in ("activation", "params", "glu_interleave_size")]
+        args = ActivationBwdArgs(_halves(plain(x), size), name, params, scales[0] if scales else None)
         dy = plain(grad_output)
-        if quantizer is None or self.glu_interleave_size is not None:
+        if quantizer is None or size is not None:
             dx = activation_gradient(args, dy)
-            if self.glu_interleave_size is not None:
-                dx = interleave_glu_tensor(dx, self.glu_interleave_size)
+            if size is not None:
+                dx = interleave_glu_tensor(dx, size)
             return dx, None, args
         dx, amax, summed = activation_gradient_quantized(args, dy, *value_and_scale(quantizer), sums)
         enter(quantizer, amax)
         return dx, summed, args
 
-    def _halves(self, x: torch.Tensor) -> torch.Tensor:
-        """[x1 | x2], which may lie interleaved."""
-        return x if self.glu_interleave_size is None else deinterleave_glu_tensor(x, self.glu_interleave_size)
+
+def _halves(x: torch.Tensor, interleave_size: int | None) -> torch.Tensor:
+    """[x1 | x2], which may lie interleaved."""
+    return x if interleave_size is None else deinterleave_glu_tensor(x, interleave_size)
 
 
 _CACHE = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
@@ -209,7 +216,7 @@ class SiTUGLU(SwiGLU):
         self.params = (float(beta1), float(beta2))
 
 
-class _Scaled(Activation):
+class ScaledActivation(Activation):
     """act(x), its rows multiplied by the extra input `scales` (…), one for each: the weights of a router."""
 
     num_extra_inputs = 1
@@ -226,7 +233,7 @@ class _Scaled(Activation):
     def fuser_forward_save_ctx(
         self, basic_op_ctxs: list[OperationContext], input_: Any, tensors_to_save: Any, **given: Any
     ) -> None:
-        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+        self.save(basic_op_ctxs[0], *tensors_to_save)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
@@ -244,13 +251,13 @@ def check_scales(scales: torch.Tensor, leading: Any) -> None:
         raise ValueError(f"the scales have shape {tuple(scales.shape)}: give one for each row, {tuple(leading)}")
 
 
-class ScaledSReLU(_Scaled):
+class ScaledSReLU(ScaledActivation):
     """max(x, 0)² · scales."""
 
     activation = "srelu"
 
 
-class ScaledSwiGLU(_Scaled):
+class ScaledSwiGLU(ScaledActivation):
     """silu(x1) · x2 · scales."""
 
     activation = "swiglu"

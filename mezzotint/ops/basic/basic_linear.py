@@ -24,6 +24,7 @@ from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.layer.base import Call
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
+from mezzotint.ops.compat import functional_backward, functional_forward
 from mezzotint.ops.op import BasicOperation, OperationContext, Run
 from mezzotint.ops.quantizing import delayed, enter, holds, plain
 from mezzotint.recipe import slot
@@ -200,6 +201,9 @@ class BasicLinear(BasicOperation):
         dx, dw, _, amax = linear_backward(saved, dy, dy_q)
         enter(ctx.grad_output_quantizer, amax)
         return dx, (dw,)
+
+    _functional_forward = staticmethod(functional_forward)
+    _functional_backward = staticmethod(functional_backward)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

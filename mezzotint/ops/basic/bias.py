@@ -65,12 +65,13 @@ class Bias(BasicOperation):
         self.save(ctx)
 
     def save(self, ctx: OperationContext) -> None:
-        """Whether its gradient is wanted: of parameters, since what is computed of them in here has none."""
-        ctx.needs_bias = any(param.requires_grad for param in self.parameters())
+        """The dtype of its gradient; None where that is not wanted: asked of parameters, since what is computed of
+        them in here needs none."""
+        ctx.bias_dtype = self.bias.dtype if any(param.requires_grad for param in self.parameters()) else None
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         dy = plain(grad_output)
-        return dy, (run_op(column_sum, dy, self.bias.dtype) if ctx.needs_bias else None,)
+        return dy, (None if ctx.bias_dtype is None else run_op(column_sum, dy, ctx.bias_dtype),)
 
     def extra_repr(self) -> str:
         return f"{self.size}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from mezzotint.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from mezzotint.distributed.groups import world_size
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.op import BasicOperation, OperationContext, used
 from mezzotint.ops.quantizing import plain
 
 
@@ -22,7 +22,7 @@ class _Collective(BasicOperation):
     def _collect(self, x: Any) -> Any:
         raise NotImplementedError
 
-    def _collect_gradient(self, dy: Any) -> Any:
+    def _collect_gradient(self, ctx: OperationContext, dy: Any) -> Any:
         raise NotImplementedError
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -31,10 +31,10 @@ class _Collective(BasicOperation):
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
-        pass
+        ctx.process_group = self.process_group
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
-        return self._collect_gradient(grad_output), ()
+        return self._collect_gradient(ctx, grad_output), ()
 
 
 class AllGather(_Collective):
@@ -43,8 +43,8 @@ class AllGather(_Collective):
     def _collect(self, x: Any) -> Any:
         return all_gather(plain(x), self.process_group)
 
-    def _collect_gradient(self, dy: Any) -> Any:
-        return reduce_scatter(plain(dy), self.process_group)
+    def _collect_gradient(self, ctx: OperationContext, dy: Any) -> Any:
+        return reduce_scatter(plain(dy), used(ctx, self, "process_group"))
 
 
 class ReduceScatter(_Collective):
@@ -53,8 +53,8 @@ class ReduceScatter(_Collective):
     def _collect(self, x: Any) -> Any:
         return reduce_scatter(plain(x), self.process_group)
 
-    def _collect_gradient(self, dy: Any) -> Any:
-        return all_gather(plain(dy), self.process_group)
+    def _collect_gradient(self, ctx: OperationContext, dy: Any) -> Any:
+        return all_gather(plain(dy), used(ctx, self, "process_group"))
 
 
 class AllReduce(_Collective):
@@ -67,5 +67,11 @@ class AllReduce(_Collective):
     def _collect(self, x: Any) -> Any:
         return all_reduce(plain(x), self.process_group)
 
-    def _collect_gradient(self, dy: Any) -> Any:
-        return all_reduce(plain(dy), self.process_group) if self.reduce_in_backward else dy
+    def op_forward_save_ctx(
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
+    ) -> None:
+        super().op_forward_save_ctx(ctx, input_, tensors_to_save, **given)
+        ctx.reduce_in_backward = self.reduce_in_backward
+
+    def _collect_gradient(self, ctx: OperationContext, dy: Any) -> Any:
+        return all_reduce(plain(dy), used(ctx, self, "process_group")) if used(ctx, self, "reduce_in_backward") else dy

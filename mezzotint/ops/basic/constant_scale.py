@@ -4,7 +4,7 @@ from typing import Any
 
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import scale
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.op import BasicOperation, OperationContext, used
 from mezzotint.ops.quantizing import plain
 
 
@@ -23,10 +23,10 @@ class ConstantScale(BasicOperation):
     def op_forward_save_ctx(
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
-        pass
+        ctx.scale = self.scale
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
-        return run_op(scale, plain(grad_output), self.scale), ()
+        return run_op(scale, plain(grad_output), used(ctx, self, "scale")), ()
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}"

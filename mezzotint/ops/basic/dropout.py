@@ -34,12 +34,13 @@ class Dropout(BasicOperation):
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
         ctx.save_for_backward(*tensors_to_save)
+        ctx.dropout_probability = self.dropout_probability
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         if not ctx.saved_tensors:
             return grad_output, ()
         (rng,) = ctx.saved_tensors
-        return run_op(dropout, plain(grad_output), rng, self.dropout_probability), ()
+        return run_op(dropout, plain(grad_output), rng, ctx.dropout_probability), ()
 
     def _drops(self) -> bool:
         return self.training and self.dropout_probability > 0.0

@@ -186,24 +186,25 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         **given: Any,
     ) -> None:
         args = self.args(plain(input_), basic_op_extra_inputs[0][0], basic_op_kwargs[0]["run"])
-        self.save(basic_op_ctxs[0], args, tensors_to_save, *basic_op_extra_inputs[0][1:])
+        scaled = (basic_op_extra_inputs[0][1], *self._group_parameters()[1]) if self.scale_bias else ()
+        self.save(basic_op_ctxs[0], args, tensors_to_save, *scaled)
 
     def save(
-        self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...], *scales: torch.Tensor
+        self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...], *scaled: torch.Tensor
     ) -> None:
-        """What backward needs."""
-        ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scales)
+        """What backward needs; `scaled`: with `scale_bias` the scales and the biases."""
+        ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scaled)
         ctx.grad_state = args.grad_state
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
         ctx, dy = basic_op_ctxs[0], plain(grad_output)
-        if not self.scale_bias:
+        saved, *scaled = ctx.saved_tensors
+        if not scaled:
             dx, grads = self.gradients(ctx, dy)
             return dx, [grads], [(None,)]
-        saved, scales = ctx.saved_tensors
-        biases = self._group_parameters()[1]
+        scales, biases = scaled[0], tuple(scaled[1:])
         each = list(groups_of(biases, 1))
         ds, *dbs = run_op(scaled_bias_backward, as_matrix(dy), scales.reshape(-1), each, list(saved.splits))
         dx, grads = self.gradients(ctx, dy, as_parameters(tuple(dbs), is_stack(biases, 1)))
@@ -229,7 +230,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         slots = [slot(group, "grad_output") for group, amax in enumerate(amaxes) if amax is not None]
         if slots:
             seen = [amax for amax in amaxes if amax is not None]
-            enter_amaxes(ctx.grad_state, self.amax_history_bwd, seen, slots)
+            enter_amaxes(ctx.grad_state, ctx.grad_state.history, seen, slots)
         dx, dws, dbs = grads
         if dx is not None:
             dx = dx.view(*leading, dx.shape[1])

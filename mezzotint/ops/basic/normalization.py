@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, which hand their output over quantized where the operation behind wants it so."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -8,12 +8,10 @@ import torch
 from mezzotint.functional.norm import (
     NormBwdArgs,
     NormFwdArgs,
-    NormMade,
     NormOptions,
     norm_forward,
     norm_forward_quantized,
     norm_gradients,
-    norm_setup,
 )
 from mezzotint.layer.norm import register_norm, reset_norm
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
@@ -21,7 +19,9 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 
 
-class _Norm(BasicOperation):
+class Normalization(BasicOperation):
+    """What LayerNorm and RMSNorm share: all but `rms`."""
+
     rms: bool
     _keywords = ()
     _parameter_names = ("weight", "bias")
@@ -63,7 +63,10 @@ class _Norm(BasicOperation):
         if len(self.normalized_shape) > 1:
             x = _flat(x, self.normalized_shape)
             gamma, beta = gamma.flatten(), None if beta is None else beta.flatten()
-        return NormFwdArgs(x, gamma, beta, NormOptions(self.eps, self.zero_centered_gamma, self.rms))
+        return NormFwdArgs(x, gamma, beta, self._options())
+
+    def _options(self) -> NormOptions:
+        return NormOptions(self.eps, self.zero_centered_gamma, self.rms)
 
     def op_forward_compute(
         self, input_: Any, *, next_op_input_quantizer: Any, **given: Any
@@ -82,23 +85,26 @@ class _Norm(BasicOperation):
         self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], **given: Any
     ) -> None:
         ctx.save_for_backward(*tensors_to_save, self.weight)
+        ctx.options, ctx.has_beta = self._options(), self.bias is not None
 
     def backward_args(self, ctx: OperationContext) -> NormBwdArgs:
         """What the functional core keeps, from what was saved."""
-        x, mu, rs, weight = ctx.saved_tensors
-        args = self._args(x)
-        args.gamma = weight.flatten() if weight.dim() > 1 else weight
-        return norm_setup(args, NormMade(args.x, mu, rs))
+        x, mu, rs, gamma = ctx.saved_tensors
+        if gamma.dim() > 1:
+            x, gamma = _flat(x, gamma.shape), gamma.flatten()
+        return NormBwdArgs(x, mu, rs, gamma, ctx.options, ctx.has_beta)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         saved = self.backward_args(ctx)
         dx, dgamma, dbeta = norm_gradients(saved, plain(grad_output).reshape(saved.x.shape))
-        return dx.view(ctx.saved_tensors[0].shape), self.param_gradients(dgamma, dbeta)
+        return dx.view(ctx.saved_tensors[0].shape), self.param_gradients(ctx, dgamma, dbeta)
 
-    def param_gradients(self, dgamma: torch.Tensor, dbeta: torch.Tensor | None) -> tuple[Any, ...]:
+    def param_gradients(
+        self, ctx: OperationContext, dgamma: torch.Tensor, dbeta: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         """Those that there are parameters for, in their shape."""
         grads = (dgamma,) if dbeta is None else (dgamma, dbeta)
-        return tuple([grad.view(self.normalized_shape) for grad in grads])
+        return tuple([grad.view(ctx.saved_tensors[3].shape) for grad in grads])
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
@@ -109,20 +115,20 @@ def _check_shape(x: torch.Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"input has shape {tuple(x.shape)}: its last dimensions must be {shape}")
 
 
-def _flat(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _flat(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     size = 1
     for extent in shape:
         size *= extent
     return x.reshape(*x.shape[: x.dim() - len(shape)], size)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(Normalization):
     """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
 
     rms = False
 
 
-class RMSNorm(_Norm):
+class RMSNorm(Normalization):
     """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
 
     rms = True

@@ -6,7 +6,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.ops.basic.activation import Activation
 from mezzotint.ops.basic.bias import Bias
-from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 
 
@@ -19,9 +19,9 @@ class BackwardActivationBias(FusedOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        bias, activation = self.basic_ops
+        activation = self.basic_ops[1]
         bias_ctx, activation_ctx = basic_op_ctxs
-        dtype = bias.bias.dtype if bias_ctx.needs_bias else None
+        dtype = bias_ctx.bias_dtype
         quantizer = bias_ctx.prev_op_grad_output_quantizer
         dx, db, _ = activation.gradient(activation_ctx, grad_output, quantizer, dtype)  # type: ignore[operator]
         if dtype is not None and db is None:
@@ -34,8 +34,7 @@ def fuse_backward_activation_bias(ops: list[FusibleOperation], *, recipe: Any) -
         return ops
 
     def fuse(bias: Any, activation: Any) -> FusibleOperation | None:
-        is_activation = isinstance(activation, Activation) and activation.num_extra_inputs == 0
-        if isinstance(bias, Bias) and is_activation:
+        if computes_as(bias, Bias) and computes_as(activation, Activation):
             return BackwardActivationBias(bias=bias, activation=activation)
         return None
 

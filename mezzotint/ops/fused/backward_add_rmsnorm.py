@@ -4,8 +4,8 @@ from typing import Any
 
 from mezzotint.functional.norm import norm_gradients
 from mezzotint.ops.basic.make_extra_output import MakeExtraOutput
-from mezzotint.ops.basic.normalization import LayerNorm, RMSNorm
-from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.basic.normalization import LayerNorm, Normalization, RMSNorm
+from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 
@@ -25,12 +25,12 @@ class BackwardAddRMSNorm(FusedOperation):
         residual = None if extra is None else extra.reshape(shape)
         dx, dgamma, dbeta = norm_gradients(saved, plain(grad_output).reshape(shape), residual)
         dx = dx.view(basic_op_ctxs[1].saved_tensors[0].shape)
-        return dx, [(), norm.param_gradients(dgamma, dbeta)], [(), ()]
+        return dx, [(), norm.param_gradients(basic_op_ctxs[1], dgamma, dbeta)], [(), ()]
 
 
 def fuse_backward_add_rmsnorm(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(add: Any, norm: Any) -> FusibleOperation | None:
-        if isinstance(add, MakeExtraOutput) and not add.in_place and isinstance(norm, RMSNorm | LayerNorm):
+        if computes_as(add, MakeExtraOutput) and not add.in_place and computes_as(norm, Normalization):
             return BackwardAddRMSNorm(add=add, rmsnorm=norm)
         return None
 

@@ -5,7 +5,7 @@ from typing import Any
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.constant_scale import ConstantScale
 from mezzotint.ops.basic.make_extra_output import MakeExtraOutput, add_gradient
-from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 
 
@@ -40,7 +40,7 @@ class BackwardLinearScale(FusedOperation):
 
 def fuse_backward_linear_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(make_extra: Any, linear: Any) -> FusibleOperation | None:
-        if isinstance(make_extra, MakeExtraOutput) and make_extra.in_place and isinstance(linear, BasicLinear):
+        if computes_as(make_extra, MakeExtraOutput) and make_extra.in_place and computes_as(linear, BasicLinear):
             return BackwardLinearAdd(backward_add=make_extra, linear=linear)
         return None
 
@@ -49,7 +49,7 @@ def fuse_backward_linear_add(ops: list[FusibleOperation], *, recipe: Any) -> lis
 
 def fuse_backward_linear_scale(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(linear: Any, scale: Any) -> FusibleOperation | None:
-        if isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale):
+        if computes_as(linear, BasicLinear) and computes_as(scale, ConstantScale):
             return BackwardLinearScale(scale=scale, linear=linear)
         return None
 

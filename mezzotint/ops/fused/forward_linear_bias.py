@@ -15,7 +15,7 @@ from mezzotint.ops.basic.add_extra_input import AddExtraInput, add_extra
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.constant_scale import ConstantScale
-from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 
@@ -40,6 +40,9 @@ class ForwardLinear(FusedOperation):
     def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
         """The operations behind: output, and what the last of them saves. `extra`: its extra inputs."""
         return y, ()
+
+    def _save_behind(self, ctxs: list[OperationContext], tensors: tuple[Any, ...]) -> None:
+        """What their backwards need: `tensors` as `_behind` gave them."""
 
     def fuser_forward_compute(
         self,
@@ -69,8 +72,7 @@ class ForwardLinear(FusedOperation):
             linear.save(basic_op_ctxs[0], input_, tensors_to_save[:1], basic_op_kwargs[0]["run"])
         if bias is not None:
             bias.save(basic_op_ctxs[1])
-        if len(tensors_to_save) > 1:
-            basic_op_ctxs[-1].save_for_backward(*tensors_to_save[1:])
+        self._save_behind(basic_op_ctxs[1 if bias is None else 2 :], tensors_to_save[1:])
 
 
 class ForwardLinearBiasActivation(ForwardLinear):
@@ -85,6 +87,10 @@ class ForwardLinearBiasActivation(ForwardLinear):
                 y, prev_op_grad_output_quantizer=None, next_op_input_quantizer=next_op_input_quantizer
             )
         return y, ()
+
+    def _save_behind(self, ctxs: list[OperationContext], tensors: tuple[Any, ...]) -> None:
+        for activation in self._parts()[2]:
+            activation.save(ctxs[0], *tensors)
 
 
 class ForwardLinearBiasAdd(ForwardLinear):
@@ -110,10 +116,13 @@ class ForwardLinearScaleAdd(ForwardLinear):
             )
         return run_op(scale_add, y, self._parts()[2][0].scale, plain(extra[0])), ()
 
+    def _save_behind(self, ctxs: list[OperationContext], tensors: tuple[Any, ...]) -> None:
+        self._parts()[2][0].op_forward_save_ctx(ctxs[0], None, ())
+
 
 def fuse_forward_linear_scale_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(linear: Any, scale: Any, add: Any) -> FusibleOperation | None:
-        if isinstance(linear, BasicLinear) and isinstance(scale, ConstantScale) and isinstance(add, AddExtraInput):
+        if computes_as(linear, BasicLinear) and computes_as(scale, ConstantScale) and computes_as(add, AddExtraInput):
             return ForwardLinearScaleAdd(linear=linear, scale=scale, add=add)
         return None
 
@@ -122,12 +131,12 @@ def fuse_forward_linear_scale_add(ops: list[FusibleOperation], *, recipe: Any) -
 
 def fuse_forward_linear_bias_add(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(linear: Any, bias: Any, add: Any) -> FusibleOperation | None:
-        if isinstance(linear, BasicLinear) and isinstance(bias, Bias) and isinstance(add, AddExtraInput):
+        if computes_as(linear, BasicLinear) and computes_as(bias, Bias) and computes_as(add, AddExtraInput):
             return ForwardLinearBiasAdd(linear=linear, bias=bias, add=add)
         return None
 
     def fuse_without(linear: Any, add: Any) -> FusibleOperation | None:
-        if isinstance(linear, BasicLinear) and isinstance(add, AddExtraInput):
+        if computes_as(linear, BasicLinear) and computes_as(add, AddExtraInput):
             return ForwardLinearBiasAdd(linear=linear, bias=None, add=add)
         return None
 
@@ -136,13 +145,12 @@ def fuse_forward_linear_bias_add(ops: list[FusibleOperation], *, recipe: Any) ->
 
 def fuse_forward_linear_bias_activation(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(linear: Any, bias: Any, activation: Any) -> FusibleOperation | None:
-        is_activation = isinstance(activation, Activation) and activation.num_extra_inputs == 0
-        if isinstance(linear, BasicLinear) and isinstance(bias, Bias) and is_activation:
+        if computes_as(linear, BasicLinear) and computes_as(bias, Bias) and computes_as(activation, Activation):
             return ForwardLinearBiasActivation(linear=linear, bias=bias, activation=activation)
         return None
 
     def fuse_without(linear: Any, bias: Any) -> FusibleOperation | None:
-        if isinstance(linear, BasicLinear) and isinstance(bias, Bias):
+        if computes_as(linear, BasicLinear) and computes_as(bias, Bias):
             return ForwardLinearBiasActivation(linear=linear, bias=bias, activation=None)
         return None
 

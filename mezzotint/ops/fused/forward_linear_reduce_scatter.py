@@ -15,8 +15,8 @@ from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.collectives import ReduceScatter
 from mezzotint.ops.fused.forward_linear_bias import ForwardLinear
-from mezzotint.ops.fusion import replace_windows
-from mezzotint.ops.op import FusibleOperation
+from mezzotint.ops.fusion import computes_as, replace_windows
+from mezzotint.ops.op import FusibleOperation, OperationContext
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 PARTS = 4
@@ -44,6 +44,9 @@ class ForwardLinearReduceScatter(ForwardLinear):
         assert made is not None
         finished = [wait(part) for part in started]
         return torch.cat(finished, -1), linear.made(run, args, made)
+
+    def _save_behind(self, ctxs: list[OperationContext], tensors: tuple[Any, ...]) -> None:
+        self._parts()[2][0].op_forward_save_ctx(ctxs[0], None, ())
 
 
 def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
@@ -91,12 +94,12 @@ def rows_of(weight: Any, start: int, stop: int) -> Any:
 
 def fuse_forward_linear_reduce_scatter(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
     def fuse(linear: Any, bias: Any, reduce_scatter: Any) -> FusibleOperation | None:
-        if not (isinstance(linear, BasicLinear) and isinstance(bias, Bias) and _overlaps(reduce_scatter)):
+        if not (computes_as(linear, BasicLinear) and computes_as(bias, Bias) and _overlaps(reduce_scatter)):
             return None
         return ForwardLinearReduceScatter(linear=linear, bias=bias, reduce_scatter=reduce_scatter)
 
     def fuse_without(linear: Any, reduce_scatter: Any) -> FusibleOperation | None:
-        if not (isinstance(linear, BasicLinear) and _overlaps(reduce_scatter)):
+        if not (computes_as(linear, BasicLinear) and _overlaps(reduce_scatter)):
             return None
         return ForwardLinearReduceScatter(linear=linear, bias=None, reduce_scatter=reduce_scatter)
 
@@ -104,4 +107,4 @@ def fuse_forward_linear_reduce_scatter(ops: list[FusibleOperation], *, recipe: A
 
 
 def _overlaps(op: Any) -> bool:
-    return isinstance(op, ReduceScatter) and op.process_group_size > 1
+    return computes_as(op, ReduceScatter) and op.process_group_size > 1

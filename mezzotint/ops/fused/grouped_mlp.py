@@ -16,9 +16,9 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.functional.grouped_linear import grouped_linear_forward
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.ops.basic.activation import Activation, check_scales
+from mezzotint.ops.basic.activation import Activation, ScaledActivation, check_scales
 from mezzotint.ops.basic.grouped_linear import GroupedLinear
-from mezzotint.ops.fusion import replace_windows
+from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 
@@ -64,7 +64,7 @@ class GroupedMLP(FusedOperation):
         basic_op_kwargs: Any,
         **given: Any,
     ) -> None:
-        fc1, _, fc2 = self._ops()
+        fc1, activation, fc2 = self._ops()
         (splits1,), scales, (splits2,) = basic_op_extra_inputs
         count = fc1.num_groups
         hidden = tensors_to_save[count]
@@ -72,18 +72,19 @@ class GroupedMLP(FusedOperation):
         args2 = fc2.args(hidden[:, : fc2.in_features], splits2, basic_op_kwargs[2]["run"])
         if basic_op_ctxs[0].requires_grad:
             fc1.save(basic_op_ctxs[0], args1, tensors_to_save[:count])
-        basic_op_ctxs[1].save_for_backward(hidden, *scales)
+        activation.save(basic_op_ctxs[1], hidden, *scales)
         fc2.save(basic_op_ctxs[2], args2, tensors_to_save[count + 1 :])
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
     ) -> Any:
-        fc1, activation, fc2 = self._ops()
+        fc1, _, fc2 = self._ops()
         da, grads2 = fc2.gradients(basic_op_ctxs[2], plain(grad_output))
         da = as_matrix(da)
         hidden, *scales = basic_op_ctxs[1].saved_tensors
         saved1 = basic_op_ctxs[0].saved_tensors[0]
-        act = ActivationBwdArgs(hidden, activation.activation, activation.params, scales[0] if scales else None)
+        ctx = basic_op_ctxs[1]
+        act = ActivationBwdArgs(hidden, ctx.activation, ctx.params, scales[0] if scales else None)
         if saved1.quantizers[0].grad_output is None:  # only biases need gradients: there is no product to quantize for
             dx, grads1 = fc1.gradients(basic_op_ctxs[0], activation_gradient(act, da))
         else:
@@ -125,9 +126,9 @@ def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> list[Fusibl
         return ops
 
     def fuse(fc1: Any, activation: Any, fc2: Any) -> FusibleOperation | None:
-        if not (isinstance(fc1, GroupedLinear) and isinstance(fc2, GroupedLinear)):
+        if not (computes_as(fc1, GroupedLinear) and computes_as(fc2, GroupedLinear)):
             return None
-        if not isinstance(activation, Activation) or activation.cache_quantized_input:
+        if not computes_as(activation, Activation, ScaledActivation) or activation.cache_quantized_input:
             return None
         if activation.glu_interleave_size is not None or fc1.num_groups != fc2.num_groups:
             return None
