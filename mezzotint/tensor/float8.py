@@ -42,6 +42,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
     _scale_inv: torch.Tensor
     _fp8_dtype: DType
 
+    def _plain_quantizer(self) -> Quantizer:
+        return Float8ScaledQuantizer(self._fp8_dtype)
+
     @property
     def _transpose_invalid(self) -> bool:
         return self._transpose is None

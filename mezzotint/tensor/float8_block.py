@@ -32,6 +32,9 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
 
     _is_2D_scaled: bool
 
+    def _plain_quantizer(self) -> Quantizer:
+        return Float8BlockQuantizer(self._fp8_dtype, block_scaling_dim=2 if self._is_2D_scaled else 1)
+
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale_inv, columnwise = self._any_side()
         return float8_block_dequantize(data, scale_inv, int(self._fp8_dtype), self._is_2D_scaled, columnwise, dtype)

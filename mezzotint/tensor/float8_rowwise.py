@@ -26,6 +26,9 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
 
     _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
 
+    def _plain_quantizer(self) -> Quantizer:
+        return Float8RowwiseQuantizer(self._fp8_dtype)
+
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale_inv, columnwise = self._any_side()
         return float8_rowwise_dequantize(data, scale_inv, int(self._fp8_dtype), columnwise, dtype)

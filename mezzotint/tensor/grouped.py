@@ -28,6 +28,7 @@ from mezzotint.tensor.grouped_shapes import (
     whole_shape,
 )
 from mezzotint.tensor.grouped_sharding import gather_members, member_rows, send_members
+from mezzotint.tensor.loading import Specs
 from mezzotint.tensor.quantize import assemble, check_noop, update_quantized
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -129,6 +130,25 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         check_dtype(rowwise_data.dtype)
         buffers = {"data": rowwise_data.detach().view(-1)}
         return _hold((shape,) * num_tensors, None, internal, rowwise_data.dtype, buffers)
+
+    def _layouts(self, shape: tuple[int, ...]) -> list[list[Specs]]:
+        """Of flat buffers; the sizes of members are said twice, and must be the same on the host."""
+        given = self.shapes
+        if not isinstance(given, tuple) or not all(isinstance(each, tuple) for each in given) or not given:
+            raise ValueError(f"shapes is {given!r}: give a tuple with the shape of each member")
+        if any(len(each) not in (1, 2) or not all(type(n) is int and n >= 0 for n in each) for each in given):
+            raise ValueError(f"shapes is {given!r}: members have one or two dimensions, none of them negative")
+        check_quantizer(self._quantizer)
+        specs: Specs = {
+            slot: ((size,), kind) for slot, (size, kind) in _sizes(given, self._quantizer, self._dtype).items()
+        }
+        for name, values in _dims(given).items():
+            held = getattr(self, name)
+            if (held is None) != (values is None) or (values is not None and held.tolist() != values):
+                raise ValueError(f"{name} is not that of members of shapes {given}: the file is damaged; load another")
+            if values is not None:
+                specs[name] = ((len(values),), torch.int64)
+        return [[specs]]
 
     # Shapes
 
@@ -384,16 +404,30 @@ def _allocate(
     dtype = torch.float32 if dtype is None else dtype
     check_dtype(dtype)
     check_quantizer(quantizer)
-    sizes: dict[str, int] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for shape in shapes:
-        for slot, (size, kind) in describe(shape, quantizer, dtype).items():
-            sizes[slot] = sizes.get(slot, 0) + numel(size)
-            dtypes[slot] = kind
     kwargs = dict(GroupedTensorStorage._FLATTEN_TENSOR_BUFFERS)
-    buffers = {kwargs[slot]: torch.empty(size, dtype=dtypes[slot], device=device) for slot, size in sizes.items()}
+    sizes = _sizes(shapes, quantizer, dtype)
+    buffers = {kwargs[slot]: torch.empty(size, dtype=kind, device=device) for slot, (size, kind) in sizes.items()}
     internal = quantizer is not None and quantizer.internal
     return _hold(shapes, quantizer, internal, dtype, buffers)
+
+
+def _sizes(
+    shapes: tuple[Shape, ...], quantizer: Quantizer | None, dtype: torch.dtype
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Elements and dtype of each buffer."""
+    sizes: dict[str, tuple[int, torch.dtype]] = {}
+    for shape in shapes:
+        for slot, (size, kind) in describe(shape, quantizer, dtype).items():
+            before, _ = sizes.get(slot, (0, kind))
+            sizes[slot] = before + numel(size), kind
+    return sizes
+
+
+def _dims(shapes: tuple[Shape, ...]) -> dict[str, list[int] | None]:
+    """First and last dimensions and offsets of members, where they differ."""
+    first, last = first_dims(shapes), last_dims(shapes)
+    dims = {"first_dims": first if differ(first) else None, "last_dims": last if differ(last) else None}
+    return {**dims, "tensor_offsets": offsets(shapes) if differ(first) or differ(last) else None}
 
 
 def _hold(
@@ -405,13 +439,8 @@ def _hold(
 ) -> Any:
     """Buffers and shapes → storage or tensor, with a copy of the quantizer."""
     device = fields[next(iter(fields))].device
-    first, last = first_dims(shapes), last_dims(shapes)
-    for name, values, is_needed in (
-        ("first_dims", first, differ(first)),
-        ("last_dims", last, differ(last)),
-        ("tensor_offsets", offsets(shapes), differ(first) or differ(last)),
-    ):
-        fields[name] = torch.tensor(values, dtype=torch.int64, device=device) if is_needed else None
+    for name, values in _dims(shapes).items():
+        fields[name] = None if values is None else torch.tensor(values, dtype=torch.int64, device=device)
     fields["shapes"] = shapes
     # As `assemble`: one that holds tensors is no constant of a graph, and is put on what is finished.
     is_constant = quantizer is not None and quantizer._is_constant()

@@ -25,6 +25,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     _hp_data: torch.Tensor
 
+    def _plain_quantizer(self) -> Quantizer:
+        return IdentityQuantizer()
+
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self._hp_data.shape)
 

@@ -33,6 +33,9 @@ class MXFP8TensorStorage(TwoDirectionStorage):
 
     _with_gemm_swizzled_scales: bool
 
+    def _plain_quantizer(self) -> Quantizer:
+        return MXFP8Quantizer(self._fp8_dtype)
+
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale_inv, columnwise = self._any_side()
         swizzled = self._with_gemm_swizzled_scales

@@ -71,6 +71,19 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         assert self._columnwise_data is not None, "a storage without data has no shape"
         return (self._columnwise_data.shape[1] * 2, self._columnwise_data.shape[0])
 
+    def _plain_quantizer(self) -> Quantizer:
+        """The transform pads the columns of what has no whole blocks of rows, and no value says that it was applied."""
+        rows, data = matrix_shape(self._logical_shape())[0], self._columnwise_data
+        padded_rows = data is not None and data.dim() == 2 and data.shape[1] != cdiv(rows, 2)
+        padded_rows = padded_rows and not self._row_scaled_nvfp4  # which has no transform
+        return NVFP4Quantizer(
+            self._fp4_dtype,
+            with_rht=padded_rows,
+            with_post_rht_amax=padded_rows,
+            row_scaled_nvfp4=self._row_scaled_nvfp4,
+            nvfp4_e4m3_max=self._nvfp4_e4m3_max,
+        )
+
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """From the row-wise copy, else from the column-wise one, whose Hadamard transform is not undone."""
         data, scale_inv, columnwise = self._any_side()

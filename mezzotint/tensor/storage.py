@@ -7,6 +7,7 @@ import torch
 
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
+from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_by
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
@@ -85,6 +86,16 @@ class QuantizedTensorStorage(Flattenable):
         entry is of; None where an entry is of all, so that it is equal in all parts. None: parts are no parts of these
         buffers."""
         return None
+
+    def _plain_quantizer(self) -> "Quantizer | None":
+        """One that lays buffers out as the plain values say; None: the quantizer alone says it."""
+        return None
+
+    def _layouts(self, shape: tuple[int, ...]) -> list[list[Specs]]:
+        """What the buffers of a tensor of this shape are, by its plain values and by its quantizer: of each, one of
+        these. What is read from a file is compared with them."""
+        quantizers = (self._plain_quantizer(), self._quantizer)
+        return [layouts_by(quantizer, shape, self._dtype) for quantizer in quantizers]
 
     # What the declaration gives
 
@@ -287,10 +298,16 @@ def rebuild_quantized_tensor(
     requires_grad: bool = False,
     is_parameter: bool = False,
 ) -> Any:
-    """Unpickle a storage or tensor: class by qualified name, tensors and plain values. Safe under weights_only."""
+    """Unpickle a storage or tensor: class by qualified name, tensors and plain values. Safe under weights_only.
+
+    What does not fit the shape is a ValueError, before a kernel reads it.
+    """
     cls: Any = class_by_name(name)
-    fields = {kwarg: buffers.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
+    check_header(cls.__name__, shape, dtype, buffers)
+    held = {attribute: None if buffer is None else buffer.contiguous() for attribute, buffer in buffers.items()}
+    fields = {kwarg: held.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
     made = cls._build(shape, dtype, {**fields, **cls._restore_values(values)})
+    check_loaded(made, shape)
     if is_parameter:
         return torch.nn.Parameter(made, requires_grad)
     return made.requires_grad_() if requires_grad else made
