@@ -24,6 +24,7 @@ from mezzotint.cli.recipes import RECIPES
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.opaque import why_unregistered
 
 SIZE = 256
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -77,6 +78,7 @@ def doctor(device: str = "auto", compiled: bool = True, as_json: bool = False) -
             "versions": versions(),
             "formats": [asdict(row) for row in rows],
             "checks": [{**asdict(check), "is_good": check.is_good} for check in checks],
+            "why_quantizers_are_no_constants": why_unregistered(),
             "untried": UNTRIED,
             "is_good": is_good,
         }
@@ -161,6 +163,9 @@ def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check]
         errors = [f"{check.errors[key]:.4f} ({check.bounds[key]:.4f})" if check.errors else "" for key in PRODUCTS]
         table.add_row(check.recipe, check.mode, *errors, bits, "good" if check.is_good else check.problem or "WRONG")
     console.print(table)
+    reason = why_unregistered()
+    if reason is not None:
+        console.print(f"quantizers are no constants in graphs here, nor arguments of custom ops: {reason}")
     console.print(UNTRIED, highlight=False)
 
 

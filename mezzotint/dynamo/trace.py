@@ -1,72 +1,183 @@
-"""Three gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11, 2.13 and 2.15).
+"""Gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11, 2.13 and 2.15).
 
-`q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class; and a
-method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
-for a method that gives a quantized tensor. In both cases the method is there, in plain Python: we have Dynamo inline
-it. And 2.11 cannot give back an object, like a storage, that holds an opaque one which was made inside the graph.
+- `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class.
+- A method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
+  for a method that gives a quantized tensor.
+- A method that is no traced one is run while tracing, which fails where it is called with a symbolic size or a tensor.
+  In these three cases the method is there, in plain Python: we have Dynamo inline it.
+- The quantizer of a tensor that was made inside the graph is nothing that Dynamo knows.
+- 2.11 cannot give back an object, like a storage, that holds an opaque one which was made inside the graph.
+- The graph holds the very object that it was traced with, and its guard compares with that by identity first: after an
+  assignment to the object the graph would run, with the old value or the new one. Both get a snapshot instead.
+- An assignment inside the graph is done while tracing, and never again. One to an object from outside is refused.
 
-The functions are put in place when Dynamo's module is loaded.
+The functions are put in place when Dynamo's modules are loaded. A Dynamo that has no such functions is left as it is.
 """
 
-from types import ModuleType
+import functools
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 from mezzotint.dynamo.late import after_import
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
 
-_MODULE = "torch._dynamo.variables.script_object"
+_OBJECTS, _TENSORS, _GUARDS = (
+    f"torch._dynamo.{name}" for name in ("variables.script_object", "variables.tensor", "guards")
+)
 # As torch 2.15 calls them, and as those before it do.
 _VARIABLES = ("CustomClassObjectVariable", "TorchScriptObjectVariable")
 _GETATTRS = ("tp_getattro_impl", "var_getattr")
+_PATCHED = ("call_function", "call_method", "reconstruct", "as_proxy", "as_python_constant")
+_PLAIN = (bool, int, float, str, Enum, torch.dtype, type(None))
+_ASSIGNMENTS = ("__setattr__", "set_usage")
 
 
-def trace_quantizer_methods(inlined: frozenset[str]) -> None:
-    """Have Dynamo trace these methods of quantizers wherever the quantizer comes from."""
+def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
+    """Have Dynamo trace methods of quantizers wherever the quantizer comes from: those of a class that `is_traced`
+    says, and all others where they are called with what is no constant. And have it see assignments to quantizers."""
 
     def close(module: ModuleType) -> None:
         for name in _VARIABLES:
             if hasattr(module, name):
-                _close_gaps(getattr(module, name), inlined)
+                _close_gaps(getattr(module, name), is_traced)
                 break
 
-    after_import(_MODULE, close)
+    after_import(_OBJECTS, close)
+    after_import(_TENSORS, _know_quantizers)
+    after_import(_GUARDS, _compare_with_snapshots)
 
 
-def _close_gaps(variable: Any, inlined: frozenset[str]) -> None:
-    getattr_name = next(name for name in _GETATTRS if hasattr(variable, name))
-    call_function, reconstruct = variable.call_function, variable.reconstruct
-    var_getattr = getattr(variable, getattr_name)
+def _quantizer_of(variable: Any) -> Quantizer | None:
+    # Not as_python_constant(), which raises for opaque objects that are no values.
+    value = getattr(variable.value, "real_obj", variable.value)
+    return value if isinstance(value, Quantizer) else None
 
-    def is_quantizer(self: Any) -> bool:
-        # Not as_python_constant(), which raises for opaque objects that are no values.
-        return isinstance(getattr(self.value, "real_obj", self.value), Quantizer)
+
+def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
+    getattr_name = next((name for name in _GETATTRS if hasattr(variable, name)), None)
+    if getattr_name is None or not all(hasattr(variable, name) for name in _PATCHED):
+        return
+    call_function, call_method, reconstruct = variable.call_function, variable.call_method, variable.reconstruct
+    as_proxy, var_getattr = variable.as_proxy, getattr(variable, getattr_name)
 
     def inline(self: Any, name: str, tx: Any, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
         from torch._dynamo.variables.functions import UserFunctionVariable
 
-        function = UserFunctionVariable(getattr(type(self.as_python_constant()), name))
-        return function.call_function(tx, [self, *args], kwargs)
+        cls = type(self.as_python_constant())
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, FunctionType):
+            args = [self, *args]
+        elif isinstance(method, classmethod):
+            args = [VariableTracker.build(tx, cls), *args]
+        return UserFunctionVariable(getattr(method, "__func__", method)).call_function(tx, list(args), kwargs)
 
     def traced_call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if is_quantizer(self):
+        if _quantizer_of(self) is not None:
             return inline(self, "__call__", tx, args, kwargs)
         return call_function(self, tx, args, kwargs)
 
     def traced_getattr(self: Any, tx: Any, name: str) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
         from torch._dynamo.variables.misc import LambdaVariable
 
-        if self.source is None and name in inlined and is_quantizer(self):
-            return LambdaVariable(lambda *args, **kwargs: inline(self, name, tx, args, kwargs))
+        quantizer = _quantizer_of(self)
+        if quantizer is None:
+            return var_getattr(self, tx, name)
+        cls = type(quantizer)
+        if isinstance(inspect.getattr_static(cls, name, None), FunctionType | classmethod | staticmethod):
+            if is_traced(cls, name):
+                if self.source is not None:
+                    return var_getattr(self, tx, name)
+                return LambdaVariable(lambda *args, **kwargs: inline(self, name, tx, args, kwargs))
+            return LambdaVariable(lambda *args, **kwargs: ask(self, name, tx, args, kwargs))
+        if quantizer._is_value() and isinstance(getattr(quantizer, name, object), _PLAIN):
+            return VariableTracker.build(tx, getattr(quantizer, name))  # guarded with the quantizer as a whole
         return var_getattr(self, tx, name)
+
+    def ask(self: Any, name: str, tx: Any, args: Any, kwargs: Any) -> Any:
+        if all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
+            return self.call_method(tx, name, args, kwargs)
+        return inline(self, name, tx, args, kwargs)
+
+    def traced_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        from torch._dynamo.exc import unimplemented
+        from torch._dynamo.variables.constant import ConstantVariable
+
+        quantizer = _quantizer_of(self)
+        if quantizer is None or name not in _ASSIGNMENTS:
+            return call_method(self, tx, name, args, kwargs)
+        if self.source is not None:
+            unimplemented(
+                gb_type="assignment to a quantizer",
+                context=f"{type(quantizer).__name__}.{name}",
+                explanation="A quantizer that comes into a compiled function is a constant there: an assignment to it "
+                "would be done once, while tracing.",
+                hints=["Ask for another one, q.with_usage(columnwise=False) or q.copy(), or assign before the call."],
+            )
+        constants = [arg.as_python_constant() for arg in args], {k: v.as_python_constant() for k, v in kwargs.items()}
+        getattr(quantizer, name)(*constants[0], **constants[1])
+        return ConstantVariable.create(None)
+
+    def snapshot_proxy(self: Any) -> Any:
+        quantizer = _quantizer_of(self)
+        proxy = as_proxy(self)
+        if quantizer is None or proxy is not quantizer or not quantizer._is_value():
+            return proxy
+        return quantizer._snapshot()
 
     def traced_reconstruct(self: Any, codegen: Any) -> None:
         try:
             reconstruct(self, codegen)
         except NotImplementedError:  # torch 2.11
-            if not is_quantizer(self):
+            if _quantizer_of(self) is None:
                 raise
             name = codegen.tx.output.install_global_by_id("__mezzotint_quantizer", self.as_python_constant())
             codegen.append_output(codegen.create_load_global(name, add=True))
 
-    variable.call_function, variable.reconstruct = traced_call, traced_reconstruct
+    variable.call_function, variable.call_method = traced_call, traced_method
+    variable.reconstruct, variable.as_proxy = traced_reconstruct, snapshot_proxy
     setattr(variable, getattr_name, traced_getattr)
+
+
+def _know_quantizers(module: ModuleType) -> None:
+    """Have a tensor made inside the graph tell its quantizer. Dynamo asks a tensor's variable for `method_attr_<name>`
+    (torch 2.11, 2.13)."""
+
+    def method_attr__quantizer(self: Any, tx: Any) -> Any:
+        from torch._dynamo.variables.base import VariableTracker
+
+        example = self.proxy.node.meta.get("example_value")
+        quantizer = getattr(example, "_quantizer", None) if isinstance(example, QuantizedTensorStorage) else None
+        is_known = quantizer is not None and self.source is None and quantizer._is_constant()
+        return VariableTracker.build(tx, quantizer) if is_known else None
+
+    if hasattr(module, "TensorVariable"):
+        module.TensorVariable.method_attr__quantizer = method_attr__quantizer
+
+
+def _compare_with_snapshots(module: ModuleType) -> None:
+    """Have the guard on a quantizer compare with what it was. Dynamo does so for lists and sets (torch 2.11, 2.13)."""
+    builder: Any = getattr(module, "GuardBuilder", None)
+    equals_match = getattr(builder, "EQUALS_MATCH", None)
+    if equals_match is None or not hasattr(builder, "get"):
+        return
+
+    @functools.wraps(equals_match)
+    def match_snapshot(self: Any, guard: Any, *args: Any, **kwargs: Any) -> Any:
+        value = self.get(guard)
+        if not (isinstance(value, Quantizer) and value._is_value()):
+            return equals_match(self, guard, *args, **kwargs)
+        self.get = lambda *_: value._snapshot()  # what the original asks for
+        try:
+            return equals_match(self, guard, *args, **kwargs)
+        finally:
+            del self.get
+
+    builder.EQUALS_MATCH = match_snapshot

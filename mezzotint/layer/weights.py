@@ -202,7 +202,14 @@ class Weights:
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         splits = self.splits(module)
         _check_same(name, quantizer, splits)
-        parameter = replace_parameter(module, name, quantize_part(value, quantizer, splits))
+        made = quantize_part(value, quantizer, splits)
+        if not isinstance(made, torch.Tensor):
+            raise TypeError(
+                f"quantized_model_init, and {type(quantizer).__name__}.quantize of {name} gave "
+                f"{type(made).__name__}, which is no tensor and so no parameter: build the module outside of "
+                "quantized_model_init, where its weights are quantized when they are used"
+            )
+        parameter = replace_parameter(module, name, made)
         if self.preserves:
             high_precision_init(parameter, value)
 

@@ -7,6 +7,11 @@ import torch
 
 from mezzotint.constants import DType
 
+NO_GROUP = (
+    "no quantizer reduces over processes. Modules do: give tp_group to the module, or, for delayed scaling, "
+    "amax_reduction_group to autocast"
+)
+
 
 def check_fp8_dtype(fp8_dtype: Any) -> DType:
     """E4M3 or E5M2, as DType, its int, or the torch dtype."""
@@ -31,6 +36,12 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     if value not in choices:
         raise ValueError(f"{name} is {value!r}: give one of {', '.join(map(repr, choices))}")
     return value
+
+
+def check_reduction(with_amax_reduction: bool, group: Any) -> None:
+    """A reduction that is asked for, and would not be done."""
+    if with_amax_reduction and group is None:
+        raise ValueError(f"with_amax_reduction is True, and amax_reduction_group None: {NO_GROUP}")
 
 
 def check_epsilon(amax_epsilon: Any) -> float:

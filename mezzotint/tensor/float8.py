@@ -17,7 +17,7 @@ from mezzotint.kernels.float8 import (
     float8_quantize_scaled_,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype, check_scale
+from mezzotint.tensor.checks import check_epsilon, check_fp8_dtype, check_reduction, check_scale
 from mezzotint.tensor.directions import taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer, assemble
@@ -139,24 +139,15 @@ class Float8CurrentScalingQuantizer(Quantizer):
         amax: torch.Tensor | None = None,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        check_reduction(with_amax_reduction, amax_reduction_group)
         self.dtype = check_fp8_dtype(fp8_dtype)
         self.with_amax_reduction = bool(with_amax_reduction)
-        self.amax_reduction_group = amax_reduction_group  # refused by _value_key unless None
+        self.amax_reduction_group = amax_reduction_group  # refused where it is used, unless None
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.amax_epsilon = check_epsilon(amax_epsilon)
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "dtype": self.dtype,
-            "with_amax_reduction": self.with_amax_reduction,
-            "amax_reduction_group": self.amax_reduction_group,
-            "force_pow_2_scales": self.force_pow_2_scales,
-            "amax_epsilon": self.amax_epsilon,
-        }
-
     def _plan(self) -> tuple[Any, ...]:
-        self._refuse_group(self.amax_reduction_group)
+        self._refuse_reduction(self.with_amax_reduction, self.amax_reduction_group)
         options = (
             int(self.dtype),
             self.force_pow_2_scales,
@@ -214,9 +205,6 @@ class Float8ScaledQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         self.dtype = check_fp8_dtype(fp8_dtype)
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {**super()._value_fields(), "dtype": self.dtype}
-
     def takes_scale(self) -> bool:
         return True
 
@@ -269,34 +257,9 @@ class Float8Quantizer(Quantizer):
         self.amax = check_scale("amax", amax)
         self.dtype = check_fp8_dtype(fp8_dtype)
 
-    def _is_value(self) -> bool:
-        return False
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
     def __repr__(self) -> str:
-        return (
-            f"Float8Quantizer(dtype={self.dtype!r}, rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage})"
-        )
-
-    def _value_fields(self) -> dict[str, Any]:
-        return {**super()._value_fields(), "scale": self.scale, "amax": self.amax, "dtype": self.dtype}
-
-    def copy(self) -> "Float8Quantizer":
-        """Another quantizer over the same scale and amax."""
-        return self.with_usage()
-
-    def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Float8Quantizer":
-        made = Float8Quantizer(
-            self.scale,
-            self.amax,
-            self.dtype,
-            rowwise=self.rowwise_usage if rowwise is None else rowwise,
-            columnwise=self.columnwise_usage if columnwise is None else columnwise,
-        )
-        made.internal, made.optimize_for_gemm = self.internal, self.optimize_for_gemm
-        return made
+        usages = f"rowwise={self.rowwise_usage}, columnwise={self.columnwise_usage}"
+        return f"{type(self).__name__}(dtype={self.dtype!r}, {usages})"
 
     def _quantize(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Codes by the given scale; the amax of `x` enters the running maximum."""
@@ -323,8 +286,8 @@ class Float8Quantizer(Quantizer):
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
         return {"fp8_dtype": self.dtype}
 
-    def frozen(self) -> "Float8Quantizer":
-        made = self.with_usage()
+    def frozen(self) -> Quantizer:
+        made: Any = self.copy()
         made.scale, made.amax = self.scale.clone(), torch.zeros_like(self.amax)
         return made
 

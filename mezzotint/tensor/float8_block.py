@@ -142,16 +142,6 @@ class Float8BlockQuantizer(Quantizer):
         self.block_scaling_dim = check_choice("block_scaling_dim", block_scaling_dim, (1, 2))
         self.block_len = FP8_BLOCK
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "dtype": self.dtype,
-            "amax_epsilon": self.amax_epsilon,
-            "force_pow_2_scales": self.force_pow_2_scales,
-            "block_scaling_dim": self.block_scaling_dim,
-            "block_len": self.block_len,
-        }
-
     def _plan(self) -> tuple[Any, ...]:
         scaling = int(self.dtype), self.force_pow_2_scales, self.amax_epsilon, self.block_scaling_dim == 2
         return float8_block_quantize, (), (*scaling, self.rowwise_usage, self.columnwise_usage)

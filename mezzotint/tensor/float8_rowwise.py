@@ -104,14 +104,6 @@ class Float8RowwiseQuantizer(Quantizer):
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.amax_epsilon = check_epsilon(amax_epsilon)
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "dtype": self.dtype,
-            "force_pow_2_scales": self.force_pow_2_scales,
-            "amax_epsilon": self.amax_epsilon,
-        }
-
     def _plan(self) -> tuple[Any, ...]:
         options = (
             int(self.dtype),

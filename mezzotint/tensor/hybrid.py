@@ -155,22 +155,12 @@ class HybridQuantizer(Quantizer):
         self.rowwise_quantizer = self.rowwise_quantizer.copy()
         self.columnwise_quantizer = self.columnwise_quantizer.copy()
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "columnwise_source": self.columnwise_source,
-            "rowwise_quantizer": self.rowwise_quantizer,
-            "columnwise_quantizer": self.columnwise_quantizer,
-        }
-
     def _is_value(self) -> bool:
-        return self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
+        return super()._is_value() and self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) if self._is_value() else self is other
-
-    def __hash__(self) -> int:
-        return super().__hash__() if self._is_value() else id(self)
+    def _worked_out(self) -> dict[Any, Any]:
+        """Nothing is kept: the parts may be assigned to."""
+        return {}
 
     def _part(self, columnwise: bool) -> Quantizer:
         """The quantizer of one direction, making that one only."""
@@ -198,11 +188,11 @@ class HybridQuantizer(Quantizer):
     def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
         return HybridQuantizedTensorStorage, HybridQuantizedTensor
 
-    def for_dtype(self, dtype: torch.dtype) -> "HybridQuantizer":
-        fields = self._value_fields()
-        fields["rowwise_quantizer"] = self.rowwise_quantizer.for_dtype(dtype)
-        fields["columnwise_quantizer"] = self.columnwise_quantizer.for_dtype(dtype)
-        return type(self)._from_value(**fields)  # type: ignore[return-value]
+    def for_dtype(self, dtype: torch.dtype) -> Quantizer:
+        made: Any = self.copy()
+        made.rowwise_quantizer = made.rowwise_quantizer.for_dtype(dtype)
+        made.columnwise_quantizer = made.columnwise_quantizer.for_dtype(dtype)
+        return made
 
     @property
     def with_amax_reduction(self) -> bool:

@@ -67,20 +67,21 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
 class IdentityQuantizer(Quantizer):
     """Passes tensors through as a copy, cast to `dtype` where one is given."""
 
-    dtype: torch.dtype | None
     dtype_name: str | None
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What tensors are cast to, if anything. A name is kept of it: a `torch.dtype` is no plain value."""
+        return None if self.dtype_name is None else getattr(torch, self.dtype_name)
+
+    @dtype.setter
+    def dtype(self, dtype: torch.dtype | None) -> None:
         dtype = check_choice("dtype", dtype, (None, *HIGH_PRECISION))
         self.dtype_name = None if dtype is None else str(dtype).removeprefix("torch.")
-        self._rebuild_derived_state()
-
-    def _value_fields(self) -> dict[str, Any]:
-        return {**super()._value_fields(), "dtype_name": self.dtype_name}
-
-    def _rebuild_derived_state(self) -> None:
-        self.dtype = None if self.dtype_name is None else getattr(torch, self.dtype_name)
 
     def _plan(self) -> tuple[Any, ...]:
         return identity_quantize, (), (self.dtype,)
@@ -94,11 +95,12 @@ class IdentityQuantizer(Quantizer):
     def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
         return IdentityTensorStorage, IdentityTensor
 
-    def for_dtype(self, dtype: torch.dtype) -> "IdentityQuantizer":
+    def for_dtype(self, dtype: torch.dtype) -> Quantizer:
         if self.dtype is not None:
             return self
-        fields = {**self._value_fields(), "dtype_name": str(dtype).removeprefix("torch.")}
-        return type(self)._from_value(**fields)  # type: ignore[return-value]
+        made: Any = self.copy()
+        made.dtype = dtype
+        return made
 
     def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         return tuple(shape)

@@ -151,14 +151,6 @@ class MXFP8Quantizer(Quantizer):
         self.with_2d_quantization = bool(with_2d_quantization)
         self.scale_rule = check_choice("scale_rule", scale_rule, ("roundup", "floor"))
 
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "dtype": self.dtype,
-            "with_2d_quantization": self.with_2d_quantization,
-            "scale_rule": self.scale_rule,
-        }
-
     def _plan(self) -> tuple[Any, ...]:
         scaling = (
             int(self.dtype),

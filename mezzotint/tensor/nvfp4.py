@@ -20,7 +20,7 @@ from mezzotint.kernels.nvfp4 import (
     nvfp4_scale_shape,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.checks import check_choice
+from mezzotint.tensor.checks import check_choice, check_reduction
 from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
@@ -213,7 +213,6 @@ class NVFP4Quantizer(Quantizer):
     nvfp4_e4m3_max: int
     nvfp4_4over6_err_mode: str
     with_random_sign_mask: bool
-    rht_matrix_random_sign_mask_t: int
 
     def __init__(
         self,
@@ -237,7 +236,7 @@ class NVFP4Quantizer(Quantizer):
         self.with_rht = bool(with_rht)
         self.with_post_rht_amax = bool(with_post_rht_amax)
         self.with_amax_reduction = bool(with_amax_reduction)
-        self.amax_reduction_group = amax_reduction_group  # refused by _value_key unless None
+        self.amax_reduction_group = amax_reduction_group  # refused where it is used, unless None
         self.with_2d_quantization = bool(with_2d_quantization)
         self.stochastic_rounding = bool(stochastic_rounding)
         self.row_scaled_nvfp4 = bool(row_scaled_nvfp4)
@@ -246,7 +245,7 @@ class NVFP4Quantizer(Quantizer):
         self.nvfp4_4over6_err_mode = check_choice("nvfp4_4over6_err_mode", nvfp4_4over6_err_mode, ("MAE", "MSE"))
         self.with_random_sign_mask = bool(with_random_sign_mask)
         self._check_options()
-        self._rebuild_derived_state()
+        check_reduction(with_amax_reduction, amax_reduction_group)
 
     def _check_options(self) -> None:
         """Combinations that have no meaning."""
@@ -267,29 +266,13 @@ class NVFP4Quantizer(Quantizer):
             if getattr(self, first) and getattr(self, second):
                 raise ValueError(f"{first}=True and {second}=True do not go together: turn one of them off")
 
-    def _rebuild_derived_state(self) -> None:
-        """The sign mask follows from with_random_sign_mask, and from nothing else."""
-        self.rht_matrix_random_sign_mask_t = RANDOM_SIGN_MASK if self.with_random_sign_mask else 0
-
-    def _value_fields(self) -> dict[str, Any]:
-        return {
-            **super()._value_fields(),
-            "dtype": self.dtype,
-            "with_rht": self.with_rht,
-            "with_post_rht_amax": self.with_post_rht_amax,
-            "with_amax_reduction": self.with_amax_reduction,
-            "amax_reduction_group": self.amax_reduction_group,
-            "with_2d_quantization": self.with_2d_quantization,
-            "stochastic_rounding": self.stochastic_rounding,
-            "row_scaled_nvfp4": self.row_scaled_nvfp4,
-            "nvfp4_use_4over6": self.nvfp4_use_4over6,
-            "nvfp4_e4m3_max": self.nvfp4_e4m3_max,
-            "nvfp4_4over6_err_mode": self.nvfp4_4over6_err_mode,
-            "with_random_sign_mask": self.with_random_sign_mask,
-        }
+    @property
+    def rht_matrix_random_sign_mask_t(self) -> int:
+        """The signs of the transform: they follow from with_random_sign_mask, and from nothing else."""
+        return RANDOM_SIGN_MASK if self.with_random_sign_mask else 0
 
     def _plan(self) -> tuple[Any, ...]:
-        self._refuse_group(self.amax_reduction_group)
+        self._refuse_reduction(self.with_amax_reduction, self.amax_reduction_group)
         four_over_six = (MAE if self.nvfp4_4over6_err_mode == "MAE" else MSE) if self.nvfp4_use_4over6 else 0
         options = (
             self.nvfp4_e4m3_max,

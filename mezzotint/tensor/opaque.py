@@ -2,12 +2,17 @@
 
 A value-opaque class may be an argument of a custom op; the compiler bakes an instance in as a constant and guards on
 `==`. torch 2.11 wants `OpaqueBaseMeta` as the metaclass and every member that traced code uses listed. Later versions
-rename `register_opaque_type` to `register_custom_class` and "value" to "constant". Where the API is missing, eager
-value semantics remain and only the compiler's specialisation is lost.
+rename `register_opaque_type` to `register_custom_class` and "value" to "constant". Where the API is missing, or a part
+of it, eager value semantics remain and only the compiler's specialisation is lost: `why_unregistered` tells.
 """
 
 import inspect
+import re
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
 
 OpaqueMeta: Any
 try:
@@ -25,29 +30,59 @@ try:
 except ImportError:
     _api = None
 
-_REGISTERED: set[type] = set()
+# Class → why this PyTorch does not take it, None where it does.
+_REGISTERED: dict[type, str | None] = {}
+
+# Name in the text of a graph → the class that it stands for.
+_NAMED: WeakValueDictionary[str, type] = WeakValueDictionary()
 
 # torch 2.13 takes a subclass of a registered class for registered; 2.11 looks for the class itself.
 SUBCLASSES_COUNT = hasattr(_api, "_resolve_opaque_type_info")
 
 
-def register_value(cls: type, inlined: frozenset[str]) -> bool:
-    """Register `cls`; False where this PyTorch cannot. Members in `inlined` are traced, all others are constants."""
-    if cls in _REGISTERED:
-        return True
+def register_value(cls: type, is_traced: Callable[[type, str], bool]) -> bool:
+    """Register `cls`; False where this PyTorch cannot. Members that `is_traced` are inlined, all others constants."""
+    if cls not in _REGISTERED:
+        if cls.__hash__ is None:
+            raise TypeError(f"cls is {cls.__name__}, which has __eq__ without __hash__: define both, or neither")
+        _REGISTERED[cls] = _try_to_register(cls, is_traced)
+    return _REGISTERED[cls] is None
+
+
+def why_unregistered() -> str | None:
+    """Why quantizers are no constants of graphs here; None where they are."""
+    return next((reason for reason in _REGISTERED.values() if reason is not None), None)
+
+
+def _try_to_register(cls: type, is_traced: Callable[[type, str], bool]) -> str | None:
     for function, value in (("register_opaque_type", "value"), ("register_custom_class", "constant")):
         register: Any = getattr(_api, function, None)
         members: Any = getattr(_api, "MemberType", None)
-        if register is not None and members is not None:
-            names = {name for name in dir(cls) if not name.startswith("__")} | set(_instance_names(cls))
-            names |= {name for name in inlined if hasattr(cls, name)}
-            kinds = {name: members.INLINED if name in inlined else members.USE_REAL for name in names}
+        if register is None or members is None:
+            continue
+        names = {name for name in dir(cls) if not name.startswith("__") or is_traced(cls, name)}
+        names |= set(_instance_names(cls))
+        kinds = {name: members.INLINED if is_traced(cls, name) else members.USE_REAL for name in names}
+        try:
             register(cls, typ=value, members=kinds)
-            _REGISTERED.add(cls)
-            return True
-    return False
+        except (RuntimeError, TypeError) as error:  # a build without it, or another signature
+            return f"torch {torch.__version__}: {function}: {type(error).__name__}: {error}"
+        return None
+    return f"torch {torch.__version__} has no API for opaque values that knows members"
 
 
 def _instance_names(cls: type) -> list[str]:
     """Attributes that instances have: the annotations of the class and its bases."""
     return [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
+
+
+def graph_name(cls: type) -> str:
+    """An identifier for `cls` in the text of a graph, which no other class has: its qualified name, with a number where
+    another one has taken it (a function may define a class at each call). The same in each run of a program: the
+    compiler's caches on disk go by the text."""
+    name = base = re.sub(r"\W", "_", f"{cls.__module__}_{cls.__qualname__}")
+    number = 1
+    while _NAMED.setdefault(name, cls) is not cls:
+        number += 1
+        name = f"{base}_v{number}"
+    return name

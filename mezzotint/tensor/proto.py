@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -62,9 +63,7 @@ class TensorProto:
         names = self.inner_names()
         if len(names) != len(inner_tensors):
             raise ValueError(f"inner_tensors has {len(inner_tensors)} tensors, this proto has {len(names)}: {names}")
-        inner = dict(zip(names, inner_tensors, strict=True))
-        storage, _ = self.quantizer._classes()
-        return storage.__tensor_unflatten__(inner, self.create_metadata(), self.shape, None)
+        return self.quantizer._built(dict(zip(names, inner_tensors, strict=True)), self.shape, self.dtype)
 
     def create_tensor(self) -> Any:
         """The uninitialised tensor: plain, quantized, or storage when the quantizer is internal."""
@@ -96,7 +95,7 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
         return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
     if tensor._quantizer is None:
         raise ValueError(f"tensor is {type(tensor).__name__} without a quantizer: update_quantizer(q) first")
-    usages = tensor.get_usages()
+    usages = _usages(tensor)
     quantizer = tensor._quantizer.with_usage(rowwise=usages["rowwise"], columnwise=usages["columnwise"])
     is_tensor = isinstance(tensor, torch.Tensor)
     if quantizer.internal == is_tensor:
@@ -108,3 +107,16 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
         isinstance(tensor, torch.Tensor) and tensor.requires_grad,
         tensor.device,
     )
+
+
+def _usages(tensor: Any) -> dict[str, bool]:
+    """Its `get_usages`. Of a tensor, those of a holder of the same buffers: the compiler reads attributes of a tensor
+    subclass, and does not call its methods."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor.get_usages()
+    cls: Any = class_by_name(qualified_name(type(tensor)))
+    cls, held = cls._STORAGE, tensor.detach()
+    fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
+    fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES if kwarg != "quantizer"})
+    fields["quantizer"] = tensor._quantizer  # type: ignore[attr-defined]
+    return cls._build(tensor.shape, tensor.dtype, fields).get_usages()

@@ -1,12 +1,18 @@
-"""Quantizer: the value that says how a tensor becomes buffers. `quantize.py` has the functions that do it.
+"""Quantizer: the object that says how a tensor becomes buffers. `quantize.py` has the functions that do it.
 
 A leaf quantizer holds plain values only: `_plan()` gives the op, the names of its tensor arguments and its options,
 `_describe_buffers()` what comes back, `_classes()` what holds it. Quantizers that hold tensors (delayed scaling)
 have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `_parts()`.
+
+The formats of this package are values, and so is what derives from them: two are equal where their class and all
+their attributes are, and a graph bakes one in. A user's own quantizer is equal to nothing but itself, until its class
+is registered (`register_value_opaque_quantizer`).
 """
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
+from enum import Enum, Flag
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -14,8 +20,9 @@ import torch
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
 from mezzotint.kernels.quantize_ops import fused
+from mezzotint.tensor.checks import NO_GROUP, check_reduction
 from mezzotint.tensor.flatten import qualified_name
-from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta
+from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
     check_input,
@@ -53,7 +60,13 @@ class Quantizer(metaclass=OpaqueMeta):
 
     custom: ClassVar[bool] = False  # brings its own `quantize` and `qgemm`
 
+    _by_value: ClassVar[bool] = False  # registered, or a base is: equal where all attributes are
     _registered_as: ClassVar[str | None] = None  # the class, this one or a base, that the compiler knows as a value
+    # Attributes that are no part of what it is; a subclass adds those that its `_rebuild_derived_state` sets.
+    _DERIVED: ClassVar[frozenset[str]] = frozenset({"_memo", "_names"})
+
+    _memo: dict[Any, Any] | None
+    _names: tuple[str, ...]
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = bool(rowwise)
@@ -105,16 +118,23 @@ class Quantizer(metaclass=OpaqueMeta):
         """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
         if torch.compiler.is_compiling():  # a memo would be state to guard on
             return self._find_holder(internal)
-        memo = self.__dict__["_memo"]
-        if memo is None:
-            memo = self.__dict__["_memo"] = {}
+        memo = self._worked_out()
         if internal not in memo:
             memo[internal] = self._find_holder(internal)
         return memo[internal]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
+        super().__setattr__(name, value)
+        if name in self.__dict__ and name not in self.__dict__.get("_names", ()):
+            self.__dict__["_names"] = (*self.__dict__.get("_names", ()), name)
         self.__dict__["_memo"] = None  # what was worked out from other values
+
+    def _worked_out(self) -> dict[Any, Any]:
+        """A place for what follows from the attributes, empty again after any of them is assigned."""
+        memo = self.__dict__.get("_memo")
+        if memo is None:
+            memo = self.__dict__["_memo"] = {}
+        return memo
 
     def _find_holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         storage, tensor = self._classes()
@@ -156,8 +176,8 @@ class Quantizer(metaclass=OpaqueMeta):
     # Values
 
     def _is_value(self) -> bool:
-        """Whether it is a value of plain fields; one that holds tensors is only itself."""
-        return True
+        """Whether it is equal to another one with the same attributes; else it is equal to itself only."""
+        return self._by_value
 
     def _is_constant(self) -> bool:
         """Whether the compiler takes it as a constant: a method, so that the answer is a constant there too."""
@@ -165,53 +185,79 @@ class Quantizer(metaclass=OpaqueMeta):
             return False
         return SUBCLASSES_COUNT or self._registered_as == qualified_name(type(self))
 
+    def _fields(self) -> dict[str, Any]:
+        """All that it holds, but for what is derived: attribute → value."""
+        return {name: value for name, value in self.__dict__.items() if name not in self._DERIVED}
+
     def _value_fields(self) -> dict[str, Any]:
         """Everything that decides what this quantizer does: attribute → plain value."""
-        return {
-            "rowwise_usage": self.rowwise_usage,
-            "columnwise_usage": self.columnwise_usage,
-            "internal": self.internal,
-            "optimize_for_gemm": self.optimize_for_gemm,
-        }
+        return self._fields()
 
     def _value_key(self) -> tuple[Any, ...]:
         """What `==`, `hash` and the graph's repr all go by. A process group, or any object, is refused here."""
+        memo = self._worked_out()
+        key = memo.get("key")
+        if key is None:
+            key = (type(self), *sorted(self._checked_fields().items()))
+            memo["key"] = key
+        return key
+
+    def _checked_fields(self) -> dict[str, Any]:
+        """The value fields, all of them plain, or quantizers that are values."""
         fields = self._value_fields()
         for name, value in fields.items():
             if isinstance(value, Quantizer):
+                if not value._is_value():
+                    raise TypeError(
+                        f"{type(self).__name__}.{name} is {type(value).__name__}, which is equal to itself only, so "
+                        f"that {type(self).__name__} is no value: use a quantizer without tensors, or register its "
+                        "class with register_value_opaque_quantizer"
+                    )
                 value._value_key()
             elif not isinstance(value, _PLAIN):
                 raise TypeError(
                     f"{type(self).__name__}.{name} is {type(value).__name__}: a quantizer is a value of plain ints, "
                     "bools, floats, strings and enums. A process group baked into a graph, or left out of the key, "
-                    "would silently skip a reduction: pass the group to the quantize call instead"
+                    f"would silently skip a reduction: {NO_GROUP}. What follows from other attributes is named in "
+                    "_DERIVED, and _rebuild_derived_state sets it"
                 )
-        return (type(self), *fields.items())
+        return fields
 
-    def _refuse_group(self, group: Any) -> None:
+    def _refuse_reduction(self, is_asked: bool, group: Any) -> None:
         """Quantizing with a group that nothing reduces over must not pass in silence."""
+        check_reduction(is_asked, group)
         if group is not None:
             self._value_key()
+            raise TypeError(f"amax_reduction_group is {group!r}: {NO_GROUP}")
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
+        if type(other) is not type(self) or not self._is_value():
+            return True if self is other else NotImplemented
         key = self._value_key()  # also of itself: a process group must not pass
         return self is other or key == other._value_key()
 
     def __hash__(self) -> int:
-        return hash(self._value_key())
+        return hash(self._value_key()) if self._is_value() else object.__hash__(self)
+
+    def _snapshot(self) -> "Quantizer":
+        """An equal quantizer that nobody assigns to: what a graph bakes in and its guards compare with."""
+        memo = self._worked_out()
+        if "snapshot" not in memo:
+            memo["snapshot"] = self.copy()
+        return memo["snapshot"]
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """A string that evaluates to an equal quantizer, and the names it needs."""
         cls = type(self)
-        self._value_key()
         fields: list[str] = []
-        names: dict[str, type] = {cls.__name__: cls}
-        for name, value in self._value_fields().items():
+        names: dict[str, type] = {graph_name(cls): cls}
+        for name, value in sorted(self._checked_fields().items()):
             if isinstance(value, Enum):
-                names[type(value).__name__] = type(value)
-                fields.append(f"{name}={type(value).__name__}.{value.name}")
+                kind = graph_name(type(value))
+                names[kind] = type(value)
+                # Flags are made of members, by number: "A|B" is the name of none.
+                member = f"({value.value!r})" if isinstance(value, Flag) else f"[{value.name!r}]"
+                fields.append(f"{name}={kind}{member}")
             elif isinstance(value, Quantizer):
                 text, needed = value.__fx_repr__()
                 names.update(needed)
@@ -221,11 +267,11 @@ class Quantizer(metaclass=OpaqueMeta):
                 fields.append(f"{name}=float.fromhex({value.hex()!r})")
             else:
                 fields.append(f"{name}={value!r}")
-        return f"{cls.__name__}._from_value({', '.join(fields)})", names
+        return f"{graph_name(cls)}._from_value({', '.join(fields)})", names
 
     @classmethod
     def _from_value(cls, **fields: Any) -> "Quantizer":
-        """The quantizer of these value fields, without going through the constructor."""
+        """The quantizer of these attributes, without going through the constructor."""
         quantizer = cls.__new__(cls)
         for name, value in fields.items():
             setattr(quantizer, name, value)
@@ -233,39 +279,51 @@ class Quantizer(metaclass=OpaqueMeta):
         return quantizer
 
     def _rebuild_derived_state(self) -> None:
-        """Recompute attributes that are no value fields, from those that are."""
+        """Set the attributes of `_DERIVED` again, from all others; called after a copy has been made."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._value_fields().items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._fields().items())})"
 
     def __reduce__(self) -> Any:
-        fields = {k: int(v) if isinstance(v, DType) else v for k, v in self._value_fields().items()}
-        return rebuild_quantizer, (qualified_name(type(self)), fields)
+        name = qualified_name(type(self))
+        if _QUANTIZERS.get(name) is not type(self):
+            raise pickle.PicklingError(
+                f"another class is called {name!r} by now: an unpickled quantizer would be of it"
+            )
+        fields = self._fields()
+        dtypes = tuple(k for k, v in fields.items() if isinstance(v, DType))
+        return rebuild_quantizer, (name, {k: int(v) if k in dtypes else v for k, v in fields.items()}, dtypes)
+
+    def __copy__(self) -> "Quantizer":
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
+        return type(self)._from_value(**copy.deepcopy(self._fields(), memo))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _QUANTIZERS[qualified_name(cls)] = cls
 
     def copy(self) -> "Quantizer":
-        """An equal quantizer that shares nothing."""
-        return type(self)._from_value(**self._value_fields())
+        """One with the same attributes, an equal one if it is a value. Tensors, and other objects, are shared."""
+        made = type(self).__new__(type(self))
+        if torch.compiler.is_compiling():  # torch 2.11 does not trace a walk through `__dict__`
+            for name in self._names:
+                setattr(made, name, getattr(self, name))
+        else:
+            made.__dict__.update(self.__dict__)
+            made.__dict__["_memo"] = None
+        made._rebuild_derived_state()
+        return made
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Quantizer":
-        """An equal quantizer but for the directions that it makes."""
-        if self.custom:  # what it is made of is its own affair
-            made = object.__new__(type(self))
-            made.__dict__.update(self.__dict__)
-            made.set_usage(rowwise=rowwise, columnwise=columnwise)
-            return made
-        fields = self._value_fields()
-        if rowwise is not None:
-            fields["rowwise_usage"] = bool(rowwise)
-        if columnwise is not None:
-            fields["columnwise_usage"] = bool(columnwise)
-        return type(self)._from_value(**fields)
+        """A copy but for the directions that it makes."""
+        made = self.copy()
+        made.set_usage(rowwise=rowwise, columnwise=columnwise)
+        return made
 
     def _with_internal(self, internal: bool) -> "Quantizer":
-        """An equal quantizer but for what it gives: storages, or tensors."""
+        """A copy but for what it gives: storages, or tensors."""
         made = self.copy()
         made.internal = internal
         return made
@@ -365,10 +423,20 @@ class Quantizer(metaclass=OpaqueMeta):
         shape = tuple(shape)
         check_shape(shape, self)
         check_nominal(dtype)
-        storage, _ = self._classes()
         inner = self.for_dtype(dtype).alloc_tensors(shape, device=device, pin_memory=pin_memory)
-        made = storage.__tensor_unflatten__(inner, self.create_metadata(shape, dtype=dtype), shape, None)
+        made = self._built(inner, shape, dtype)
         return made.requires_grad_(True) if requires_grad and not self.internal else made
+
+    def _built(self, inner: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The tensor, or storage, of these buffers by attribute."""
+        storage, _ = self._classes()
+        metadata = self.create_metadata(shape, dtype=dtype)
+        if self._is_constant():
+            return storage.__tensor_unflatten__(inner, metadata, shape, None)
+        # As in `assemble`: what is no constant of a graph is put on the finished tensor.
+        made = storage.__tensor_unflatten__(inner, {**metadata, "quantizer": None}, shape, None)
+        made._quantizer = metadata["quantizer"]
+        return made
 
     # Capabilities
 
@@ -418,12 +486,12 @@ class Quantizer(metaclass=OpaqueMeta):
 _QUANTIZERS: dict[str, type[Quantizer]] = {}
 
 
-def rebuild_quantizer(name: str, fields: dict[str, Any]) -> Quantizer:
-    """Unpickle a value quantizer: class by qualified name, plain fields. Safe under weights_only."""
+def rebuild_quantizer(name: str, fields: dict[str, Any], dtypes: tuple[str, ...] = ("dtype",)) -> Quantizer:
+    """Unpickle a quantizer: class by qualified name, attributes, and which of those are a `DType`, written as an int
+    (earlier files do not say: there it is `dtype`). Safe under weights_only."""
     if name not in _QUANTIZERS:
         raise ValueError(
             f"no quantizer is called {name!r}: import the module that defines it; known: {sorted(_QUANTIZERS)}"
         )
-    if "dtype" in fields and isinstance(fields["dtype"], int):
-        fields = {**fields, "dtype": DType(fields["dtype"])}
-    return _QUANTIZERS[name]._from_value(**fields)
+    restored = {k: DType(v) if k in dtypes and isinstance(v, int) else v for k, v in fields.items()}
+    return _QUANTIZERS[name]._from_value(**restored)

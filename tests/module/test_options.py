@@ -1491,6 +1491,17 @@ def test_own_attributes_are_kept() -> None:
     assert made.get_usages() == {"rowwise": True, "columnwise": False}
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: mz.Linear(IN, OUT, device="cpu"), lambda: mz.ops.Linear(IN, OUT, device="cpu")]
+)
+def test_own_objects_are_no_parameters(make: Any) -> None:
+    message = (
+        r"Int8Quantizer.quantize of weight gave Int8Storage, which is no tensor .* outside of quantized_model_init"
+    )
+    with mz.quantized_model_init(recipe=own_recipe([])), pytest.raises(TypeError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_own_quantizer_multiplies(bias: bool) -> None:
     """All three products go to it, with the operands of that product, and what it gives is what comes out."""

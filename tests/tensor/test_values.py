@@ -1,4 +1,4 @@
-"""Quantizers are values: equality, hash, graph repr and pickles all go by `_value_fields`, and every field counts."""
+"""Our quantizers are values: equality, hash and graph repr go by `_value_fields`, and every attribute counts."""
 
 import copy
 import io
@@ -230,7 +230,7 @@ def process_group() -> Any:
 
 def assert_refuses(make: Any, group: Any) -> None:
     quantizer, other = make(group), make(group)
-    message = rf"amax_reduction_group is {type(group).__name__}.*pass the group to the quantize call"
+    message = rf"amax_reduction_group is {type(group).__name__}.*no quantizer reduces over processes. Modules do"
     for use in (
         lambda: quantizer._value_key(),
         lambda: hash(quantizer),
