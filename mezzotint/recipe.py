@@ -61,6 +61,10 @@ class QParams:
     fp4_2d_quantization: bool = False
 
     _is_filled: ClassVar[bool] = False  # by a recipe, from its switches: a changed copy of the recipe fills it again
+    _epsilon: ClassVar[str] = "0.0"  # amax_epsilon as text: see `_epsilon_of`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_epsilon", repr(self.amax_epsilon))
 
 
 def element(fp8_format: Format, forward: bool) -> DType:
@@ -246,7 +250,7 @@ class Float8CurrentScaling(_Float8Scaling):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         params = _params_of(self, "fp8", role)
         return Float8CurrentScalingQuantizer(
-            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=_epsilon_of(params)
         )
 
 
@@ -271,7 +275,7 @@ class Float8RowwiseScaling(_Float8Scaling):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         params = _params_of(self, "fp8", role)
         return Float8RowwiseQuantizer(
-            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=params.amax_epsilon
+            _element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=_epsilon_of(params)
         )
 
     def keeps_wgrad(self) -> bool:
@@ -326,9 +330,9 @@ class Float8BlockScaling(_Float8Scaling):
             _element_of(self, role),
             rowwise=True,
             columnwise=True,
-            amax_epsilon=params.amax_epsilon,
+            amax_epsilon=_epsilon_of(params),
             force_pow_2_scales=params.power_2_scale,
-            block_scaling_dim=dim,
+            block_scaling_dim=2 if dim == 2 else 1,  # a constant, where the compiler takes ints for symbols
         )
 
 
@@ -510,6 +514,12 @@ def _element_of(recipe: Any, role: QuantizerRole) -> DType:
 def _params_of(recipe: Any, prefix: str, role: QuantizerRole) -> QParams:
     name = "bwd_grad" if role.tensor_type in BACKWARD_TENSORS else "fwd_inp"
     return getattr(recipe, f"{prefix}_quant_{'fwd_weight' if role.tensor_type == 'weight' else name}")
+
+
+def _epsilon_of(params: QParams) -> float:
+    """`amax_epsilon`. Under `torch.compile(dynamic=True)` a float that is read is a symbol, of which no quantizer can
+    be made: that is a constant of the graph. Text is one, too."""
+    return float(params._epsilon)
 
 
 def _set_default(recipe: Any, name: str, default: Any) -> bool:

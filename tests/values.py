@@ -68,3 +68,13 @@ def raw(buffer: torch.Tensor) -> torch.Tensor:
     if dense.is_floating_point():
         dense.masked_fill_(dense.isnan(), math.nan)
     return dense.view(torch.uint8)
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """The values of x in a tensor that is the negative of what its memory holds, as `z.conj().imag` is."""
+    parts = torch.stack((torch.zeros_like(x, dtype=torch.float32), -x.float()), -1)
+    made = torch.view_as_complex(parts).conj().imag
+    if x.dtype != torch.float32:  # there is no complex BF16: the bit alone
+        made = torch._neg_view((-x).contiguous())
+    assert made.is_neg()
+    return made

@@ -62,7 +62,7 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return op(*args)
     first = args[0][0] if isinstance(args[0], list) and args[0] else args[0]
-    if not is_plain(first):
+    if not is_plain(first) or _has_negative(args):
         return op(*args)
     cpu, cuda = _IMPLEMENTATIONS[op]
     return cuda(*args) if first.is_cuda else cpu(*args)
@@ -71,7 +71,7 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
     """An op that writes into state, of which autograd knows nothing; the way there is that of `run_op`, whether
     gradients are enabled or not."""
-    if not torch.compiler.is_compiling() and _is_bare(written):
+    if not torch.compiler.is_compiling() and is_bare(written):
         cpu, cuda = _IMPLEMENTATIONS[op]
         (cuda if written.is_cuda else cpu)(written, *args)
     else:
@@ -81,16 +81,29 @@ def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> No
 
 def is_plain(x: Any) -> bool:
     """Whether nothing stands between a call on `x` and its implementation: no graph, no mode, no transform, no fake."""
-    return not torch.is_grad_enabled() and _is_bare(x)
+    return not torch.is_grad_enabled() and is_bare(x)
 
 
-def _is_bare(x: Any) -> bool:
+def is_bare(x: Any) -> bool:
+    """The same but for gradients."""
     return (
         type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def _has_negative(args: Sequence[Any]) -> bool:
+    """Whether a tensor is the negative of what its memory holds (`z.conj().imag`), which the dispatcher makes plain."""
+    for arg in args:  # a loop over types: this runs in front of every kernel
+        kind = type(arg)
+        if kind in _PLAIN:
+            if arg.is_neg():
+                return True
+        elif kind is list and _has_negative(arg):
+            return True
+    return False
 
 
 class Late:

@@ -19,6 +19,7 @@ from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.tensor.printing import formats_of
 
 
 class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
@@ -173,7 +174,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
     def extra_repr(self) -> str:
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}"
+            f"bias={self.use_bias}{formats_of(self.parameters())}"
         )
 
 

@@ -24,6 +24,7 @@ from mezzotint.layer.parameters import check_features, check_input, check_parall
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
 
 
@@ -177,5 +178,5 @@ class LayerNormLinear(TransformerEngineBaseModule):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
-            f"normalization={self.normalization}"
+            f"normalization={self.normalization}{formats_of(self.parameters())}"
         )

@@ -27,6 +27,7 @@ from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.printing import formats_of
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -226,7 +227,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def extra_repr(self) -> str:
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.use_bias}, "
-            f"normalization={self.normalization}, activation={self.activation}"
+            f"normalization={self.normalization}, activation={self.activation}{formats_of(self.parameters())}"
         )
 
 

@@ -13,6 +13,7 @@ from mezzotint.layer.parameters import check_features, check_input, check_parall
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
 
 
@@ -150,4 +151,5 @@ class Linear(TransformerEngineBaseModule):
         __call__ = forward
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        quantized = formats_of(self.parameters())
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}{quantized}"

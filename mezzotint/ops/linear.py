@@ -8,6 +8,7 @@ import torch
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.op import BasicOperation, FusedOperation
+from mezzotint.tensor.printing import formats_of
 
 
 class Linear(FusedOperation):
@@ -80,7 +81,8 @@ class Linear(FusedOperation):
             op.reset_parameters()  # type: ignore[operator]
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        bias, quantized = self.bias is not None, formats_of(self.parameters())
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}{quantized}"
 
 
 _KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias", "basic_ops.0._extra_state": "_extra_state"}

@@ -6,6 +6,7 @@ views, and writing it writes the whole. `.shape` and plain values are those of t
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from mezzotint.tensor.grouped_shapes import (
 from mezzotint.tensor.grouped_sharding import gather_members, member_rows, send_members
 from mezzotint.tensor.loading import Specs
 from mezzotint.tensor.quantize import assemble, check_noop, update_quantized
-from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantized_tensor import QuantizedTensor, counting_writes
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import QuantizedTensorStorage, count_write
 
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 
@@ -271,6 +272,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
                     member.copy_(tensor)
                 else:
                     member.copy_(torch.where(noop_flag.view(()) == 1, member, tensor))
+        count_write(self)
         return members
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
@@ -349,18 +351,16 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         mine, theirs = self.split_into_quantized_tensors()[0], other.split_into_quantized_tensors()[0]
         return mine.has_form_of(theirs)
 
-    def __repr__(self) -> str:
+    def _described(self) -> str:
+        devices = [f"device='{buffer.device}'" for _, buffer in self._buffers()]
         return (
-            f"{type(self).__name__}(num_tensors={self.num_tensors}, shapes={self.tensor_shapes}, "
-            f"logical_shape={self.logical_shape}, dtype={self._dtype}, quantizer={self._quantizer})"
+            f"num_tensors={self.num_tensors}, shapes={self.tensor_shapes}, logical_shape={self.logical_shape}, "
+            f"dtype={self._dtype}, {devices[0] if devices else 'no data'}, quantizer={self._quantizer}"
         )
 
 
 class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
     """A group as one tensor. Operations on it are on the plain values, as of any quantized tensor."""
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return GroupedTensorStorage.__repr__(self)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -378,7 +378,8 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
             # Plain: the size does not say how it is grouped.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
         if func is aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
-            return args[0].split_into_quantized_tensors()
+            with nullcontext() if args[0]._quantizer is None else counting_writes():
+                return args[0].split_into_quantized_tensors()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     # FSDP2: this tensor is a shard of some members

@@ -16,7 +16,7 @@ from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.quantize_ops import SOURCES, of_groups
 from mezzotint.tensor.flatten import class_by_name
-from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tensor.storage import QuantizedTensorStorage, count_write
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
@@ -323,6 +323,7 @@ def update_quantized(
         raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
     with torch.no_grad():
         _update_buffers(src, buffers, quantizer, noop_flag, given)
+    count_write(dst)
     return dst
 
 

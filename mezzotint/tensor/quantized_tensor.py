@@ -14,8 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.tensor.printing import printed
 from mezzotint.tensor.sharding import Split, directions, gathered, send_shard, update_part
-from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
+from mezzotint.tensor.storage import QuantizedTensorStorage, count_write, rebuild_quantized_tensor, resolve_shape
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
 
@@ -70,7 +71,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     size = torch.Tensor.size  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return QuantizedTensorStorage.__repr__(self).replace("(dtype", f"(shape={tuple(self.shape)}, dtype", 1)
+        return printed(self)
 
     def _rebuild(self, shape: Any = None, dtype: torch.dtype | None = None, **fields: Any) -> Any:
         """The same class and values with some fields replaced."""
@@ -107,6 +108,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
                 QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
             else:
                 update_part(self, tensor, noop_flag)
+        count_write(self)
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
@@ -215,10 +217,22 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
-            result = handler(func, *args, **kwargs)
+            with counting_writes():
+                result = handler(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
         return _dequantized(func, args, kwargs)
+
+
+def counting_writes() -> Any:
+    """A context in which autograd's counters of writes count, which rest below the dispatcher.
+
+    Without it a backward that has saved a buffer would not see that it was written since, and a view of a buffer would
+    have a counter of its own. Plain views must not be made in it: autograd takes them for its own.
+
+    Private; seen in torch 2.11 and 2.13, whose `torch.utils.checkpoint` uses it for the same reason.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 class _Dequantize(torch.autograd.Function):
@@ -263,8 +277,9 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
     args = [pytree.tree_map(lambda v, n=n: plain(v, n), a) for n, a in zip(names, args, strict=False)]
     kwargs = {n: pytree.tree_map(lambda v, n=n: plain(v, n), v) for n, v in kwargs.items()}
     result = func(*args, **kwargs)
-    for target, dense in written:
-        target.quantize_(dense)
+    with counting_writes():
+        for target, dense in written:
+            target.quantize_(dense)
     targets = {id(dense): target for target, dense in written}
     return pytree.tree_map(lambda made: targets.get(id(made), made), result) if written else result
 

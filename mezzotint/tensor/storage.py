@@ -8,6 +8,7 @@ import torch
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
 from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_by
+from mezzotint.tensor.printing import described
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
@@ -209,11 +210,13 @@ class QuantizedTensorStorage(Flattenable):
         """Copy every buffer of `src`, which must hold the same ones and mean the same by them."""
         if not self.has_form_of(src):
             raise ValueError(
-                f"copy_from_storage needs the same buffers and options: this is {self!r}, src is {src!r}; dequantize "
-                "src and quantize_ instead"
+                f"copy_from_storage needs the same buffers and options: this is {type(self).__name__} of "
+                f"{self._described()}, src is {type(src).__name__} of {src._described()}; dequantize src and quantize_ "
+                "instead"
             )
         for name, buffer in self._buffers():
             buffer.copy_(getattr(src, name))
+        count_write(self)
 
     def has_form_of(self, other: "QuantizedTensorStorage") -> bool:
         """Whether both hold the same buffers and mean the same by their bytes."""
@@ -284,9 +287,11 @@ class QuantizedTensorStorage(Flattenable):
         return rebuild_quantized_tensor, (qualified_name(type(self)), tuple(self.shape), self._dtype, buffers, values)
 
     def __repr__(self) -> str:
-        # Shapes only: a repr must not read values, which may be fake.
-        held = ", ".join(f"{name}={tuple(buffer.shape)}" for name, buffer in self._buffers())
-        return f"{type(self).__name__}(dtype={self._dtype}, {held})"
+        return f"{type(self).__name__}({self._described()})"
+
+    def _described(self) -> str:
+        """All but the values, which may be fake."""
+        return described(self)
 
 
 def rebuild_quantized_tensor(
@@ -311,6 +316,13 @@ def rebuild_quantized_tensor(
     if is_parameter:
         return torch.nn.Parameter(made, requires_grad)
     return made.requires_grad_() if requires_grad else made
+
+
+def count_write(written: Any) -> None:
+    """Tell autograd that the buffers of a quantized tensor were written: what has saved the tensor itself must not go
+    on with other values. (Of the buffers autograd knows; of what a graph writes, the compiler tells it.)"""
+    if isinstance(written, torch.Tensor) and not torch.compiler.is_compiling() and not written.is_inference():
+        torch.autograd.graph.increment_version(written)
 
 
 def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:

@@ -142,3 +142,24 @@ def test_pytorch_refuses_other_arguments() -> None:
     rows = torch.empty(32, 1, device="meta")
     with pytest.raises(RuntimeError, match="1x128"):
         torch.ops.aten._scaled_mm_v2.default(x, x.t(), [rows], [4], [0], [rows], [4], [0], None, B16)
+
+
+@pytest.mark.parametrize("fast_accum", [False, True])
+@pytest.mark.parametrize("name", ["tensor", "row", "row16", "row_unit"])
+def test_fast_accumulation_is_what_was_asked_for(name: str, fast_accum: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the call itself; its sign shows on a GPU only, in the last bits of a long sum."""
+    seen = []
+
+    def spy(*args, use_fast_accum=None, out=None, **kwargs):  # type: ignore[no-untyped-def]
+        seen.append(use_fast_accum)
+        return scaled_mm_model.scaled_mm(*args, **kwargs, out=out)
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    kind = "tensor" if name == "tensor" else "row"
+    a, b = quantize(torch.randn(32, 64), kind), quantize(torch.randn(48, 64), kind)
+    for dtype in (F32, B16):
+        BACKENDS[name](torch.empty(32, 48, dtype=dtype), a, b, None, fast_accum)
+    made = scaled_mm.as_one_call(BACKENDS[name], a, b, None, B16, fast_accum)
+    assert seen == [fast_accum] * (2 if made is None else 3)
+    assert (made is None) == (name == "row_unit")

@@ -49,6 +49,39 @@ def test_five_batch_sizes_have_two_graphs(name: str, recipe: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
+def test_five_batch_sizes_of_blocks_have_two_graphs(name: str) -> None:
+    """Up to 128 tokens are one block, and a size of 1 has a graph of its own; beyond there is one for all."""
+    eager, module = twins(name)
+    call, counter = compiled(module)
+    for seed, rows in enumerate((136, 160, 300, 257, 129)):
+        x = sample(rows, seed)
+        assert_equal(step(module, x, RECIPES["block"], call), step(eager, x, RECIPES["block"]))
+    assert counter.frame_count <= 2
+
+
+EPSILONS = {
+    f"{name}-epsilon": cls(fp8_quant_fwd_inp=recipes.QParams(amax_epsilon=0.1))
+    for name, cls in (
+        ("current", recipes.Float8CurrentScaling),
+        ("rowwise", recipes.Float8RowwiseScaling),
+        ("block", recipes.Float8BlockScaling),
+    )
+}
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, *EPSILONS])
+def test_symbolic_sizes_from_the_start(recipe: str) -> None:
+    """`dynamic=True`, which makes symbols of floats and ints that are read, too: options of a recipe stay constants."""
+    chosen = EPSILONS[recipe] if recipe in EPSILONS else RECIPES[recipe]
+    eager, module = twins("linear")
+    call, counter = compiled(module, dynamic=True)
+    for seed, rows in enumerate((40, 56, 33)):
+        x = sample(rows, seed)
+        assert_equal(step(module, x, chosen, call), step(eager, x, chosen))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 def test_five_routings_have_two_graphs(recipe: str) -> None:
     """Groups whose sizes change from step to step."""

@@ -806,23 +806,6 @@ def test_in_place_operations_quantize_again(fmt: Format) -> None:
     assert {name: b.data_ptr() for name, b in buffers(tensor).items()} == pointers
 
 
-@over_formats()
-@over_internal
-def test_repr_reads_no_values(fmt: Format, internal: bool) -> None:
-    with FakeTensorMode():
-        fake = fmt.quantizer(internal=internal).quantize(torch.empty(32, 64))
-        text = repr(fake)
-    assert type(fake).__name__ in text
-    assert "float32" in text
-    for name in buffers(fake):
-        assert name in text
-    if not internal:
-        assert "(32, 64)" in text
-        assert str(fake) == text
-    meta = TensorProto((32, 64), torch.float32, fmt.quantizer(internal=internal), device=torch.device("meta"))
-    assert repr(meta.create_tensor()) == text
-
-
 # Usages
 
 

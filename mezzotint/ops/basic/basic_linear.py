@@ -28,6 +28,7 @@ from mezzotint.ops.compat import functional_backward, functional_forward
 from mezzotint.ops.op import BasicOperation, OperationContext, Run
 from mezzotint.ops.quantizing import delayed, enter, holds, plain
 from mezzotint.recipe import slot
+from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -206,7 +207,7 @@ class BasicLinear(BasicOperation):
     _functional_backward = staticmethod(functional_backward)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"in_features={self.in_features}, out_features={self.out_features}{formats_of(self.parameters())}"
 
 
 def plain_or_quantized(grad_output: Any, quantizer: Any) -> tuple[Any, Any]:

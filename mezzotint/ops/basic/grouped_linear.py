@@ -30,6 +30,7 @@ from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.recipe import slot
+from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -239,5 +240,5 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.use_bias}"
+            f"bias={self.use_bias}{formats_of(self.parameters())}"
         )
