@@ -6,15 +6,20 @@ import inspect
 import pickle
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import mezzotint as mz
+from mezzotint.distributed.fsdp import low_precision_gather
 from tests.recipes import RECIPES
 
 transformers = pytest.importorskip("transformers")
@@ -159,6 +164,7 @@ def test_experts(kind: str) -> None:
     }
     assert {entry.after for entry in report.converted} == {"Linear", "grouped_mm"}
     assert report.num_weights == sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert not any(entry.before.startswith("Converted") for entry in report.entries)
     assert model.state_dict().keys() == original.state_dict().keys()
     made = []
     for each in (original, model):
@@ -284,7 +290,7 @@ def test_experts_compiled() -> None:
     assert counter.frame_count == 1
 
 
-# Transposed linears
+# Transposed linears, and both in shards
 
 
 def gpt2() -> Any:
@@ -349,6 +355,27 @@ def test_conv1d_starts_over_and_loads() -> None:
     model.load_state_dict(original.state_dict(), strict=True)
     other = mz.convert(copy.deepcopy(original), RECIPES["mxfp8"])
     assert torch.equal(model(small_tokens()).logits, other(small_tokens()).logits)
+
+
+@pytest.fixture
+def _one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("build", [gpt2, mixture])
+def test_sharded_after_converting(build: Callable[[], Any]) -> None:
+    model = mz.convert(build(), RECIPES["mxfp8"])
+    whole, mesh = copy.deepcopy(model), init_device_mesh("cpu", (1,))
+    low_precision_gather(model, RECIPES["mxfp8"])  # what lies transposed, or is 3-D, is gathered in high precision
+    fully_shard(model.transformer.h[0] if build is gpt2 else model.model.layers[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for each in (model, whole):
+        each(small_tokens(), use_cache=False).logits.float().square().mean().backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(one.grad.full_tensor(), other.grad)
 
 
 @pytest.mark.compile

@@ -110,10 +110,9 @@ def _entries(
             yield Entry(fqn, *_outcome(module, kept.get(fqn), neighbours.get(id(module)), region), size)
             continue
         for name, parameter in own.items():
-            if name.endswith("bias") and isinstance(module, Layer | CONVERTED):
-                outcome: Outcome = type(module).__name__, None, "bias: it is added in high precision"
-            else:
-                outcome = _outcome(module, kept.get(fqn) or why_other(module, parameter), None, region)
+            outcome = _outcome(module, kept.get(fqn) or why_other(module, parameter), None, region)
+            if name.endswith("bias") and outcome[1] is not None:
+                outcome = outcome[0], None, "bias: it is added in high precision"
             yield Entry(join(fqn, name).removesuffix(".weight"), *outcome, _new_elements(parameter, seen))
 
 
