@@ -122,6 +122,27 @@ def test_what_the_library_does_with_models(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[key], value)
 
 
+@pytest.mark.parametrize("saves", ["model", "base"])
+def test_what_is_saved_is_the_original(tmp_path: Path, saves: str) -> None:
+    """Delayed scaling's state is in the state dict, and in no file that `from_pretrained` would wonder about."""
+    model = mz.convert(llama(layers=1), mz.recipe.DelayedScaling())
+    train(model, model, 1)
+    assert any(key.endswith("_extra_state") for key in model.state_dict())
+    saved = model if saves == "model" else model.model
+    saved.save_pretrained(tmp_path)
+    kind = transformers.LlamaForCausalLM if saves == "model" else transformers.LlamaModel
+    loaded, info = kind.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values())
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(saved.state_dict()[key], value)
+    again = mz.convert(llama(layers=1), mz.recipe.DelayedScaling())
+    again.load_state_dict(model.state_dict(), strict=True)
+    scale = model.model.layers[0].mlp.up_proj.scale_fwd
+    assert torch.equal(again.model.layers[0].mlp.up_proj.scale_fwd, scale)
+    assert not torch.equal(scale, torch.ones_like(scale))
+    assert not mz.unconvert(model)._keys_to_ignore_on_save
+
+
 # Experts in 3-D parameters
 
 

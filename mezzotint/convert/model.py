@@ -22,6 +22,7 @@ from mezzotint.convert.rules import (
     is_linear,
     why_other,
 )
+from mezzotint.convert.saving import leave_nothing_out, leave_out_state
 from mezzotint.layer.base import Layer
 from mezzotint.layer.names import Named, join
 from mezzotint.recipe import Recipe, check_recipe
@@ -82,6 +83,7 @@ def convert(model: Model, recipe: Recipe | None = None, *, filter: Filter | None
             modules[fqn]._take_path(fqn)
     if recipe is not None and not isinstance(model, CONVERTED):
         convert_root(model, recipe)
+    leave_out_state(model)
     region = vars(model).get("_mezzotint_recipe")
     vars(model)[_REPORT] = ConversionReport(tuple(_entries(modules, kept, neighbours, region)))
     return model
@@ -154,5 +156,6 @@ def unconvert(model: Model) -> Model:
             raise ValueError(f"{fqn!r} is a {type(module).__name__}, made of a converted module: undo that first")
     for _, module in converted:
         restore(module)
+    leave_nothing_out(model)
     vars(model).pop(_REPORT, None)
     return model

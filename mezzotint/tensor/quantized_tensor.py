@@ -7,6 +7,7 @@ elements, so that a part alone cannot be written. To write one assign to it, `t[
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -195,6 +196,17 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         """An empty one: the data is in the buffers. FSDP2 asks for its address, which a wrapper's own does not give."""
         return torch.UntypedStorage(0, device=self.device)
+
+    def data_ptr(self) -> int:
+        """0, as of every tensor whose data is in others; DCP's stager goes by it. safetensors would write no bytes and
+        fail without a reason: it gets one."""
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "safetensors":
+            raise TypeError(
+                f"safetensors writes plain tensors, and this is quantized ({type(self).__name__}). Save what "
+                "mezzotint.distributed.checkpoint.full_state(model) gives, the buffers of quantized weights, which "
+                "load_full_state reads back; or dequantize() it"
+            )
+        return torch.Tensor.data_ptr(self)
 
     # FSDP2: this tensor is a shard of rows. `tensor/sharding.py` says what is sent of it
 

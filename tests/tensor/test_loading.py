@@ -4,12 +4,15 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file, save_model
 
 import mezzotint as mz
+from mezzotint.distributed.checkpoint import full_state, load_full_state
 from mezzotint.tensor.storage import rebuild_quantized_tensor
 from tests.quantizer_formats import Format, over_formats
 
@@ -154,3 +157,19 @@ def test_groups(quantizer: Any) -> None:
                     refuses([*arguments[:3], {**arguments[3], name: changed}, *arguments[4:]])
     for shapes in (((32, 64),), ((32, 64), (64, 65)), ((32, 64), (-64, 64)), "text", (), ((32, 64), 3)):
         refuses([*arguments[:4], {**arguments[4], "shapes": shapes}, *arguments[5:]])
+
+
+# safetensors
+
+
+def test_safetensors_says_what_to_save(tmp_path: Path) -> None:
+    with mz.quantized_model_init(recipe=mz.recipe.MXFP8BlockScaling()):
+        model, other = mz.Linear(64, 64), mz.Linear(64, 64)
+    assert model.weight.data_ptr() == 0
+    file = tmp_path / "model.safetensors"
+    for save in (lambda: save_file(model.state_dict(), file), lambda: save_model(model, str(file))):
+        with pytest.raises(TypeError, match=r"this is quantized \(MXFP8Tensor\). Save what .*full_state\(model\)"):
+            save()
+    save_file(full_state(model), file)
+    load_full_state(other, load_file(file))
+    assert torch.equal(other.weight.dequantize(), model.weight.dequantize())
