@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from mezzotint import ops, recipe
 from tests.ops.user_ops import names, registries, step
@@ -140,6 +141,13 @@ def test_a_subclass_without_methods_of_its_own_is_fused(name: str) -> None:
     fused = [[[op.is_fused_op for op in groups[0]] for groups in model.fused_ops().values()] for model in models]
     assert fused[0] == fused[1]
     assert any(any(groups) for groups in fused[0])
+
+
+@pytest.mark.parametrize("base", [ops.BasicLinear, ops.Linear, ops.GELU, ops.RMSNorm, ops.GroupedLinear])
+def test_the_class_that_fully_shard_makes_computes_as_its_parent(base: Any) -> None:
+    made: Any = type(f"FSDP{base.__name__}", (FSDPModule, base), {})  # as `fully_shard` does
+    for name in ("_computes_as", "_is_module", "is_split", "_family"):
+        assert getattr(made, name) is getattr(base, name), name
 
 
 @pytest.mark.parametrize("helper", ["gradient", "_compute"])
