@@ -102,7 +102,9 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
         return var_getattr(self, tx, name)
 
     def ask(self: Any, name: str, tx: Any, args: Any, kwargs: Any) -> Any:
-        if all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
+        quantizer = _quantizer_of(self)
+        is_value = quantizer is not None and quantizer._is_value()  # else its answers may hold tensors
+        if is_value and all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
             return self.call_method(tx, name, args, kwargs)
         return inline(self, name, tx, args, kwargs)
 

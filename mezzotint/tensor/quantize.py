@@ -172,8 +172,8 @@ def _plain(x: Any) -> torch.Tensor:
 def guard_usages(quantizer: "Quantizer") -> int:
     """Ask for what may be assigned in place, so that the compiler guards on it.
 
-    Its guard on the quantizer itself compares identity before equality, and does not see `q.set_usage(...)`. It guards
-    on an attribute when a decision depends on it, not when it is only read.
+    Its guard on a quantizer that is no value (a hybrid with a part of delayed scaling) is by identity, and does not see
+    `q.set_usage(...)`. It guards on an attribute when a decision depends on it, not when it is only read.
     """
     usages = (1 if quantizer.rowwise_usage else 0) + (2 if quantizer.columnwise_usage else 0)
     return usages + (4 if quantizer.internal else 0) + (8 if quantizer.optimize_for_gemm else 0)

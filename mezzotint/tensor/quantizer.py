@@ -125,9 +125,11 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in self.__dict__ and name not in self.__dict__.get("_names", ()):
-            self.__dict__["_names"] = (*self.__dict__.get("_names", ()), name)
-        self.__dict__["_memo"] = None  # what was worked out from other values
+        held = self.__dict__
+        names = held.get("_names", ())
+        if name not in names and name in held:  # a property is not held
+            held["_names"] = (*names, name)
+        held["_memo"] = None  # what was worked out from other values
 
     def _worked_out(self) -> dict[Any, Any]:
         """A place for what follows from the attributes, empty again after any of them is assigned."""

@@ -15,7 +15,7 @@ import mezzotint as mz
 from mezzotint.dynamo import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.dynamo.trace import _close_gaps, _compare_with_snapshots, _know_quantizers
 from tests.dynamo.test_compile import a_users_op, assert_same, compiled
-from tests.quantizer_formats import E4M3, E5M2, sample
+from tests.quantizer_formats import E4M3, E5M2, FORMATS, sample
 
 pytestmark = pytest.mark.compile
 
@@ -29,6 +29,11 @@ def current(**options: Any) -> Any:
 
 def hybrid() -> Any:
     return mz.HybridQuantizer(rowwise_quantizer=mz.MXFP8Quantizer(E4M3), columnwise_quantizer=mz.NVFP4Quantizer())
+
+
+def stateful() -> Any:
+    delayed = FORMATS["float8_delayed"].make()
+    return mz.HybridQuantizer(rowwise_quantizer=delayed, columnwise_quantizer=mz.MXFP8Quantizer(E4M3))
 
 
 def set_dtype(quantizer: Any, dtype: Any = E5M2) -> None:
@@ -66,6 +71,16 @@ def test_a_change_is_seen_by_the_next_call(name: str) -> None:
     # What it was, and what it is: there is a graph of each.
     assert_same(function(x, make()), first)
     assert_same(function(x, quantizer.copy()), changed)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("make", [stateful, lambda: FORMATS["float8_delayed"].make()], ids=["hybrid", "delayed"])
+def test_a_change_of_what_is_no_value_is_seen(make: Any) -> None:
+    quantizer, x = make(), sample((32, 64))
+    function, counter = compiled(lambda x, q: q(x))
+    assert_same(function(x, quantizer), make()(x))
+    quantizer.set_usage(columnwise=False)
+    assert_same(function(x, quantizer), make().with_usage(columnwise=False)(x))
     assert counter.frame_count == 2
 
 
