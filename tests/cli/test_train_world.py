@@ -230,14 +230,23 @@ def test_experts_on_more_processes(worlds: dict[int, World], folder: Path) -> No
     assert found[2] == pytest.approx(wanted[2], abs=0.3)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "checkpoint.json"])
-def test_a_truncated_file(
-    worlds: dict[int, World], capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str
+def truncated(data: bytes) -> bytes:
+    return data[:-10]
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-10] + bytes([data[-10] ^ 1]) + data[-9:]
+
+
+@pytest.mark.parametrize("harm", [truncated, flipped])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_damaged_file(
+    worlds: dict[int, World], capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str, harm: Any
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "whole", run)
     path = find_checkpoints(run)[-1] / name
-    path.write_bytes(path.read_bytes()[:-10])
+    path.write_bytes(harm(path.read_bytes()))
     said = fails(capsys, "train", "--resume", f"--out={run}")
     assert f"step-{STEPS:08d} is damaged (" in said
     assert f"move it away to resume from step {STEPS - 2}" in said
