@@ -29,6 +29,8 @@ Model = Annotated[
     typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
 ]
 Timeout = Annotated[int, typer.Option(min=1, max=10**6, help="seconds that one of many processes waits for another")]
+# Of TrainConfig, what comparisons do not take: all recipes see all of the text.
+ALONE_IN_TRAIN = ("hold_out", "eval_every", "eval_batches", "sample")
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -80,7 +82,7 @@ def train(
 
 
 @app.command()
-@takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep"))
+@takes(ModelConfig, TrainConfig, without=("vocab", "recipe", "checkpoint_every", "keep", *ALONE_IN_TRAIN))
 def compare(
     *,
     recipes: Annotated[

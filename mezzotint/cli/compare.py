@@ -80,7 +80,9 @@ def is_default(config: RunConfig) -> bool:
     train = config.train
     usual = TrainConfig(seed=train.seed, compile=train.compile)
     is_own_text = train.data is not None or train.tokenizer is not None
-    return not is_own_text and not config.differences(RunConfig(ModelConfig(), usual, ""))
+    if is_own_text or train.steps != usual.steps:
+        return False
+    return not config.differences(RunConfig(ModelConfig(), usual, ""))
 
 
 def title_of(results: Sequence[Result], settings: TrainConfig) -> str:

@@ -7,7 +7,7 @@ takes them all once, in an order that follows from the seed and the epoch alone.
 import hashlib
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,21 @@ def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
         return Text(torch.frombuffer(bytearray(text), dtype=torch.uint8), NUM_BYTES, _hash(text, NUM_BYTES))
     ids, vocab = _tokenize(text, tokenizer)
     return Text(ids, vocab, _hash(ids.numpy().tobytes(), vocab))
+
+
+def hold_out(text: Text, part: float) -> tuple[Text, Text]:
+    """What is trained on, and the last `part` of the text, which is not."""
+    count = round(text.tokens.numel() * (1.0 - part))
+    return replace(text, tokens=text.tokens[:count]), replace(text, tokens=text.tokens[count:])
+
+
+def as_words(tokens: list[int], tokenizer: str | None = None) -> str:
+    """What tokens stand for; signs that a terminal would obey are left out."""
+    if tokenizer is None:
+        said = bytes(tokens).decode("utf-8", errors="replace")
+    else:
+        said = tokenizers.Tokenizer.from_file(tokenizer).decode(tokens)
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in said)
 
 
 def _hash(data: bytes, vocab: int) -> str:

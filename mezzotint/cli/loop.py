@@ -2,7 +2,7 @@
 
     <run>/config.json     what was asked for, and a hash of the text
           checkpoints/    see `checkpoint.py`
-          tensorboard/    loss, gradient norm, learning rate, tokens a second
+          tensorboard/    of every step loss, gradient norm and learning rate; of some tokens a second, held-out loss
           result.json     every loss, written at the end
 
 Over several processes all of them do all of this, and the first one writes and speaks.
@@ -24,6 +24,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from mezzotint.cli.console import CommandError, enough_memory, is_closed
+from mezzotint.cli.evaluate import evaluate
 from mezzotint.cli.files import write_json
 from mezzotint.cli.machine import peak_memory, reset_peak_memory
 from mezzotint.cli.meter import Meter
@@ -44,6 +45,7 @@ class Result:
     graphs: int
     compile_seconds: float
     device: str
+    held_out: float | None = None  # loss at the end on text that was not trained on
 
 
 class Stopped(Exception):
@@ -86,6 +88,8 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         enough_memory(),
         _without_warnings(),
     ):
+        if train.compile and training.step < train.steps:
+            reporter.say("compiling: the first step takes up to some minutes")
         while training.step < train.steps:
             training.run_step()
             if is_closed(console):
@@ -100,13 +104,17 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
                 start = _record(training, start, writer)
             if logs:
                 _show(training, meter, writer, reporter)
+            if train.eval_every and not stopping and not is_end and training.step % train.eval_every == 0:
+                _evaluate(training, writer, reporter)
+                meter.pause()
             if saves:
                 writer.flush()
                 training.save(folder)
                 meter.pause()
             if stopping and training.step < train.steps:
                 raise Stopped(stopping, training.step)
-        result = _result(training, meter)
+        held_out = _evaluate(training, writer, reporter) if train.hold_out else None
+        result = _result(training, meter, held_out)
         on_first(world, lambda: write_json(folder / "result.json", asdict(result)))
     return result
 
@@ -134,10 +142,13 @@ def _writer(folder: Path, start: int, world: World) -> Iterator[SummaryWriter | 
 
 def _record(training: Training, start: int, writer: SummaryWriter | _Silent) -> int:
     """Note the losses since `start`; the step to go on from. What is no number any more gets no checkpoint."""
-    for step, loss in enumerate(training.losses[start : training.step].tolist(), start + 1):
+    losses, norms = (values[start : training.step].tolist() for values in (training.losses, training.norms))
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start + 1):
         writer.add_scalar("loss", loss, step)
+        writer.add_scalar("gradient_norm", norm, step)
+        writer.add_scalar("learning_rate", training.config.train.learning_rate(step - 1), step)
         _check_number("loss", loss, step)
-    _check_number("gradient's norm", training.norm.item(), training.step)
+        _check_number("gradient's norm", norm, step)
     return training.step
 
 
@@ -149,11 +160,16 @@ def _check_number(name: str, value: float, step: int) -> None:
 def _show(training: Training, meter: Meter, writer: SummaryWriter | _Silent, reporter: Reporter) -> None:
     step, speed = training.step, meter.steps_per_second
     tokens = None if speed is None else speed * training.tokens_per_step
-    writer.add_scalar("gradient_norm", training.norm.item(), step)
-    writer.add_scalar("learning_rate", training.config.train.learning_rate(step - 1), step)
     if tokens is not None:
         writer.add_scalar("tokens_per_second", tokens, step)
     reporter.show(step, training.losses[step - 1].item(), tokens)
+
+
+def _evaluate(training: Training, writer: SummaryWriter | _Silent, reporter: Reporter) -> float:
+    loss = evaluate(training)
+    writer.add_scalar("held_out_loss", loss, training.step)
+    reporter.note(f"step {training.step}/{training.config.train.steps}  held-out loss {loss:.4f}")
+    return loss
 
 
 @contextmanager
@@ -164,7 +180,7 @@ def _without_warnings() -> Iterator[None]:
         yield
 
 
-def _result(training: Training, meter: Meter) -> Result:
+def _result(training: Training, meter: Meter, held_out: float | None) -> Result:
     train, losses = training.config.train, training.losses.tolist()
     speed = meter.steps_per_second
     where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
@@ -177,4 +193,5 @@ def _result(training: Training, meter: Meter) -> Result:
         graphs=meter.graphs,
         compile_seconds=meter.compile_seconds,
         device=where,
+        held_out=held_out,
     )

@@ -35,7 +35,7 @@ INIT_STD = 0.02
 
 
 class LanguageModel(nn.Module):
-    """tokens and targets int64 [b, s] → the mean loss, FP32."""
+    """tokens and targets int64 [b, s] → the mean loss, FP32; without targets the logits, [b, s, vocab] in BF16."""
 
     angles: torch.Tensor  # FP32 [s, 1, 1, channels]
 
@@ -82,21 +82,22 @@ class LanguageModel(nn.Module):
         self.register_buffer("angles", rotary(config.sequence), persistent=False)
 
     def forward(
-        self, tokens: torch.Tensor, targets: torch.Tensor, is_first_microbatch: bool | None = None
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> torch.Tensor:
         x = self.embedding(tokens).to(torch.bfloat16)
         if self.tensor_group is not None:
-            x, targets = _OwnRows.apply(x.transpose(0, 1), self.tensor_group), targets.t()
+            x = _OwnRows.apply(x.transpose(0, 1), self.tensor_group)
         for layer in self.layers:
             x = layer(x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=self.angles)
         if self.tensor_group is not None:
             with autocast(enabled=False):
-                logits = self.head(self.norm(x))
-            return parallel_cross_entropy(logits, targets, reduce_loss=True, dist_process_group=self.tensor_group)
+                logits = self.head(self.norm(x))  # this process's part of [s, b, vocab]
+            assert targets is not None
+            return parallel_cross_entropy(logits, targets.t(), reduce_loss=True, dist_process_group=self.tensor_group)
         weight = self.embedding.weight if self.head is None else self.head.weight
         wide = torch.float32 if hw.multiplies_slowly(x) else x.dtype
         logits = functional.linear(self.norm(x).to(wide), weight.to(wide)).to(x.dtype)
-        return parallel_cross_entropy(logits, targets, reduce_loss=True)
+        return logits if targets is None else parallel_cross_entropy(logits, targets, reduce_loss=True)
 
 
 class _OwnRows(torch.autograd.Function):

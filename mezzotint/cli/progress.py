@@ -36,6 +36,16 @@ class Reporter:
     def advance(self) -> None:
         self._bar.advance(self._task)
 
+    def say(self, said: str) -> None:
+        """A word on what the next steps wait for."""
+        self._bar.update(self._task, said=said)
+        if not self.console.is_interactive:
+            self.console.print(f"{self.label}  {said}", highlight=False, soft_wrap=True)
+
+    def note(self, said: str) -> None:
+        """A line of its own, in a terminal above the bar."""
+        self.console.print(f"{self.label}  {said}", highlight=False, soft_wrap=True)
+
     def show(self, step: int, loss: float, speed: float | None) -> None:
         """`speed`: tokens a second; None while there are compilations only."""
         said = f"loss {loss:.4f}" + ("" if speed is None else f"  {speed:,.0f} tokens/s")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mezzotint.cli.console import CommandError
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.options import check, flag, option
 from mezzotint.cli.recipe_names import BF16, NAMES, recipe_name
@@ -18,7 +19,7 @@ class TrainConfig:
     """How a model is trained."""
 
     recipe: str = option(BF16, f"one of {', '.join(NAMES)}")
-    steps: int = option(150, "optimizer steps", at_least=1)
+    steps: int = option(150, "optimizer steps; with --resume, in all", at_least=1, may_change=True)
     accumulate: int = option(1, "micro-batches in a step", at_least=1)
     lr: float = option(1e-3, "highest learning rate", at_least=0)
     final_lr: float = option(0.1, "learning rate at the end, as a part of the highest", at_least=0)
@@ -34,10 +35,18 @@ class TrainConfig:
     threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, bits=12, may_change=True)
     log_every: int = option(20, "steps between two lines, or two looks at the loss", at_least=1, may_change=True)
     checkpoint_every: int = option(100, "steps between two checkpoints; 0: none at all", at_least=0, may_change=True)
+    hold_out: float = option(0.0, "part of the text, from its end, that is not trained on", at_least=0)
+    eval_every: int = option(0, "steps between two looks at the loss on it; 0: none", at_least=0, may_change=True)
+    eval_batches: int = option(20, "micro-batches of each look", at_least=1, may_change=True)
+    sample: int = option(0, "tokens that the model writes at the end", at_least=0, bits=20, may_change=True)
     keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
 
     def __post_init__(self) -> None:
         check(self)
+        if self.hold_out > 0.5:
+            raise CommandError(f"--hold-out is {self.hold_out}: give a part of the text, at most 0.5")
+        if self.eval_every and not self.hold_out:
+            raise CommandError("--eval-every needs text that is not trained on: give --hold-out 0.05 too")
         object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
 
     def learning_rate(self, step: int) -> float:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from mezzotint.cli.checkpoint import find_checkpoints, remove_remains
-from mezzotint.cli.console import CommandError, make_console
-from mezzotint.cli.data import Text, read_text
+from mezzotint.cli.console import CommandError, as_count, make_console
+from mezzotint.cli.data import Text, as_words, read_text
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.loop import Stopped, run_training
 from mezzotint.cli.options import flag
 from mezzotint.cli.runs import (
     CONFIG,
+    RESULT,
     check_free,
     clear_run,
     locked,
@@ -24,6 +26,7 @@ from mezzotint.cli.runs import (
     read_config,
     write_config,
 )
+from mezzotint.cli.sample import write_on
 from mezzotint.cli.settings import ALONE, RunConfig, TrainConfig, make_config
 from mezzotint.cli.sizes import MODEL, ModelConfig, find_model
 from mezzotint.cli.training import Training
@@ -60,16 +63,46 @@ def _train(
 
 
 def _run(training: Training, folder: Path) -> None:
+    console = make_console()
+    for line in _introduction(training, folder):
+        console.print(line, highlight=False, soft_wrap=True)
     try:
-        result = run_training(training, folder, make_console())
+        result = run_training(training, folder, console)
     except Stopped as stopped:
         how = "go on" if training.config.train.checkpoint_every else "without a checkpoint; begin again"
         message = f"{stopped}: {how} with mezzotint train --resume --out {folder}"
         raise CommandError(message, stopped.code) from None
     speed = "" if result.tokens_per_second is None else f", {result.tokens_per_second:,.0f} tokens/s"
     last = min(training.config.train.last, len(result.losses))
-    make_console().print(f"final loss {result.final:.4f} (mean of the last {last}){speed}", highlight=False)
-    make_console().print(f"run in {folder}", highlight=False, soft_wrap=True)
+    console.print(f"final loss {result.final:.4f} (mean of the last {last}){speed}", highlight=False)
+    if training.config.train.sample:
+        _show_sample(training, console)
+    console.print(f"run in {folder}", highlight=False, soft_wrap=True)
+
+
+def _introduction(training: Training, folder: Path) -> list[str]:
+    """What will run, on what."""
+    config, train = training.config, training.config.train
+    where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
+    many = f" × {training.world.size} processes" if training.world.size > 1 else ""
+    how = "compiled" if train.compile else "eager"
+    steps = f"{train.steps} steps of {training.tokens_per_step:,} tokens"
+    tokens, held = training.text.tokens.numel(), training.held_out.tokens.numel()
+    source = "Python's own sources" if train.data is None else train.data
+    kind = "bytes" if train.tokenizer is None else "tokens"
+    return [
+        f"{train.recipe} on {where}{many}, {how}: {as_count(sum(value.numel() for value in training.whole.values()))} parameters in "
+        f"{config.model.layers} layers, {steps}",
+        f"text: {source}, {tokens:,} {kind}" + (f", and {held:,} held out" if held else ""),
+        f"run in {folder}" + (f", which goes on after step {training.step}" if training.step else ""),
+    ]
+
+
+def _show_sample(training: Training, console: Console) -> None:
+    tokenizer = training.config.train.tokenizer
+    prompt, made = (as_words(part, tokenizer) for part in write_on(training, training.config.train.sample))
+    console.print(f"after {prompt[-40:]!r} it writes:", highlight=False, markup=False, soft_wrap=True)
+    console.print(made, highlight=False, markup=False, soft_wrap=True)
 
 
 def _begin(
@@ -156,8 +189,17 @@ def _resume(
                 )
 
         training.load(found[-1], check)
+    if config.train.steps != saved.train.steps:
+        longer = replace(saved, train=replace(saved.train, steps=config.train.steps))
+        on_first(world, lambda: _begin_again(folder, longer))
     on_first(world, lambda: remove_remains(folder))
     return training, folder
+
+
+def _begin_again(folder: Path, config: RunConfig) -> None:
+    """A run of another number of steps, which has no result yet."""
+    write_config(folder, config)
+    (folder / RESULT).unlink(missing_ok=True)
 
 
 def _configure_again(

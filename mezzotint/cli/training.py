@@ -29,7 +29,7 @@ from mezzotint.cli.checkpoint import (
 )
 from mezzotint.cli.clipping import clip_gradients
 from mezzotint.cli.console import CommandError
-from mezzotint.cli.data import Batches, Text, draw_seed
+from mezzotint.cli.data import Batches, Text, draw_seed, hold_out
 from mezzotint.cli.machine import check_compiler, find_device
 from mezzotint.cli.manifest import SEVERAL, About
 from mezzotint.cli.model import LanguageModel
@@ -54,17 +54,23 @@ class Training:
         train, layout = config.train, config.layout
         if train.compile and config.model.experts:
             raise CommandError("--experts: how many rows an expert gets is known when it runs; give --no-compile")
+        if train.sample and layout.tp > 1:
+            raise CommandError(
+                "--sample: with --tp no process has a whole logit; leave it out, or sample when resumed alone"
+            )
         layout.check_model(config.model)
         self.device = find_device(train.device)
         self.recipe = RECIPES[train.recipe]
         self.meshes = make_meshes(layout, self.device.type) if layout.world > 1 else None
-        replica, self.replicas = 0, 1
+        self.replica, self.replicas = 0, 1
         if self.meshes is not None:
-            replica, self.replicas = rank_in(self.meshes.replica_group), world_size(self.meshes.replica_group)
-        sizes = config.model.sequence, config.model.batch
-        self.batches = Batches(text, *sizes, train.seed, replica=replica, replicas=self.replicas)
+            self.replica, self.replicas = rank_in(self.meshes.replica_group), world_size(self.meshes.replica_group)
+        self.text, self.held_out = hold_out(text, train.hold_out)
+        self.batches = self.make_batches(self.text)
+        if train.hold_out:
+            self.make_batches(self.held_out)  # which says so where it is too short
         self.losses = torch.zeros(train.steps, device=self.device)
-        self.norm = torch.zeros((), device=self.device)  # of the last gradient
+        self.norms = torch.zeros(train.steps, device=self.device)  # of gradients; of steps of this process alone
         torch.manual_seed(train.seed)
         whole = _make_whole(config, world)  # on the CPU: the same weights anywhere
         self.whole = {name: torch.empty_like(value, device="meta") for name, value in whole.named_parameters()}
@@ -74,6 +80,11 @@ class Training:
         if train.compile:
             self._compile()
         self.optimizer = _make_optimizer(self.model, train.lr, train.weight_decay)
+
+    def make_batches(self, text: Text) -> Batches:
+        """This replica's, from the beginning."""
+        sizes, seed = (self.config.model.sequence, self.config.model.batch), self.config.train.seed
+        return Batches(text, *sizes, seed, replica=self.replica, replicas=self.replicas)
 
     def _make_part(self, whole: LanguageModel, meshes: Meshes) -> LanguageModel:
         config, layout = self.config.model, self.config.layout
@@ -117,14 +128,14 @@ class Training:
             total += loss.detach() / train.accumulate
         limit = train.clip or math.inf
         if self.meshes is None:
-            self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         else:
             reduce_gradients(self.model, self.config.layout, self.meshes)
-            self.norm = clip_gradients(self.model, self.meshes, limit)
+            norm = clip_gradients(self.model, self.meshes, limit)
             total = all_reduce(total, self.meshes.replica_group) / self.replicas
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses[self.step] = total
+        self.losses[self.step], self.norms[self.step] = total, norm
         self.step += 1
 
     # Checkpoints
@@ -208,6 +219,9 @@ class Training:
         learnt: Mapping[str, torch.Tensor],
     ) -> None:
         """`rng`: nothing, of a process that was not there before. `learnt`: delayed scaling's state, among others."""
+        steps = self.config.train.steps
+        if step > steps:
+            raise CommandError(f"--steps is {steps}: the run has {step} already; give as many or more")
         try:
             check_place(step, losses, position, rng, self.device)
             self._set_learnt(learnt)

@@ -17,11 +17,16 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mezzotint.cli.checkpoint import WEIGHTS, find_checkpoints
+from mezzotint.cli.console import as_count
+from mezzotint.cli.data import as_words, read_text
+from mezzotint.cli.evaluate import evaluate
 from mezzotint.cli.loop import Training, catch_signals
 from mezzotint.cli.meter import Meter
 from mezzotint.cli.progress import Reporter
 from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.settings import TrainConfig
+from mezzotint.cli.sample import write_on
+from mezzotint.cli.settings import RunConfig, TrainConfig
+from mezzotint.cli.sizes import ModelConfig
 from tests.cli.test_main import closed_pipe
 from tests.cli.tools import TINY, contents, fails, losses, read, run, run_python, works, write_text
 
@@ -115,6 +120,59 @@ def test_learning_rate_rises_and_falls() -> None:
     assert TrainConfig(warmup=0, lr=1.0).learning_rate(0) == 1.0
 
 
+def make_training(text: Path, layers: int = 1, **changed: Any) -> Training:
+    found = read_text(str(text))
+    sizes = ModelConfig(hidden=32, ffn=64, layers=layers, heads=2, kv_heads=1, sequence=16, batch=2, vocab=found.vocab)
+    settings: dict[str, Any] = {"steps": 4, "warmup": 0, "compile": False, "device": "cpu", **changed}
+    return Training(RunConfig(sizes, TrainConfig(**settings), found.fingerprint), found)
+
+
+@pytest.mark.parametrize(("clip", "wanted"), [(0.5, 0.5), (0.0, None), (1e4, None)])
+def test_the_optimizer_gets_gradients_of_at_most_the_norm(text: Path, clip: float, wanted: float | None) -> None:
+    """What was logged is the norm before."""
+    training = make_training(text, clip=clip)
+    seen: list[float] = []
+    training.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(float(torch.nn.utils.get_total_norm([p.grad for p in training.model.parameters()])))
+    )
+    training.run_step()
+    logged = training.norms[0].item()
+    assert logged > 1.0
+    assert seen == [pytest.approx(logged if wanted is None else wanted, rel=1e-3)]
+
+
+def test_matrices_decay_and_nothing_else(text: Path) -> None:
+    """Where gradients are zero, AdamW multiplies by 1 - lr · decay."""
+    training = make_training(text, lr=0.5, weight_decay=0.5)
+    before = {name: value.detach().clone() for name, value in training.model.named_parameters()}
+    for parameter in training.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    training.optimizer.step()
+    kinds = set()
+    for name, value in training.model.named_parameters():
+        is_matrix = value.dim() >= 2
+        kinds.add(is_matrix)
+        torch.testing.assert_close(value.detach(), before[name] * (0.75 if is_matrix else 1.0), rtol=1e-6, atol=0)
+    assert kinds == {True, False}
+
+
+def test_tokens_of_a_step_are_those_of_all_its_micro_batches(text: Path) -> None:
+    training = make_training(text, accumulate=3)
+    assert training.tokens_per_step == 2 * 16 * 3
+    training.run_step()
+    assert training.batches.position == 2 * 3  # windows of 16
+
+
+def test_speed_counts_all_micro_batches(
+    capsys: Capture, tmp_path: Path, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Meter, "steps_per_second", 10.0)
+    said = works(capsys, "train", *options, "--accumulate=3")
+    assert read(tmp_path / "run/result.json")["tokens_per_second"] == 10.0 * 2 * 16 * 3
+    assert "960 tokens/s" in said
+    assert [event.value for event in scalars(tmp_path / "run").Scalars("tokens_per_second")] == [960.0, 960.0]
+
+
 def test_gradients_are_clipped(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
     norms = []
     for clip in ("0", "0.001"):
@@ -130,7 +188,8 @@ def test_compiled_is_eager(capsys: Capture, tmp_path: Path, text: Path, monkeypa
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     common = (*TINY, "--layers=1", f"--data={text}", "--steps=4", "--accumulate=2", "--recipe=delayed")
     works(capsys, "train", *common, f"--out={tmp_path / 'eager'}")
-    works(capsys, "train", *common, "--compile", f"--out={tmp_path / 'compiled'}")
+    said = works(capsys, "train", *common, "--compile", f"--out={tmp_path / 'compiled'}")
+    assert "delayed  compiling: the first step takes" in said.split("step 4/4")[0]
     assert losses(tmp_path / "compiled") == losses(tmp_path / "eager")
     eager, compiled = (read(tmp_path / name / "result.json") for name in ("eager", "compiled"))
     assert (eager["graphs"], eager["compile_seconds"]) == (0, 0.0)
@@ -214,6 +273,27 @@ def test_what_decides_no_number_may_change(capsys: Capture, tmp_path: Path, made
     moved = text.rename(tmp_path / "moved.txt")
     works(capsys, "train", "--resume", f"--out={made}", f"--data={moved}", "--log-every=1", "--checkpoint-every=2")
     assert losses(made) == wanted
+
+
+def test_a_run_is_made_longer(capsys: Capture, made: Path) -> None:
+    before = losses(made)
+    said = works(capsys, "train", "--resume", f"--out={made}", "--steps=12")
+    assert "which goes on after step 8" in said
+    assert "step 12/12" in said
+    assert losses(made)[:8] == before
+    assert len(losses(made)) == 12
+    assert read(made / "config.json")["train"]["steps"] == 12
+    longer = losses(made)
+    shutil.rmtree(find_checkpoints(made)[-1])
+    works(capsys, "train", "--resume", f"--out={made}")  # which remembers it
+    assert losses(made) == longer
+
+
+def test_a_run_is_not_made_shorter_than_it_is(capsys: Capture, made: Path) -> None:
+    before = contents(made)
+    said = fails(capsys, "train", "--resume", f"--out={made}", "--steps=7")
+    assert "--steps is 7: the run has 8 already; give as many or more" in said
+    assert contents(made) == before
 
 
 def raise_at(step: int, number: int) -> Callable[[Training], None]:
@@ -416,12 +496,98 @@ def test_tensorboard_has_every_loss_once(capsys: Capture, tmp_path: Path, option
     events = scalars(folder)
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
     assert [event.value for event in events.Scalars("loss")] == losses(folder)
-    for name in ("gradient_norm", "learning_rate", "tokens_per_second"):
-        assert [event.step for event in events.Scalars(name)] == [4, 8]
+    for name in ("gradient_norm", "learning_rate"):
+        assert [event.step for event in events.Scalars(name)] == list(range(1, 9))
+    assert all(event.value > 0 for event in events.Scalars("gradient_norm"))
+    rates = [event.value for event in events.Scalars("learning_rate")]
+    assert rates == pytest.approx([TrainConfig(steps=8, warmup=2).learning_rate(step) for step in range(8)])
+    assert [event.step for event in events.Scalars("tokens_per_second")] == [4, 8]
+
+
+def test_a_run_says_what_it_is(capsys: Capture, tmp_path: Path, text: Path, options: tuple[str, ...]) -> None:
+    said = works(capsys, "train", *options, "--recipe=MXFP8", "--accumulate=2", "--hold-out=0.25").splitlines()
+    count = sum(parameter.numel() for parameter in make_training(text, layers=2).model.parameters())
+    assert said[0] == f"mxfp8 on cpu, eager: {as_count(count)} parameters in 2 layers, 8 steps of 64 tokens"
+    assert said[1] == f"text: {text}, 3,000 bytes, and 1,000 held out"
+    assert said[2] == f"run in {tmp_path / 'run'}"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_evaluation_changes_no_number(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
+    """State of the recipe, random numbers, place in the text."""
+    common = (*options, f"--recipe={recipe}", "--hold-out=0.25")
+    works(capsys, "train", *common)
+    wanted = losses(tmp_path / "run")
+    said = works(capsys, "train", *common, "--overwrite", "--eval-every=3", "--eval-batches=2")
+    assert losses(tmp_path / "run") == wanted
+    events = scalars(tmp_path / "run").Scalars("held_out_loss")
+    assert [event.step for event in events] == [3, 6, 8]
+    for event in events:
+        assert f"{recipe}  step {event.step}/8  held-out loss {event.value:.4f}" in said
+    assert read(tmp_path / "run/result.json")["held_out"] == pytest.approx(events[-1].value)
+
+
+def test_what_is_held_out_is_not_trained_on(text: Path) -> None:
+    training = make_training(text, hold_out=0.25, eval_every=1)
+    whole = read_text(str(text)).tokens
+    assert torch.equal(training.text.tokens, whole[:3000])
+    assert torch.equal(training.held_out.tokens, whole[3000:])
+    assert training.batches.num_windows == 2999 // 16
+    assert evaluate(training) == evaluate(training) == pytest.approx(math.log(256), abs=0.1)
+    assert training.model.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--eval-every=2",), "--eval-every needs text that is not trained on: give --hold-out 0.05 too"),
+        (("--hold-out=0.6",), "--hold-out is 0.6: give a part of the text, at most 0.5"),
+        (("--hold-out=0.001",), "the text has 4 tokens"),
+    ],
+)
+def test_evaluation_that_cannot_be(capsys: Capture, options: tuple[str, ...], more: tuple[str, ...], said: str) -> None:
+    assert said in fails(capsys, "train", *options, *more)
+
+
+def test_a_run_goes_on_with_what_it_held_out(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    works(capsys, "train", *options, "--hold-out=0.25")
+    said = fails(capsys, "train", "--resume", f"--out={tmp_path / 'run'}", "--hold-out=0.1")
+    assert "--hold-out 0.25, not 0.1" in said
+    assert "held-out loss" in works(capsys, "train", "--resume", f"--out={tmp_path / 'run'}", "--eval-every=4")
+
+
+def test_a_sample(capsys: Capture, tmp_path: Path, options: tuple[str, ...]) -> None:
+    """The same from the same weights, and no number of the run changes."""
+    works(capsys, "train", *options)
+    wanted = losses(tmp_path / "run")
+    said = works(capsys, "train", *options, "--overwrite", "--sample=30")
+    after = said.split("after 'the quic' it writes:\n")[1]
+    assert len(after.split("\nrun in")[0]) > 5
+    assert losses(tmp_path / "run") == wanted
+    again = works(capsys, "train", "--resume", f"--out={tmp_path / 'run'}", "--sample=30")
+    assert after in again
+
+
+def test_a_sample_follows_the_model(text: Path) -> None:
+    """Of a model that knows but one token, past the window that it sees."""
+    training = make_training(text)
+    for parameter in training.model.parameters():
+        parameter.data.zero_()
+    training.model.norm.weight.data.fill_(1.0)
+    training.model.embedding.weight.data.fill_(1.0)
+    training.model.head.weight.data[65] = 10.0
+    prompt, made = write_on(training, 20)
+    assert prompt == list(b"the quic")
+    assert bytes(made) == b"A" * 20
+
+
+def test_a_sample_cannot_move_the_cursor() -> None:
+    assert as_words(list(b"a\x1b[2J\n\xff\x00b")) == "a\ufffd[2J\n\ufffd\ufffdb"
 
 
 def test_a_line_every_so_many_steps(capsys: Capture, options: tuple[str, ...]) -> None:
-    lines = [line for line in works(capsys, "train", *options, "--log-every=3").splitlines() if "bf16" in line]
+    lines = [line for line in works(capsys, "train", *options, "--log-every=3").splitlines() if "bf16  step" in line]
     assert [line.split()[2] for line in lines] == ["3/8", "6/8", "8/8"]
     assert all("tokens/s" in line for line in lines)
 

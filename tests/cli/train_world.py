@@ -37,7 +37,8 @@ def folder() -> Path:
 
 def train(*options: Any) -> Result:
     """Code, and what this process said."""
-    os.environ["RANK"] = str(dist.get_rank())
+    # As torchrun has them: the first process speaks.
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "MASTER_ADDR": "localhost"}
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main(["train", *map(str, options)])
@@ -65,6 +66,18 @@ def layouts_of_two(rank: int) -> Result:
         "tensors": begin("two tensors", *more, "--tp=2", "--recipe=mxfp8", *WIDE),
         "experts": begin("two experts", *more, "--ep=2", *EXPERTS),
     }
+
+
+def held_out(rank: int) -> Result:
+    """Evaluation changes nothing that is trained, in any layout; shards write a sample."""
+    found: Result = {}
+    for name, options in (("shards", SHARDS[len(COMMON) :]), ("tensors", ("--tp=2", "--recipe=delayed", *WIDE))):
+        options = (*options, "--steps=3", "--hold-out=0.25", "--checkpoint-every=0")
+        found[f"blind {name}"] = begin(f"blind {name}", *options)
+        more = ("--eval-every=1", *(("--sample=5",) if name == "shards" else ()))
+        found[name] = begin(f"held out {name}", *options, *more)
+    found["no sample"] = begin("no sample", "--tp=2", "--sample=5")
+    return found
 
 
 def whole(rank: int) -> Result:
@@ -143,5 +156,5 @@ def layouts_of_four(rank: int) -> Result:
     return found
 
 
-CHECKS: tuple[Callable[[int], Result], ...] = (recipes, layouts_of_two, whole, from_one_process, wrong, compiled)
+CHECKS: tuple[Callable[[int], Result], ...] = (recipes, layouts_of_two, held_out, whole, from_one_process, wrong, compiled)
 CHECKS_OF_FOUR: tuple[Callable[[int], Result], ...] = (layouts_of_four,)
