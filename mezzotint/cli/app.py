@@ -14,6 +14,7 @@ from mezzotint.cli.bench import bench
 from mezzotint.cli.console import EXTRA, CommandError
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.options import takes
+from mezzotint.cli.savings import Savings
 from mezzotint.cli.settings import TrainConfig
 from mezzotint.cli.sizes import MODEL, MODELS, ModelConfig
 
@@ -107,12 +108,13 @@ def doctor(
 
 
 @app.command()
-@takes(ModelConfig, Layout, changing=ModelConfig)
+@takes(ModelConfig, Savings, Layout, changing=ModelConfig)
 def plan(
     model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],
     *,
     recipes: Annotated[str, typer.Option(help="recipes between commas, or all")] = "all",
     params_dtype: Annotated[str, typer.Option(help="of parameters: float32 or bfloat16")] = "float32",
+    fits: Annotated[str | None, typer.Option(help="memory that there is, as 80GB; 1 where a recipe needs more")] = None,
     as_json: Json = False,
     given: dict[str, Any],
 ) -> None:
@@ -121,7 +123,8 @@ def plan(
     The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, what one
     of many processes holds, and what it sends.
     """
-    _file("plan").plan(model=model, recipes=recipes, params_dtype=params_dtype, as_json=as_json, given=given)
+    options = {"model": model, "recipes": recipes, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
+    raise typer.Exit(_file("plan").plan(**options, given=given))
 
 
 # Options, --help among them, are those of the measurement.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mezzotint.cli.console import CommandError, as_size, make_console
-from mezzotint.cli.data import read_text
+from mezzotint.cli.data import NUM_BYTES, read_text
 from mezzotint.cli.figure import draw
 from mezzotint.cli.files import write_json
 from mezzotint.cli.loop import Result, Stopped, run_training
@@ -33,7 +33,11 @@ def compare(*, recipes: str, out: str | None, model: str | None, given: dict[str
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
     if out is not None:
         check_free(Path(out))
-    sizes, settings = make_config(find_model(MODEL if model is None else model), TrainConfig(checkpoint_every=0), given)
+    sizes, settings = make_config(
+        find_model(MODEL if model is None else model, {"vocab": NUM_BYTES, **given}),
+        TrainConfig(checkpoint_every=0),
+        given,
+    )
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     config = RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint)

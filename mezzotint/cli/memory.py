@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzotint.checkpoint import checkpoint
+from mezzotint.cli.console import CommandError
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.parallel import (
@@ -33,15 +36,18 @@ from mezzotint.cli.parallel import (
     make_optimizer,
     reduce_gradients,
 )
+from mezzotint.cli.savings import Savings
 from mezzotint.cli.sizes import ModelConfig
 from mezzotint.cli.traffic import SentBytes
-from mezzotint.quantization import autocast
+from mezzotint.optimizers import FusedAdam
+from mezzotint.quantization import autocast, quantized_model_init
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 # Layers of the model that is run, and the one of them that stands for all that are left out: what FSDP2 keeps from one
 # layer to the next in backward begins with the last but one.
 SAMPLED, MIDDLE = 4, 1
-ALONE = Layout()
+ALONE, NONE = Layout(), Savings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """What was there before."""
-        self._known.update(storage_of(tensor)._cdata for tensor in tensors)
+        self._known.update(storage_of(part)._cdata for tensor in tensors for part in buffers_of(tensor))
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -132,11 +138,19 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
+def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have a quantized one's bytes; any other is its own."""
+    if not isinstance(tensor, QuantizedTensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
 class SavedBytes:
     """Counts what autograd saves, each storage once, without those of `but`: `with saved.hooks(): forward`."""
 
     def __init__(self, but: Iterable[torch.Tensor]) -> None:
-        self._own = {storage_of(tensor)._cdata for tensor in but}
+        self._own = {storage_of(part)._cdata for tensor in but for part in buffers_of(tensor)}
         self._saved: dict[int, Any] = {}
 
     @property
@@ -156,24 +170,63 @@ class SavedBytes:
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
 
+def count_parameters(config: ModelConfig) -> int:
+    """Of the whole model, however many processes share it."""
+    with FakeTensorMode():
+        model = LanguageModel(replace(config, layers=1))
+        of_layer = sum(parameter.numel() for parameter in model.layers.parameters())
+        return sum(parameter.numel() for parameter in model.parameters()) + of_layer * (config.layers - 1)
+
+
 def plan_step(
-    config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype = torch.float32, layout: Layout = ALONE
+    config: ModelConfig,
+    recipe: Recipe | None,
+    dtype: torch.dtype = torch.float32,
+    layout: Layout = ALONE,
+    savings: Savings = NONE,
 ) -> StepMemory:
     """A step with AdamW, in eager mode: forward, backward, update. `dtype` is the parameters'."""
     layout.check_model(config)
+    if savings.quantized_weights and layout.fsdp:
+        raise CommandError("--quantized-weights with --fsdp: shards are of high precision; give one of them")
     with nullcontext() if layout.world == 1 else fake_world(layout.world):
-        return _plan(config, recipe, dtype, layout)
+        return _plan(config, recipe, dtype, layout, savings)
 
 
-def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout) -> StepMemory:
+def _make_optimizer(model: nn.Module, savings: Savings) -> torch.optim.Optimizer:
+    if savings.optimizer_dtype == "float32" and not savings.quantized_weights:
+        return make_optimizer(model)
+    moments = {"fp8": torch.uint8}.get(savings.optimizer_dtype) or getattr(torch, savings.optimizer_dtype)
+    return FusedAdam(
+        model.parameters(),
+        master_weights=savings.quantized_weights,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+    )
+
+
+def _recompute(model: LanguageModel) -> None:
+    """Backward runs each layer again. Its random numbers are left alone: fake tensors have no state of them."""
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _plan(
+    config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout, savings: Savings
+) -> StepMemory:
     sampled = min(config.layers, SAMPLED)
     middle = min(MIDDLE, sampled - 1)
     more = config.layers - sampled  # layers that are left out
     meshes = make_meshes(layout) if layout.world > 1 else None
     with FakeTensorMode():
         shallow = replace(config, layers=sampled)
-        model = make_model(shallow, layout, meshes, recipe, dtype=dtype, exchange=balanced_exchange)
-        optimizer = make_optimizer(model)
+        is_quantized = savings.quantized_weights and recipe is not None
+        with quantized_model_init(enabled=is_quantized, recipe=recipe) if is_quantized else nullcontext():
+            options: dict[str, Any] = {"dtype": dtype, "exchange": balanced_exchange, "recomputes": savings.recompute}
+            model = make_model(shallow, layout, meshes, recipe, **options)
+        optimizer = _make_optimizer(model, savings)
+        if savings.recompute:
+            _recompute(model)
         tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
         sent = SentBytes()
         live, saved = LiveBytes(sent), SavedBytes(model.parameters())
@@ -195,7 +248,8 @@ def _plan(config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout
             optimizer.step()  # makes its state, which the next step finds; it needs nothing else
 
         def bytes_of(tensors: Iterable[Any]) -> int:
-            storages = [storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            found = [part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in buffers_of(tensor)]
+            storages = [storage_of(tensor) for tensor in found]
             return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
         def in_all(count: Callable[[nn.Module], int]) -> int:

@@ -80,8 +80,9 @@ def make_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
+    recomputes: bool = False,
 ) -> LanguageModel:
-    """This process's part of the model; all of it without meshes."""
+    """This process's part of the model; all of it without meshes. `recomputes`: backward runs forward again."""
     layout.check_model(config)
     made: dict[str, Any] = {"device": device, "dtype": dtype, "exchange": exchange}
     if meshes is None:
@@ -89,15 +90,16 @@ def make_model(
     model = LanguageModel(config, tensor_group=meshes.tensor_group, expert_group=meshes.expert_group, **made)
     if layout.fsdp:
         attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-        shard(model, meshes, recipe)
+        shard(model, meshes, recipe, one_direction=not recomputes)
         for name, parameter in model.named_parameters():  # which are other ones now
             for attribute, value in attributes[name].items():
                 setattr(parameter, attribute, value)
     return model
 
 
-def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
-    """FSDP2, layer by layer: weights of layers are gathered as the recipe quantizes them, the others in BF16.
+def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None, *, one_direction: bool = True) -> None:
+    """FSDP2, layer by layer: weights of layers are gathered as the recipe quantizes them, the others in BF16;
+    `one_direction`: in forward what forward reads, in backward what backward reads.
 
     What nobody else has, as an expert that is nowhere else, stays as it is.
     """
@@ -113,7 +115,7 @@ def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None) -> None:
     for layer in model.layers:
         for part in layer.children():
             if recipe is not None and (has_copies or not isinstance(part, Mixture)):
-                low_precision_gather(part, recipe, one_direction=True)
+                low_precision_gather(part, recipe, one_direction=one_direction)
         for experts in _experts(layer) if has_copies else ():
             fully_shard(experts, mesh=meshes.copies, **options)
         fully_shard(layer, mesh=meshes.replicas, ignored_params=alone, **options)

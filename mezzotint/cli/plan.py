@@ -3,37 +3,52 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
 
 from mezzotint.cli.console import CommandError, as_count, as_size, make_console
 from mezzotint.cli.layout import Layout
-from mezzotint.cli.memory import StepMemory, plan_step
+from mezzotint.cli.memory import StepMemory, count_parameters, plan_step
 from mezzotint.cli.recipe_names import recipe_names
 from mezzotint.cli.recipes import RECIPES
+from mezzotint.cli.savings import Savings, parse_size
 from mezzotint.cli.settings import TrainConfig, make_config
 from mezzotint.cli.sizes import ModelConfig, find_model
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def plan(*, model: str, recipes: str, params_dtype: str, as_json: bool, given: dict[str, Any]) -> None:
+def plan(*, model: str, recipes: str, params_dtype: str, fits: str | None, as_json: bool, given: dict[str, Any]) -> int:
     """The command; see `app.py`."""
+    limit = None if fits is None else parse_size(fits)
     names = recipe_names(recipes)
     if params_dtype not in DTYPES:
         raise CommandError(f"--params-dtype is {params_dtype!r}: give {' or '.join(DTYPES)}")
-    config, _ = make_config(find_model(model), TrainConfig(), given)
-    layout = Layout(**{entry.name: given[entry.name] for entry in fields(Layout) if entry.name in given})
-    plans = [plan_step(config, RECIPES[name], DTYPES[params_dtype], layout) for name in names]
+    config, _ = make_config(find_model(model, given), TrainConfig(), given)
+    layout, savings = _given(Layout, given), _given(Savings, given)
+    plans = [plan_step(config, RECIPES[name], DTYPES[params_dtype], layout, savings) for name in names]
+    whole = count_parameters(config)
+    code = 0 if limit is None or all(found.peak <= limit for found in plans) else 1
     if as_json:
         rows = {name: asdict(found) for name, found in zip(names, plans, strict=True)}
-        report = {"model": asdict(config), "layout": asdict(layout), "params_dtype": params_dtype, "recipes": rows}
+        if limit is not None:
+            rows = {name: {**row, "fits": row["peak"] <= limit} for name, row in rows.items()}
+        parts: dict[str, Any] = {"model": config, "layout": layout, "savings": savings}
+        report = {
+            **{name: asdict(part) for name, part in parts.items()},
+            "parameters": whole,
+            "params_dtype": params_dtype,
+            "limit": limit,
+            "recipes": rows,
+        }
         print(json.dumps(report, indent=1))
-        return
+        return code
     console = make_console()
-    console.print(_table(model, config, layout, names, plans))
+    title = _title(model, config, layout, savings, whole, plans[0].parameters)
+    console.print(_table(title, names, plans, fits, limit))
     if layout.world > 1:
         console.print(_traffic(names, plans))
     console.print(
@@ -41,18 +56,32 @@ def plan(*, model: str, recipes: str, params_dtype: str, as_json: bool, given: d
         "eager mode with AdamW, one micro-batch; kernels' own workspace and a fragmented allocator come on top.",
         highlight=False,
     )
+    return code
 
 
-def _table(model: str, config: ModelConfig, layout: Layout, names: Sequence[str], plans: Sequence[StepMemory]) -> Table:
-    count = as_count(plans[0].parameters)
-    title = f"{model}: {count} parameters, {config.layers} layers, batch {config.batch} × {config.sequence} tokens"
+def _given(kind: type[T], given: dict[str, Any]) -> T:
+    names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in given.items() if name in names})
+
+
+def _title(model: str, config: ModelConfig, layout: Layout, savings: Savings, whole: int, own: int) -> str:
+    """`whole`: parameters of the model; `own`: those that one of many processes has."""
+    parts = [f"{as_count(whole)} parameters", f"{config.layers} layers"]
+    title = f"{model}: {', '.join(parts)}, batch {config.batch} × {config.sequence} tokens"
     if layout.world > 1:
         ways = {f"tp {layout.tp}": layout.tp > 1, "fsdp": layout.fsdp, f"ep {layout.ep}": layout.ep > 1}
-        title += "; ".join([f"\none of {layout.world} processes", *[way for way, used in ways.items() if used]])
+        used = [way for way, is_used in ways.items() if is_used]
+        title += "\n" + "; ".join([f"one of {layout.world} processes", *used, f"{as_count(own)} parameters each"])
+    return "\n".join([title, *(["; ".join(savings.words())] if savings.words() else [])])
+
+
+def _table(title: str, names: Sequence[str], plans: Sequence[StepMemory], fits: str | None, limit: int | None) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("recipe")
     for name in ("saved per layer", "saved in all", "weights", "gradients", "optimizer", "peak", "peak in"):
         table.add_column(name, justify="left" if name == "peak in" else "right")
+    if limit is not None:
+        table.add_column(f"fits {fits}")
     for name, found in zip(names, plans, strict=True):
         sizes = (
             found.saved_per_layer,
@@ -62,7 +91,8 @@ def _table(model: str, config: ModelConfig, layout: Layout, names: Sequence[str]
             found.optimizer,
             found.peak,
         )
-        table.add_row(name, *map(as_size, sizes), found.peak_in)
+        more = [] if limit is None else ["yes" if found.peak <= limit else "no"]
+        table.add_row(name, *map(as_size, sizes), found.peak_in, *more)
     return table
 
 

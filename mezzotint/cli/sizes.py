@@ -2,12 +2,13 @@
 
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mezzotint.cli.console import CommandError
-from mezzotint.cli.options import check, is_a, option, words
+from mezzotint.cli.options import check, flag, is_a, option, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +82,12 @@ ALIASES = {
 LLAMA_TYPES = ("llama", "mistral")
 
 
-def find_model(name: str) -> ModelConfig:
-    """A name of `MODELS`, or a JSON or TOML file."""
+# Sizes that a file, or the command line, must give. What a model has beside them follows, or has a usual value.
+NEEDED = ("hidden", "ffn", "layers", "heads", "vocab", "sequence", "batch")
+
+
+def find_model(name: str, given: Mapping[str, Any] | None = None) -> ModelConfig:
+    """A name of `MODELS`, or a JSON or TOML file, which `given` completes: nothing of it is guessed."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -95,10 +100,10 @@ def find_model(name: str) -> ModelConfig:
         raise CommandError(f"{path} cannot be read: {error}; give a JSON file, or TOML in a .toml file") from None
     if not isinstance(values, dict):
         raise CommandError(f"{path} holds no table of sizes: give hidden, ffn, layers, heads, … by name")
-    return _as_config(values, path)
+    return _as_config(values, path, given or {})
 
 
-def _as_config(values: dict[str, Any], path: Path) -> ModelConfig:
+def _as_config(values: dict[str, Any], path: Path, given: Mapping[str, Any]) -> ModelConfig:
     known = {entry.name: entry.type for entry in fields(ModelConfig)}
     is_foreign = "model_type" in values
     if is_foreign and values["model_type"] not in LLAMA_TYPES:
@@ -115,5 +120,10 @@ def _as_config(values: dict[str, Any], path: Path) -> ModelConfig:
         if name in found and found[name] != value:
             raise CommandError(f"{path} has {key} = {value!r} and {name} = {found[name]!r}: give one of them")
         found[name] = value
-    found.setdefault("kv_heads", found.get("heads", ModelConfig().heads))  # no groups, if they are not mentioned
+    found |= {name: given[name] for name in known if name in given}
+    missing = [name for name in NEEDED if name not in found]
+    if missing:
+        options = " ".join(f"{flag(name)} …" for name in missing)
+        raise CommandError(f"{path} does not say {', '.join(missing)}: add them, or give {options}")
+    found.setdefault("kv_heads", found["heads"])  # no groups, if they are not mentioned
     return ModelConfig(**found)

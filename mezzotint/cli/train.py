@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mezzotint.cli.checkpoint import find_checkpoints, remove_remains
 from mezzotint.cli.console import CommandError, as_count, make_console
-from mezzotint.cli.data import Text, as_words, read_text
+from mezzotint.cli.data import NUM_BYTES, Text, as_words, read_text
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.loop import Stopped, run_training
 from mezzotint.cli.options import flag
@@ -131,7 +131,9 @@ def _begin(
 
 
 def _configure(world: World, model: str | None, given: dict[str, Any]) -> tuple[RunConfig, Text]:
-    sizes, settings = make_config(find_model(MODEL if model is None else model), TrainConfig(), given)
+    sizes, settings = make_config(
+        find_model(MODEL if model is None else model, {"vocab": NUM_BYTES, **given}), TrainConfig(), given
+    )
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     layout = make_layout(world, ALONE, given)
@@ -205,7 +207,11 @@ def _begin_again(folder: Path, config: RunConfig) -> None:
 def _configure_again(
     world: World, folder: Path, saved: RunConfig, model: str | None, given: dict[str, Any]
 ) -> tuple[RunConfig, Text]:
-    base = saved.model if model is None else replace(find_model(model), vocab=saved.model.vocab)
+    base = (
+        saved.model
+        if model is None
+        else replace(find_model(model, {"vocab": NUM_BYTES, **given}), vocab=saved.model.vocab)
+    )
     sizes, settings = make_config(base, saved.train, given)
     asked = RunConfig(sizes, settings, saved.fingerprint, make_layout(world, saved.layout, given))
     _check_same(asked, saved, f"the run in {folder}")

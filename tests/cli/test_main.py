@@ -91,7 +91,7 @@ def test_what_cannot_be_done_is_one_line(
 def test_what_the_system_refuses_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str) -> None:
+    def refuse(*given: object) -> None:
         raise PermissionError(13, "Permission denied", "runs")
 
     monkeypatch.setattr("mezzotint.cli.plan.find_model", refuse)
@@ -212,7 +212,7 @@ def test_memory_of_a_cpu_that_is_not_there(capsys: pytest.CaptureFixture[str], t
 
 
 def test_memory_that_python_asks_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
+    def refuse(*given: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("mezzotint.cli.plan.find_model", refuse)

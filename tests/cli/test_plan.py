@@ -2,18 +2,24 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mezzotint.cli.memory import LiveBytes, plan_step
+import mezzotint as mz
+from mezzotint.checkpoint import checkpoint
+from mezzotint.cli.console import CommandError
+from mezzotint.cli.memory import LiveBytes, buffers_of, plan_step
 from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.sizes import MODELS, ModelConfig, find_model
+from mezzotint.cli.savings import Savings, parse_size
+from mezzotint.cli.sizes import MODELS, NEEDED, ModelConfig, find_model
+from mezzotint.optimizers import FusedAdam
 from mezzotint.quantization import autocast
-from tests.cli.tools import fails, one_thread, works
+from tests.cli.tools import fails, one_thread, run, works, write_text
 
 Capture = pytest.CaptureFixture[str]
 
@@ -50,10 +56,14 @@ def measure_saved(config: ModelConfig, recipe: Any) -> int:
 
 
 def measure_peak(config: ModelConfig, recipe: Any) -> int:
-    """Of the second step: the optimizer's state is there from the beginning."""
     model = LanguageModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    live, fixed = LiveBytes(), [*model.parameters(), *model.buffers()]
+    return measure_step(model, torch.optim.AdamW(model.parameters(), fused=True), config, recipe)
+
+
+def measure_step(model: LanguageModel, optimizer: Any, config: ModelConfig, recipe: Any) -> int:
+    """The peak of the second step: the optimizer's state is there from the beginning."""
+    fixed = [part for tensor in (*model.parameters(), *model.buffers()) for part in buffers_of(tensor)]
+    live = LiveBytes()
     live.ignore(fixed)
     with live:
         for _ in range(2):
@@ -86,6 +96,85 @@ def check(config: ModelConfig, name: str) -> None:
     assert planned.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert planned.gradients == 4 * planned.parameters
     assert planned.optimizer == pytest.approx(8 * planned.parameters, rel=0.01)
+
+
+BUSY = replace(SMALL, batch=16)  # activations are most of its memory
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
+def test_recomputation(recipe: str) -> None:
+    planned, usual = plan_step(BUSY, RECIPES[recipe], savings=Savings(recompute=True)), plan_step(BUSY, RECIPES[recipe])
+    assert planned.saved_per_layer == 2 * BUSY.batch * BUSY.sequence * BUSY.hidden  # its input, BF16
+    assert planned.peak < 0.8 * usual.peak
+    model = LanguageModel(BUSY)
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    with one_thread():
+        peak = measure_step(model, torch.optim.AdamW(model.parameters(), fused=True), BUSY, RECIPES[recipe])
+    assert planned.peak == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
+def test_quantized_weights(recipe: str) -> None:
+    planned = plan_step(SMALL, RECIPES[recipe], savings=Savings(quantized_weights=True))
+    with mz.quantized_model_init(recipe=RECIPES[recipe]):
+        model = LanguageModel(SMALL)
+    held = [part for tensor in (*model.parameters(), *model.buffers()) for part in buffers_of(tensor)]
+    assert planned.weights == pytest.approx(sum(tensor.nbytes for tensor in held), rel=0.01)
+    assert planned.weights < plan_step(SMALL, RECIPES[recipe]).weights
+    optimizer = FusedAdam(model.parameters(), master_weights=True)
+    with one_thread():
+        assert planned.peak == pytest.approx(measure_step(model, optimizer, SMALL, RECIPES[recipe]), rel=0.01)
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+    assert planned.optimizer == pytest.approx(sum(value.nbytes for value in states), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "size"), [("bfloat16", 2), ("float16", 2), ("fp8", 1)])
+def test_moments_of_fewer_bits(name: str, size: int) -> None:
+    planned = plan_step(SMALL, None, savings=Savings(optimizer_dtype=name))
+    assert planned.optimizer == pytest.approx(2 * size * planned.parameters, rel=0.01)
+    assert plan_step(SMALL, None).peak - planned.peak == pytest.approx((8 - 2 * size) * planned.parameters, rel=0.01)
+
+
+def test_switches(capsys: Capture) -> None:
+    options = ("plan", "tiny", "--recipes=mxfp8", "--quantized-weights", "--optimizer-dtype=bfloat16", "--recompute")
+    assert "quantized weights; moments in bfloat16; layers recomputed" in works(capsys, *options)
+    report = json.loads(works(capsys, *options, "--json"))
+    assert report["savings"] == {"quantized_weights": True, "optimizer_dtype": "bfloat16", "recompute": True}
+    assert "--optimizer-dtype is 'int4': give one of float32" in fails(capsys, *options, "--optimizer-dtype=int4")
+    assert "--quantized-weights with --fsdp" in fails(capsys, *options, "--world=2", "--fsdp")
+    works(capsys, *options, "--no-quantized-weights", "--optimizer-dtype=float32", "--world=4", "--tp=2", "--fsdp")
+
+
+def test_what_fits(capsys: Capture) -> None:
+    """As many bytes as the peak are enough, and one less is not."""
+    options = ("plan", "tiny", "--recipes=bf16,delayed")
+    report = json.loads(works(capsys, *options, "--json"))
+    assert report["limit"] is None
+    low, high = sorted(found["peak"] for found in report["recipes"].values())
+    assert low < high
+    assert works(capsys, *options, f"--fits={high}B").count(" yes ") == 2
+    outcome = run(capsys, *options, f"--fits={high - 1}B")
+    assert (outcome.code, outcome.out.count(" yes "), outcome.out.count(" no "), outcome.err) == (1, 1, 1, "")
+    outcome = run(capsys, *options, f"--fits={low}b", "--json")
+    assert outcome.code == 1
+    fits = {name: found["fits"] for name, found in json.loads(outcome.out)["recipes"].items()}
+    assert sorted(fits.values()) == [False, True]
+
+
+def test_sizes_in_words() -> None:
+    assert [parse_size(said) for said in ("80GB", "80 GiB", "1.5kb", "2TiB", "7b")] == [
+        80 * 10**9,
+        80 * 2**30,
+        1500,
+        2 * 2**40,
+        7,
+    ]
+    for said in ("80", "GB", "-1GB", "0GB", "nanGB", "80 XB", "1e3GB", "80GB80", "9" * 30 + "GB"):
+        with pytest.raises(CommandError, match="give a size with its unit, as 80GB or 80GiB"):
+            parse_size(said)
 
 
 def test_nothing_is_left_behind() -> None:
@@ -155,9 +244,23 @@ def test_models_in_files(tmp_path: Path, name: str, text: str) -> None:
 
 def test_models_of_hugging_face(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(HUGGING_FACE)
-    found = find_model(str(tmp_path / "config.json"))
-    wanted = replace(SMALL, layers=2, rope_base=500000, tied=True)
-    assert replace(found, sequence=32, batch=2) == wanted
+    found = find_model(str(tmp_path / "config.json"), {"sequence": 32, "batch": 2})
+    assert found == replace(SMALL, layers=2, rope_base=500000, tied=True)
+
+
+def test_what_a_file_does_not_say_is_not_guessed(capsys: Capture, tmp_path: Path) -> None:
+    """A configuration of Hugging Face has no batch, and any file may lack a size."""
+    path = tmp_path / "config.json"
+    path.write_text(HUGGING_FACE)
+    for command in (("plan", path), ("train", "--model", path)):
+        said = fails(capsys, *command)
+        assert "config.json does not say sequence, batch: add them, or give --sequence … --batch …" in said
+    assert "batch 3 × 32 tokens" in works(capsys, "plan", path, "--batch=3", "--sequence=32", "--recipes=bf16")
+    path.write_text('{"hidden": 64, "ffn": 96, "layers": 1, "heads": 4, "sequence": 16, "batch": 2}')
+    assert "does not say vocab: add them, or give --vocab …" in fails(capsys, "plan", path)
+    text = write_text(tmp_path)
+    more = ("--steps=1", "--no-compile", "--device=cpu", f"--data={text}", f"--out={tmp_path / 'run'}")
+    works(capsys, "train", "--model", path, *more)  # whose vocabulary is the text's
 
 
 @pytest.mark.parametrize(
@@ -184,4 +287,5 @@ def test_models_of_hugging_face(tmp_path: Path) -> None:
 )
 def test_files_that_are_no_model(capsys: Capture, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "model.json").write_text(text)
-    assert said in fails(capsys, "plan", tmp_path / "model.json")
+    rest = [f"--{name}=4" for name in NEEDED if name not in text]
+    assert said in fails(capsys, "plan", tmp_path / "model.json", *rest)

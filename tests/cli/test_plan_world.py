@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mezzotint.cli.console import as_size
+from mezzotint.cli.console import as_count, as_size
 from mezzotint.cli.layout import Layout
 from mezzotint.cli.memory import plan_step
+from mezzotint.cli.model import LanguageModel
 from mezzotint.cli.parallel import fake_world
 from mezzotint.cli.recipes import RECIPES
 from mezzotint.cli.sizes import MODELS
@@ -86,8 +87,12 @@ def test_what_sequence_parallel_sends() -> None:
 def test_table_and_json(capsys: Capture) -> None:
     options = ("plan", "tiny", "--recipes=mxfp8", "--world=16", "--tp=2", "--fsdp", "--experts=8", "--ep=4")
     said = works(capsys, *options)
-    assert "one of 16 processes; tp 2; fsdp; ep 4" in said
     report = json.loads(works(capsys, *options, "--json"))
+    whole, own = report["parameters"], report["recipes"]["mxfp8"]["parameters"]
+    assert whole == sum(p.numel() for p in LanguageModel(replace(MODELS["tiny"], experts=8)).parameters())
+    assert own < whole / 4
+    assert f"tiny: {as_count(whole)} parameters, 2 layers" in said
+    assert f"one of 16 processes; tp 2; fsdp; ep 4; {as_count(own)} parameters each" in said
     assert report["layout"] == {"world": 16, "tp": 2, "fsdp": True, "ep": 4}
     sent = report["recipes"]["mxfp8"]["sent"]
     assert set(sent) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}

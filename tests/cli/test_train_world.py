@@ -144,6 +144,19 @@ def test_layouts_of_two(worlds: dict[int, World], folder: Path, name: str, optio
         assert losses(folder / "two copies")[0] == losses(one)[0]
 
 
+@pytest.mark.parametrize("name", ["shards", "tensors"])
+def test_evaluation_changes_no_number(worlds: dict[int, World], folder: Path, name: str) -> None:
+    made = results(worlds[2], "held_out")
+    for outcome in (part[key] for part in made for key in (name, f"blind {name}")):
+        assert outcome["code"] == 0, outcome["err"]
+    assert losses(folder / f"held out {name}") == losses(folder / f"blind {name}")
+    assert made[0][name]["out"].count("held-out loss") == 3
+    assert ("it writes:" in made[0][name]["out"]) == (name == "shards")
+    assert made[1][name]["out"] == ""
+    assert [part["no sample"]["code"] for part in made] == [2, 2]
+    assert "--sample: with --tp" in made[0]["no sample"]["err"]
+
+
 def test_layouts_of_four(worlds: dict[int, World], folder: Path) -> None:
     for made in results(worlds[4], "layouts_of_four"):
         for name, outcome in made.items():

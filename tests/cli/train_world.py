@@ -156,5 +156,13 @@ def layouts_of_four(rank: int) -> Result:
     return found
 
 
-CHECKS: tuple[Callable[[int], Result], ...] = (recipes, layouts_of_two, held_out, whole, from_one_process, wrong, compiled)
+CHECKS: tuple[Callable[[int], Result], ...] = (
+    recipes,
+    layouts_of_two,
+    held_out,
+    whole,
+    from_one_process,
+    wrong,
+    compiled,
+)
 CHECKS_OF_FOUR: tuple[Callable[[int], Result], ...] = (layouts_of_four,)
