@@ -86,13 +86,13 @@ def _introduction(training: Training, folder: Path) -> list[str]:
     where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
     many = f" × {training.world.size} processes" if training.world.size > 1 else ""
     how = "compiled" if train.compile else "eager"
+    count = as_count(sum(value.numel() for value in training.whole.values()))
     steps = f"{train.steps} steps of {training.tokens_per_step:,} tokens"
     tokens, held = training.text.tokens.numel(), training.held_out.tokens.numel()
     source = "Python's own sources" if train.data is None else train.data
     kind = "bytes" if train.tokenizer is None else "tokens"
     return [
-        f"{train.recipe} on {where}{many}, {how}: {as_count(sum(value.numel() for value in training.whole.values()))} parameters in "
-        f"{config.model.layers} layers, {steps}",
+        f"{train.recipe} on {where}{many}, {how}: {count} parameters in {config.model.layers} layers, {steps}",
         f"text: {source}, {tokens:,} {kind}" + (f", and {held:,} held out" if held else ""),
         f"run in {folder}" + (f", which goes on after step {training.step}" if training.step else ""),
     ]
@@ -207,11 +207,9 @@ def _begin_again(folder: Path, config: RunConfig) -> None:
 def _configure_again(
     world: World, folder: Path, saved: RunConfig, model: str | None, given: dict[str, Any]
 ) -> tuple[RunConfig, Text]:
-    base = (
-        saved.model
-        if model is None
-        else replace(find_model(model, {"vocab": NUM_BYTES, **given}), vocab=saved.model.vocab)
-    )
+    vocab, base = saved.model.vocab, saved.model
+    if model is not None:
+        base = replace(find_model(model, {"vocab": vocab, **given}), vocab=vocab)
     sizes, settings = make_config(base, saved.train, given)
     asked = RunConfig(sizes, settings, saved.fingerprint, make_layout(world, saved.layout, given))
     _check_same(asked, saved, f"the run in {folder}")

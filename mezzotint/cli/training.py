@@ -156,8 +156,11 @@ class Training:
         """Go on from a checkpoint, of one process or of several; `check` is given its configuration first."""
         about = together(self.world, lambda: open_checkpoint(path, self.world.rank, self.world.size))
         together(self.world, lambda: check(about.config))
-        if not 1 <= about.step <= self.config.train.steps:
-            raise as_damaged(path, ValueError(f"it is of step {about.step}, of a run of {self.config.train.steps}"))
+        steps, before = self.config.train.steps, RunConfig.from_json(about.config).train.steps
+        if not 1 <= about.step <= before:
+            raise as_damaged(path, ValueError(f"it is of step {about.step}, of a run of {before}"))
+        if about.step > steps:
+            raise CommandError(f"--steps is {steps}: the run has {about.step} already; give as many or more")
         if about.kind == SEVERAL:
             self._load_shared(path, about)
             return
@@ -219,9 +222,6 @@ class Training:
         learnt: Mapping[str, torch.Tensor],
     ) -> None:
         """`rng`: nothing, of a process that was not there before. `learnt`: delayed scaling's state, among others."""
-        steps = self.config.train.steps
-        if step > steps:
-            raise CommandError(f"--steps is {steps}: the run has {step} already; give as many or more")
         try:
             check_place(step, losses, position, rng, self.device)
             self._set_learnt(learnt)
