@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.layer.base import as_microbatch
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 from mezzotint.state import current_state
@@ -177,7 +178,8 @@ def _replace_forward(captured: _Captured, run: Callable[..., Any], names: tuple[
             with captured.region.enter():
                 return captured.forward_of(*args, **kwargs)
         if flag is not None:
-            flag.fill_(0.0 if kwargs.pop("is_first_microbatch", True) else 1.0)
+            is_first = as_microbatch(kwargs.pop("is_first_microbatch", True))
+            flag.fill_(1.0 if is_first is False else 0.0)  # None quantizes, as without a graph
         if set(kwargs) != set(names):
             raise TypeError(
                 f"the keyword arguments are {sorted(kwargs)}: the graph was captured with {sorted(names)}; "

@@ -164,7 +164,8 @@ def update_pending(updates: bool) -> None:
     states: list[ScaleState] = []
     for module, groups in modules:
         scale, history, request = module._forward_state()
-        states.append(ScaleState(scale, history, *update_rule(request, forward=True), groups))
+        rule = update_rule(request, forward=True)
+        states.append(ScaleState(scale, history, *rule, groups, number=module._number))
     if len(states) == 1 and states[0].is_alone():
         step(states[0], [], [])
     else:

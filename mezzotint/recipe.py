@@ -16,6 +16,7 @@ import torch
 
 from mezzotint.constants import DType
 from mezzotint.recipe_names import RECIPE_CLASSES, short_name
+from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
@@ -26,6 +27,7 @@ from mezzotint.tensor.quantizer import Quantizer
 FORWARD_TENSORS = ("input", "weight", "output")
 BACKWARD_TENSORS = ("grad_output", "grad_input")
 OVERRIDES = (None, "high_precision", "dequantized")
+MAX_MARGIN = 100  # of delayed scaling: the largest value of a format · 2^-margin is a normal number of FP32
 GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
@@ -64,6 +66,7 @@ class QParams:
     _epsilon: ClassVar[str] = "0.0"  # amax_epsilon as text: see `_epsilon_of`
 
     def __post_init__(self) -> None:
+        check_epsilon(self.amax_epsilon)
         object.__setattr__(self, "_epsilon", repr(self.amax_epsilon))
 
 
@@ -456,7 +459,11 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """`qfactory(role)` gives the quantizer, or a request for state, of each tensor."""
+    """`qfactory(role)` gives the quantizer, or a request for state, of each tensor.
+
+    It is asked at every run of a module. In a graph it is asked while the graph is traced, which is traced again when
+    something has changed that it has read: so a factory may change its answer, and both follow.
+    """
 
     qfactory: Callable[[QuantizerRole], Any]
     fp8_format: Format = Format.HYBRID
@@ -499,6 +506,15 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
         return RECIPES[name]()
     check_recipe(recipe)
     return recipe
+
+
+_ANSWERS = frozenset(recipe.quantizer for recipe in RECIPES.values())
+
+
+def answers_once(recipe: Recipe) -> bool:
+    """Whether a role has the same quantizer each time, so that a module need not ask again: those that follow from the
+    fields of a recipe. A factory, or a user's own recipe, may read what changes."""
+    return type(recipe).quantizer in _ANSWERS
 
 
 def check_recipe(recipe: Any) -> None:
@@ -553,10 +569,12 @@ def _check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:
 
 def _check_delayed(recipe: Any) -> None:
     """Options of delayed scaling: of the recipe, or of a request."""
-    if not isinstance(recipe.amax_history_len, int) or recipe.amax_history_len < 1:
-        raise ValueError(f"amax_history_len is {recipe.amax_history_len!r}: give 1 or more")
-    if not isinstance(recipe.margin, int | float):
-        raise ValueError(f"margin is {recipe.margin!r}: give a number, 0 for none")
+    length = recipe.amax_history_len
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise ValueError(f"amax_history_len is {length!r}: give 1 or more")
+    margin = recipe.margin
+    if not isinstance(margin, int | float) or isinstance(margin, bool) or not abs(margin) <= MAX_MARGIN:
+        raise ValueError(f"margin is {margin!r}: give a number from -{MAX_MARGIN} to {MAX_MARGIN}, 0 for none")
     if not callable(recipe.amax_compute_algo) and recipe.amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo is {recipe.amax_compute_algo!r}: give 'max', 'most_recent' or a function")
     if recipe.scaling_factor_compute_algo is not None and not callable(recipe.scaling_factor_compute_algo):

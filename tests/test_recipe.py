@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import hashlib
 import inspect
+import math
 import os
 import pickle
 import subprocess
@@ -589,6 +590,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"amax_history_len is 16.0: give 1 or more",
     ),
     "delayed-margin": (lambda: DelayedScaling(margin="1"), ValueError, r"margin is '1': give a number"),
+    "delayed-margin-nan": (lambda: DelayedScaling(margin=math.nan), ValueError, r"margin is nan: give a number"),
+    "delayed-margin-inf": (lambda: DelayedScaling(margin=-math.inf), ValueError, r"margin is -inf: give a number"),
+    "request-margin": (lambda: DelayedScalingRequest(margin=math.nan), ValueError, r"margin is nan: give a number"),
+    "delayed-history": (lambda: DelayedScaling(amax_history_len=True), ValueError, r"amax_history_len is True: give"),
+    "epsilon-text": (lambda: QParams(amax_epsilon="x"), ValueError, r"amax_epsilon is 'x': give 0 or a positive"),
+    "epsilon-nan": (lambda: QParams(amax_epsilon=math.nan), ValueError, r"amax_epsilon is nan: give 0 or a positive"),
     "amax-algo": (
         lambda: DelayedScaling(amax_compute_algo="mean"),
         ValueError,
@@ -943,3 +950,43 @@ def test_a_factory_is_its_recipe(name: str, module: str) -> None:
         x = sample(seed=seed)
         got = step(custom, x, CustomRecipe(getattr(custom_recipes, name)))
         assert_equal(got, step(plain, x, SAME_AS[name]))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", ["module", "operation"])
+def test_a_factory_that_changes_its_answer(kind: str, is_compiled: bool) -> None:
+    """Eager code asks it at each run, a graph is traced again when what it reads has changed."""
+    answers = {"of": "identity"}
+
+    def factory(role: QuantizerRole) -> Any:
+        return custom_recipes.mxfp8_factory(role) if answers["of"] == "mxfp8" else mz.IdentityQuantizer()
+
+    torch.manual_seed(0)
+    is_module = kind == "module"
+    options: dict[str, Any] = {"device": "cpu", "bias": False}
+    made = mz.Linear(64, 32, params_dtype=torch.bfloat16, **options) if is_module else None
+    layer = mz.ops.Linear(64, 32, dtype=torch.bfloat16, **options) if made is None else made
+    call = torch.compile(layer, backend="eager", fullgraph=True) if is_compiled else layer
+    recipe = CustomRecipe(factory)
+    for answer, plain in (("identity", None), ("mxfp8", MXFP8BlockScaling()), ("identity", None)):
+        answers["of"] = answer
+        with mz.autocast(recipe=recipe):
+            y = call(sample())
+        with mz.autocast(enabled=plain is not None, recipe=plain):
+            assert torch.equal(y, layer(sample()))
+
+
+def test_only_answers_that_follow_from_fields_are_kept() -> None:
+    """A user's recipe may read what changes, also one that is made of ours."""
+    asked = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(MXFP8BlockScaling):
+        def quantizer(self, role: QuantizerRole) -> Any:
+            asked.append(role)
+            return super().quantizer(role)
+
+    module = make("linear")
+    for _ in range(2):
+        step(module, sample(), Own())
+    assert len(asked) == 6

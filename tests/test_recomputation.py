@@ -156,3 +156,95 @@ def test_a_checkpoint_of_micro_batches_in_a_graph(maker: str) -> None:
             gradient(y).backward()
             found.append({"y": y.detach(), **{name: each.grad for name, each in module.named_parameters()}})
         assert_equal(*found)
+
+
+@over_ways
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_a_recomputation_keeps_no_weights(recipe: str, use_reentrant: bool) -> None:
+    """Those of the first run stay, and so what later micro-batches are computed with."""
+    module = make("linear")
+    with mz.autocast(recipe=RECIPES[recipe]):
+        y = mz.checkpoint(module, sample().requires_grad_(), is_first_microbatch=True, use_reentrant=use_reentrant)
+    kept, scales = module._workspaces, module._weight_scales
+    assert kept is not None
+    gradient(y).backward()
+    assert module._workspaces is kept
+    assert module._weight_scales is scales
+
+
+DROPPED: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "dropped": lambda module, x: module(x),
+    "detached": lambda module, x: module(x).detach(),
+    "checkpoint": lambda module, x: mz.checkpoint(module, x, use_reentrant=False),
+}
+
+
+def small_gradients(module: Any, before: Any, backend: str | None = None) -> dict[str, Any]:
+    """Steps whose gradients are 0 in FP8 with a scale of 1. In each region `before` gives what has no backward."""
+
+    def run(x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        with mz.autocast(recipe=DELAYED):
+            return before(module, x), module(x)
+
+    call = run if backend is None else torch.compile(run, fullgraph=True, backend=backend)
+    for step in range(4):
+        x = sample(seed=step).requires_grad_()
+        other, y = call(x)
+        module.zero_grad()
+        (gradient(y) * 1e-6).backward()
+        del other
+    assert x.grad is not None
+    grads = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"input": x.grad, **grads, **state_of(module)}
+
+
+@over_makers
+@pytest.mark.parametrize("how", DROPPED)
+def test_a_run_whose_backward_never_comes(maker: str, how: str) -> None:
+    """Whether its output is kept or not: the scales of gradients follow from the run that has a backward."""
+    got = small_gradients(MAKERS[maker](), DROPPED[how])
+    assert got["input"].any()
+    scales = [value for name, value in got.items() if name.endswith("scale_bwd")]
+    assert scales
+    assert all((scale > 1).any() for scale in scales)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("how", ["dropped", "detached"])
+def test_a_run_whose_backward_never_comes_in_a_graph(how: str) -> None:
+    eager, traced = make("linear"), make("linear")
+    got = small_gradients(traced, DROPPED[how], "aot_eager")
+    assert (got["scale_bwd"] != 1).any()
+    assert got["input"].any()
+    if how == "detached":  # else a graph has a backward of the other output, too, of zeros
+        assert_equal(got, small_gradients(eager, DROPPED[how]))
+
+
+def test_a_run_whose_backward_never_comes_and_a_rule_of_the_users() -> None:
+    """Which is asked only where gradients were seen: it would roll an empty history."""
+    asked: list[int] = []
+
+    def rule(history: torch.Tensor) -> torch.Tensor:
+        asked.append(history.shape[1])
+        return history.amax(0)
+
+    module = make("linear")
+    recipe = mz.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo=rule)
+    for _ in range(3):
+        with mz.autocast(recipe=recipe):
+            module(sample())
+            y = module(sample())
+        (gradient(y) * 1e-6).backward()
+    assert asked.count(2) == 2
+    assert module.scale_bwd[0] > 1e6
+
+
+def test_runs_with_a_backward_each_in_one_region_take_their_scales() -> None:
+    """As gradient accumulation inside of one region: each micro-batch finds what those before it have seen."""
+    module = make("linear")
+    with mz.autocast(recipe=DELAYED):
+        for i in range(3):
+            (gradient(module(sample())) * 2.0**-i).backward()
+    now, oldest, *past = module.amax_history_bwd[:4, 0].tolist()
+    assert now > 0
+    assert [oldest, *past] == [0.0, 4 * now, 2 * now]

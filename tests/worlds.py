@@ -40,6 +40,7 @@ def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     warnings.filterwarnings("ignore", ".*script_method", DeprecationWarning)  # of what Inductor imports
     warnings.filterwarnings("ignore", "mkldnn_matmul failed", UserWarning)  # ARM without BF16 instructions
+    warnings.filterwarnings("ignore", "delayed scaling begins with scales of 1", UserWarning)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=300)

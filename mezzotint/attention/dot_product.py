@@ -185,7 +185,9 @@ class DotProductAttention(Named):
 
         `attention_mask`: bool, True is masked out. For padding masks [b, 1, 1, s], or (of queries, of keys), or
         `cu_seqlens_q` and `cu_seqlens_kv` [b + 1] instead; for "arbitrary" what broadcasts to [b, h, s_q, s_k].
-        "thd" needs both `cu_seqlens`, and the padded ones where there is padding between sequences.
+        "thd" needs both `cu_seqlens`, and the padded ones where there is padding between sequences. They begin with 0
+        and do not fall, which is checked where they are on the CPU, outside of graphs: a GPU would have to be waited
+        for.
         `window_size` (l, r): keys from l before the query to r after it, -1 for all. `core_attention_bias` broadcasts
         to [b, h, s_q, s_k]; ALiBi has `alibi_slopes` [h] or [b, h], or its own. `qkv_layer` (or `query_layer` and
         `kv_layer`) holds all three (two) side by side in dimension `qkv_interleave_dim`, -3 or -2.

@@ -90,6 +90,14 @@ class Side:
         return Side(self.position[index], is_token, None if self.sequence is None else self.sequence[index])
 
 
+def check_counts(**cu_seqlens: Any) -> None:
+    """They count tokens up from 0. Looked at where that makes nobody wait: on the CPU, outside of graphs."""
+    for name, cu in cu_seqlens.items():
+        is_here = type(cu) is torch.Tensor and cu.is_cpu and cu.numel() > 0 and not torch.compiler.is_compiling()
+        if is_here and (bool(cu[0] != 0) or bool((cu.diff() < 0).any())):
+            raise ValueError(f"{name} is {cu.tolist()}: it must begin with 0, and no entry be less than the last")
+
+
 def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of `size` tokens, packed: the sequence that each is of and its place in it, [size]. Tokens past the last
     sequence count as its."""
@@ -189,6 +197,7 @@ def tokens_of(
                 raise ValueError(
                     f"{name} has shape {tuple(cu.shape)}: give [{x.shape[0] + 1}], one more than the batch"
                 )
+        check_counts(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
         sides = ((q, cu_seqlens_q.diff()), (k, cu_seqlens_kv.diff()))
         q_tokens, k_tokens = (torch.arange(x.shape[1], device=x.device) < n[:, None] for x, n in sides)
         return q_tokens, k_tokens
@@ -214,6 +223,8 @@ def packed_sides(
         raise ValueError("qkv_format 'thd' needs a padding mask: give attn_mask_type='padding_causal' or 'padding'")
     if cu_q is None or cu_k is None or cu_q.dim() != 1 or cu_q.shape != cu_k.shape:
         raise ValueError("qkv_format 'thd' needs cu_seqlens_q and cu_seqlens_kv, both [number of sequences + 1]")
+    check_counts(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_k)
+    check_counts(cu_seqlens_q_padded=cu_q_padded, cu_seqlens_kv_padded=cu_k_padded)
     q, k = packed_side(cu_q, cu_q_padded, q_size), packed_side(cu_k, cu_k_padded, k_size)
     align(rule, q, cu_q.diff(), cu_k.diff())
     return q, k

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
+from mezzotint.attention.masks import FORMATS, check_choice, check_counts, packed_positions
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.layer.parameters import check_features, resolve_device
@@ -277,6 +277,7 @@ def _packed_places(
     """Of each token of a packed batch in its whole sequence, [t]."""
     if cu_seqlens is None:
         raise ValueError("tensor_format 'thd' needs cu_seqlens, [number of sequences + 1]")
+    check_counts(cu_seqlens=cu_seqlens)
     cu_seqlens = cu_seqlens // cp_size
     sequence, place = packed_positions(cu_seqlens, t.shape[0])
     place = _on_rank(place, cu_seqlens.diff()[sequence], cp_size, cp_rank)

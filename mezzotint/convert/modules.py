@@ -79,6 +79,13 @@ class ConvertedLinear(Converted, Linear):
         recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
         return super().extra_repr() + recipe
 
+    def _saves_state(self) -> bool:
+        """The keys of the state dict are those of the layer that this was, as long as delayed scaling has nothing to
+        do with it: neither its recipe asks for it, nor was anything learnt under another around it."""
+        if self.recipe is not None and self._resolve(self.recipe, ((True, True),))[1] is not None:
+            return True
+        return not self._is_fresh()
+
     def _region(self) -> AbstractContextManager[Any]:
         state = current_state()
         if self.recipe is None or (state.enabled and state.recipe is self.recipe):

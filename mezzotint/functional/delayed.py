@@ -5,6 +5,14 @@ end (`ENDING`), and so have one collective for all of them, too. A module whose 
 one backward) makes those that wait take theirs first. So what is computed is what each module would compute on its own,
 as soon as its backward is over; a group of one does just that: `step` enters and updates in one launch.
 
+Which backward is the last of an iteration nobody says: of the runs of a module in a region the first one's comes last,
+if it comes. So a run that is not the first takes what gradients have left since (`take`): where the output of the first
+one was dropped, or detached, they would wait for ever.
+
+Processes that run different modules would take each other's maxima. Modules are numbered as a process makes them, and
+registered when a group first reduces them. Its processes compare which ones they are going to reduce, and eager code
+reduces them in the order of their registration, in whatever order they have run.
+
 A graph hands over what its backward saw to an operator (`hand_over`), which does what eager code does. So the state of
 gradients is written without the compiler's knowledge. That is sound because nothing else in such a graph writes it, or
 reads it in backward: then the compiler has no reason for a copy of it, and gives the operator the buffers themselves. A
@@ -12,16 +20,18 @@ user's own rule is Python, which an operator cannot carry: there a graph has a c
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from mezzotint.distributed.agreement import check_equal
 from mezzotint.distributed.collectives import all_reduce_max
 from mezzotint.distributed.groups import group_by_name
 from mezzotint.kernels._lib import leaf, run_op, write_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_take_, delayed_update_
 
 
 @dataclass(slots=True)
@@ -35,6 +45,7 @@ class ScaleState:
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
     rows: int | None = None  # in a graph, but for a user's own rule: L. The rows behind are cleared with the update
+    number: torch.Tensor | None = None  # int64 [1] on the CPU: which module of its process it is
 
     def is_alone(self) -> bool:
         """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
@@ -45,9 +56,14 @@ class ScaleState:
         return self.rows is not None and bool(self.groups)
 
 
+# By the name of a group: numbers of this process's modules → which ones of the group they are. Not in a thread's state:
+# an operator takes no object, it must find it.
+REGISTERED: dict[str, dict[int, int]] = {}
+
+
 def update_states(states: Sequence[ScaleState]) -> None:
     """New scales from what was seen, over all processes: one collective for each group, one launch for each rule."""
-    reduce_amaxes([(state.history[0], state.groups) for state in states if state.groups])
+    reduce_amaxes([state for state in states if state.groups])
     if len(states) == 1 and states[0].update is None:
         step(states[0], [], [])
         return
@@ -73,17 +89,84 @@ def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> Non
         write_op(delayed_step_first_, state.scale, state.history, amaxes, slots, *options)
 
 
-def reduce_amaxes(rows: list[tuple[torch.Tensor, tuple[Any, ...]]]) -> None:
-    """Take the maxima of modules, FP32 [n] each, over the processes of their groups, in place: one collective for each
-    group, whatever the number of modules."""
-    by_name: dict[str, tuple[Any, list[torch.Tensor]]] = {}
-    for row, groups in rows:
-        for group in groups:
-            by_name.setdefault(group.group_name, (group, []))[1].append(row)
+@torch.no_grad()
+def take(state: ScaleState, anchor: torch.Tensor) -> None:
+    """New scales from gradients that were seen since the last ones were taken; none were, mostly. In forward, before
+    the scale is read. `anchor`: a buffer that forward writes. Of a user's own rule a graph takes none."""
+    if not torch.compiler.is_compiling():
+        ENDING.before(state.scale)
+        if state.update is None:
+            update_states([state])
+            return
+        reduce_amaxes([state])
+        if bool(state.history[0].any()):  # such a rule rolls a history always
+            state.update(state.history, state.scale)
+    elif state.is_handed_over():
+        hand_over(state, [], [], True)
+    elif state.update is None:
+        delayed_take_(anchor, state.scale, state.history, state.rows, state.top, state.most_recent)
+
+
+def reduce_amaxes(states: Sequence[ScaleState]) -> None:
+    """Take the maxima of modules, row 0 of their histories, over the processes of their groups, in place: one
+    collective for each group, whatever the number of modules, after one that compares which modules they are."""
+    by_name: dict[str, tuple[Any, list[ScaleState]]] = {}
+    for state in states:
+        for group in state.groups:
+            by_name.setdefault(group.group_name, (group, []))[1].append(state)
     for group, members in by_name.values():
-        largest = all_reduce_max(torch.cat(members), group)
-        for row, part in zip(members, largest.split([row.shape[0] for row in members]), strict=True):
+        if not torch.compiler.is_compiling():
+            members.sort(key=partial(_place, REGISTERED.get(group.group_name, {})))
+        rows = [state.history[0] for state in members]
+        numbers = [state.number for state in members if state.number is not None]
+        seen = torch.cat(rows)
+        if torch.compiler.is_compiling():
+            seen = delayed_compare(seen, numbers, group.group_name)
+        else:
+            _compare(seen.device, numbers, group)
+        largest = all_reduce_max(seen, group)
+        for row, part in zip(rows, largest.split([row.shape[0] for row in rows]), strict=True):
             row.copy_(part)
+
+
+def _place(known: Mapping[int, int], state: ScaleState) -> tuple[int, int]:
+    """By which modules are in order, on all processes in the same: those that the group knows, then new ones."""
+    number = -1 if state.number is None else int(state.number)
+    return known.get(number, len(known)), number
+
+
+def _compare(device: torch.device, numbers: Sequence[torch.Tensor], group: Any) -> None:
+    """Modules that a group knows are compared by their place among those. New ones are registered together: as many on
+    all processes, that were made as far from each other. One alone must be the same that each process has made."""
+    known, made = REGISTERED.setdefault(group.group_name, {}), [int(number) for number in numbers]
+    new = [number for number in made if number not in known]
+    first = new[0] if new and len(made) > 1 else 0
+    told = [str(known[number]) if number in known else f"new {number - first}" for number in made]
+    try:
+        check_equal(group, device, modules=", ".join(told))
+    except ValueError as error:
+        raise ValueError(
+            f"delayed scaling takes its maxima over processes, of the same modules on all of them: {error}. Modules "
+            "are numbered as a group first sees them, new ones as each process makes them. Run the same ones in a "
+            "region on all processes, and make them in the same order; or leave them out of the maxima "
+            "(reduce_amax=False)"
+        ) from None
+    for number in new:
+        known[number] = len(known)
+
+
+def _compare_in_graph(seen: torch.Tensor, numbers: list[torch.Tensor], group: str) -> torch.Tensor:
+    _compare(seen.device, numbers, group_by_name(group))
+    return seen.clone()
+
+
+# It gives the maxima on, so that they are reduced after they were compared.
+delayed_compare = leaf(
+    "delayed_compare(Tensor seen, Tensor[] numbers, str group) -> Tensor",
+    fake=lambda seen, numbers, group: torch.empty_like(seen),
+    cpu=_compare_in_graph,
+    tags=(torch.Tag.cudagraph_unsafe,),
+)
 
 
 @dataclass(slots=True)
@@ -140,7 +223,7 @@ def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], i
         groups = [group.group_name for group in state.groups]
         options = (state.rows, state.top, state.most_recent, groups, is_last)
         with torch.no_grad():
-            delayed_hand_over_(CLOCK, state.scale, state.history, amaxes, slots, *options)
+            delayed_hand_over_(CLOCK, state.number, state.scale, state.history, amaxes, slots, *options)
 
 
 def catch_up(state: ScaleState) -> torch.Tensor:
@@ -150,6 +233,7 @@ def catch_up(state: ScaleState) -> torch.Tensor:
 
 def _hand_over(
     clock: torch.Tensor,
+    number: torch.Tensor,
     scale: torch.Tensor,
     buffer: torch.Tensor,
     amaxes: list[torch.Tensor],
@@ -166,7 +250,8 @@ def _hand_over(
         run_op(delayed_saw_, history, amaxes, slots)
     if is_last:
         buffer[rows:].zero_()
-        ENDING.add(ScaleState(scale, history, top, most_recent, None, tuple([group_by_name(name) for name in groups])))
+        found = tuple([group_by_name(name) for name in groups])
+        ENDING.add(ScaleState(scale, history, top, most_recent, None, found, number=number))
 
 
 def _catch_up(clock: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -179,8 +264,8 @@ def _catch_up(clock: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 _KEPT = (torch.Tag.cudagraph_unsafe,)
 
 delayed_hand_over_ = leaf(
-    "delayed_hand_over_(Tensor(a!) clock, Tensor scale, Tensor buffer, Tensor[] amaxes, int[] slots, int rows, "
-    "float top, bool most_recent, str[] groups, bool is_last) -> ()",
+    "delayed_hand_over_(Tensor(a!) clock, Tensor number, Tensor scale, Tensor buffer, Tensor[] amaxes, int[] slots, "
+    "int rows, float top, bool most_recent, str[] groups, bool is_last) -> ()",
     fake=lambda *args: None,
     cpu=_hand_over,
     tags=_KEPT,

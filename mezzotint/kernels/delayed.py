@@ -112,6 +112,22 @@ delayed_step_first_ = leaf(
     cpu=delayed_step_first_reference,
 )
 
+
+def delayed_take_reference(
+    anchor: torch.Tensor, scale: torch.Tensor, buffer: torch.Tensor, rows: int, top: float, most_recent: bool
+) -> None:
+    """`delayed_step_first_` without amaxes: nothing changes where row 0 is 0."""
+    write_op(delayed_step_first_, scale, buffer, [], [], rows, top, most_recent)
+
+
+# In forward, of the state of gradients. It does not say that it writes scale and buffer: a graph whose forward writes
+# what its backward writes, too, gives backward a copy. `anchor` as of `delayed_snapshot_`.
+delayed_take_ = leaf(
+    "delayed_take_(Tensor(a!) anchor, Tensor scale, Tensor buffer, int rows, float top, bool most_recent) -> ()",
+    fake=lambda anchor, scale, buffer, rows, top, most_recent: None,
+    cpu=delayed_take_reference,
+)
+
 # A copy that is made in forward: a `clone` that only backward reads a compiler leaves to backward, when the original
 # has changed. It says that it writes `anchor`, a buffer that forward writes.
 delayed_snapshot_ = leaf(

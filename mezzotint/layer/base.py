@@ -13,7 +13,9 @@ import torch
 
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
+from mezzotint.functional.delayed import take
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
+from mezzotint.functional.traced import read_local, set_local
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.names import Named
@@ -28,6 +30,7 @@ from mezzotint.recipe import (
     DelayedScalingRequest,
     QuantizerRole,
     Recipe,
+    answers_once,
     element,
     slot,
 )
@@ -35,6 +38,7 @@ from mezzotint.state import Pending, State, Turn, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.gathering import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(slots=True)
@@ -113,21 +117,22 @@ class Layer(Named, ParallelModule):
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        needs = tuple(needs)
+        needs, is_first_microbatch = tuple(needs), as_microbatch(is_first_microbatch)
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         if recipe is None:
             none, numerics = (NO_QUANTIZERS,) * len(needs), resolve_numerics(None, dtype)
             return Call(none, needs, numerics, None, None, None, None, None, False, False, False)
         key = tuple([(need.input, need.weight) for need in needs])
-        if torch.compiler.is_compiling():
-            quantizers, request = self._resolve(recipe, key)  # at trace time; a memo would be state to guard on
+        if not torch.compiler.is_compiling() and self._recipe is not recipe:
+            self._recipe = recipe
+        if torch.compiler.is_compiling() or not answers_once(recipe):
+            # No memo: in a graph it would be state to guard on, and a factory may answer otherwise at each run.
+            quantizers, request = self._resolve(recipe, key)
         else:
             memo = self._resolved
             if memo is None or memo[1] != key or (memo[0] is not recipe and memo[0] != recipe):
                 memo = self._resolved = (recipe, key, *self._resolve(recipe, key))
-            if self._recipe is not recipe:
-                self._recipe = recipe
             quantizers, request = memo[2], memo[3]
         numerics = resolve_numerics(recipe, dtype)
         is_second = state.recomputation is not None and state.recomputation.is_second
@@ -176,6 +181,10 @@ class Layer(Named, ParallelModule):
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
                 "recipe without state such as Float8CurrentScaling"
             )
+        if not torch.compiler.is_compiling():
+            self._warn_of_scales()
+        elif torch.compiler.is_dynamo_compiling():
+            torch._dynamo.comptime.comptime(_warn_of_scales)
         groups = reduction_groups(request, self._sharing_group())
         self._use_history(request, self._backward_clears(request))
         recomputation = state.recomputation
@@ -197,13 +206,19 @@ class Layer(Named, ParallelModule):
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
             if is_first and state.depth > 0:
                 self._turn.has_backward = True
-            if state.depth > 0 and not self._turn.is_pending:
-                self._turn.is_pending = True
-                state.pending = Pending(self, groups, state.pending)
+            self._await_update(groups, state)
+            if has_backward and not is_first:
+                take(self._grad_state(request, groups, False), self.amax_history_fwd)
         if torch.is_grad_enabled():
             call.grad_scales = self._snapshot(self.scale_bwd)
             call.grad_state = self._grad_state(request, groups, is_first)
         return call
+
+    def _await_update(self, groups: tuple[Any, ...], state: State) -> None:
+        """Take new forward scales at the end of the region."""
+        if state.depth > 0 and not self._turn.is_pending:
+            self._turn.is_pending = True
+            state.pending = Pending(self, groups, state.pending)
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
@@ -221,7 +236,8 @@ class Layer(Named, ParallelModule):
         buffer, length, takes_all = self.amax_history_bwd, request.amax_history_len, self._backward_clears(request)
         history = buffer if takes_all else first_rows(buffer, length)
         rule = update_rule(request, forward=False)
-        return GradState(self.scale_bwd, history, *rule, groups, length if takes_all else None, is_first)
+        rows = length if takes_all else None
+        return GradState(self.scale_bwd, history, *rule, groups, rows, self._number, is_first)
 
     def _backward_clears(self, request: DelayedScalingRequest) -> bool:
         """Whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
@@ -258,6 +274,8 @@ class Layer(Named, ParallelModule):
         # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
         keeps = call.caches and not self._is_fully_sharded
         held = self._workspaces if call.reuses and keeps else None
+        if held is not None and torch.is_grad_enabled() and self._keeps_inference():
+            held = None
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
@@ -265,6 +283,9 @@ class Layer(Named, ParallelModule):
         scales = [scale_of(call.weight_scales, gemm, "weight") for gemm in range(len(weights))]
         parallel = [self._parallel(gemm) for gemm in range(len(weights))]
         together = None
+        if keeps and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what is kept may serve training
+                return self._weights_q(call, weights)
         if held is None and len(weights) > 1 and not any(parallel):
             together = quantize_weights(weights, quantizers, scales)
         for gemm, weight in enumerate(weights):
@@ -289,6 +310,18 @@ class Layer(Named, ParallelModule):
         if keeps and (held is None or any(map(operator.is_not, kept, held))):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
+
+    def _keeps_inference(self) -> bool:
+        """Whether kept weights come from a graph that ran in inference mode: backward cannot have them."""
+        if not torch.compiler.is_dynamo_compiling():
+            return not torch.compiler.is_compiling() and self._has_inference_workspaces()
+        found = False
+        torch._dynamo.comptime.comptime(_look_at_workspaces)  # writes it; graphs are apart by what kind they are given
+        return found
+
+    def _has_inference_workspaces(self) -> bool:
+        kept = [each for each in self._workspaces or () if isinstance(each, QuantizedTensorStorage)]
+        return any(buffer.is_inference() for workspace in kept for _, buffer in workspace._buffers())
 
     def _linear_args(
         self, call: Call, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
@@ -372,6 +405,25 @@ def check_run_again(turn: Turn, recipe: Recipe | None, state: State) -> None:
             "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
             "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
         )
+
+
+def _warn_of_scales(context: Any) -> None:
+    """Called by Dynamo while it traces `_start_delayed`: a graph that asked would guard on the answer."""
+    read_local(context, "self")._warn_of_scales()
+
+
+def _look_at_workspaces(context: Any) -> None:
+    """Called by Dynamo in `_keeps_inference`."""
+    set_local(context, "found", read_local(context, "self")._has_inference_workspaces())
+
+
+def as_microbatch(is_first: Any) -> bool | None:
+    """`is_first_microbatch`, of which False is not the only way to write it (`np.False_`, 0)."""
+    if is_first is None or isinstance(is_first, bool):
+        return is_first
+    if isinstance(is_first, torch.Tensor) or is_first not in (0, 1):
+        raise TypeError(f"is_first_microbatch is {is_first!r}: give True, False or None")
+    return bool(is_first)
 
 
 def activation_dtype(inp: torch.Tensor) -> torch.dtype:

@@ -20,7 +20,9 @@ from mezzotint.layer.parameters import (
     resolve_device,
     split_names,
 )
+from mezzotint.recipe import slot
 from mezzotint.state import current_state
+from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.sharding import Split, quantize_part, share
 
@@ -232,6 +234,17 @@ class Weights:
                 _check_same(name, quantizer, splits)
                 with torch.no_grad():
                     share(weight, splits)
+
+    def tie(self, module: Any, gemm: int) -> None:
+        """Where the weight is kept quantized by delayed scaling: its quantizer is over the module's own state."""
+        for name in self.weight_names:
+            weight: Any = module._parameters.get(name)
+            weight = getattr(weight, "_local_tensor", weight)
+            quantizer = weight._quantizer if isinstance(weight, QuantizedTensor) else None
+            if isinstance(quantizer, Float8Quantizer) and weight.device == module.scale_fwd.device:
+                i, made = slot(gemm, "weight"), quantizer.copy()  # the other module may have the same object
+                made.scale, made.amax = module.scale_fwd[i : i + 1], module.amax_history_fwd[0, i : i + 1]
+                weight._quantizer = made
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""

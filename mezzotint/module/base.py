@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
+from mezzotint.functional.delayed import take
 from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
 from mezzotint.module.compat import UpstreamNames, quantize_weight
+from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
 from mezzotint.state import current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer
@@ -32,7 +34,10 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     # State
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """State of the recipe in force, before the first forward."""
+        """State of the recipe in force, before the first forward: that of `num_gemms` GEMMs, for a module of a user's
+        that has not said how many it has."""
+        if not self._has_state() or (not self._weights and num_gemms != self.num_gemms):
+            self._init_state(num_gemms, self._parameter_device())
         recipe = current_state().recipe
         if recipe is not None:
             self.init_fp8_meta_tensors(recipe)
@@ -40,11 +45,23 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """State of a recipe: a history that is long enough."""
         self._recipe = recipe
+        if not self._has_state():
+            self._init_state(self.num_gemms, self._parameter_device())
         _, request = self._resolve(recipe, ((True, True),) * self.num_gemms)
         if request is None:
             self._request = None
         else:
             self._use_history(request)
+
+    def _prepare_delayed(self) -> None:
+        """Before a forward of a user's, whose quantizers enter what they see: new scales at the end of the region, and
+        those of gradients now, since nobody says when the backward of such a module is over."""
+        request, state = self._request, current_state()
+        if request is not None and state.enabled:
+            groups = reduction_groups(request, self._sharing_group())
+            self._await_update(groups, state)
+            if torch.is_grad_enabled():
+                take(self._grad_state(request, groups, False), self.amax_history_fwd)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
         """Note what a forward with this input computes in, as `activation_dtype`."""

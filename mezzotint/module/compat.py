@@ -150,6 +150,7 @@ class UpstreamNames:
         """For a subclass's own forward: the state of the recipe in force, and the input, contiguous unless allowed."""
         self.set_activation_dtype(inp)
         self.init_fp8_metadata(num_gemms)
+        self._prepare_delayed()
         return inp if allow_non_contiguous else inp.contiguous()
 
     def end_forward(self) -> None:

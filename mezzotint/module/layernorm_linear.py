@@ -24,6 +24,7 @@ from mezzotint.layer.parameters import check_features, check_input, check_parall
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
 
@@ -97,7 +98,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
             tp_size=self.tp_size,
         )
         self.in_features, self.out_features = weights.in_features, weights.out_features
-        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
+        self.eps = check_epsilon(eps, "eps")
         self.rms = check_normalization(normalization)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias = bias, return_bias

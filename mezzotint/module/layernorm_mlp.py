@@ -27,6 +27,7 @@ from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
 
 
@@ -95,7 +96,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
             symmetric_ar_type=symmetric_ar_type,
         )
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
+        self.normalization, self.zero_centered_gamma = normalization, zero_centered_gamma
+        self.eps = check_epsilon(eps, "eps")
         self.rms = check_normalization(normalization)
         self.activation = activation
         self._activation, self._activation_params = resolve_activation(activation, activation_params)

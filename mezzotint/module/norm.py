@@ -11,6 +11,7 @@ from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import norm_parameters, register_norm, reset_norm, split_norm
 from mezzotint.layer.parameters import Place, check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.tensor.checks import check_epsilon
 
 
 class _Norm(nn.Module):
@@ -46,7 +47,7 @@ class _Norm(nn.Module):
         if kwargs:
             raise TypeError(f"{type(self).__name__} got {sorted(kwargs)}: it takes device, dtype and sm_margin beside")
         self._norm_group: Any = None
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps, self.zero_centered_gamma = check_epsilon(eps, "eps"), zero_centered_gamma
         size = 1
         for extent in self.normalized_shape:
             size *= extent

@@ -75,6 +75,13 @@ class Linear(FusedOperation):
             raise ValueError("bias: this Linear was made with bias=False")
         self.basic_ops[1].bias = value
 
+    def register_parameter(self, name: str, param: Any) -> None:
+        """Also what the assignment of a parameter comes to, which torch does not ask a property about."""
+        if name in ("weight", "bias"):
+            object.__setattr__(self, name, param)
+        else:
+            super().register_parameter(name, param)
+
     def reset_parameters(self) -> None:
         """Initial values."""
         for op in self.basic_ops:

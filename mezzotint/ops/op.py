@@ -297,7 +297,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
                 self._grow_history(request.amax_history_len)
 
     def _reset_state(self) -> None:
-        if "scale_fwd" in self._buffers:  # an operation without quantizers has none
+        if self._has_state():  # an operation without quantizers has none
             super()._reset_state()
 
     def _init_own_state(self) -> None:

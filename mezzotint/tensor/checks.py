@@ -44,8 +44,8 @@ def check_reduction(with_amax_reduction: bool, group: Any) -> None:
         raise ValueError(f"with_amax_reduction is True, and amax_reduction_group None: {NO_GROUP}")
 
 
-def check_epsilon(amax_epsilon: Any) -> float:
-    """What an amax is raised to: 0, for nothing, or more."""
-    if not isinstance(amax_epsilon, int | float) or not 0 <= amax_epsilon < math.inf:
-        raise ValueError(f"amax_epsilon is {amax_epsilon!r}: give 0 or a positive number")
-    return float(amax_epsilon)
+def check_epsilon(epsilon: Any, name: str = "amax_epsilon") -> float:
+    """What an amax is raised to, or what a norm adds: 0, for nothing, or more."""
+    if not isinstance(epsilon, int | float) or isinstance(epsilon, bool) or not 0 <= epsilon < math.inf:
+        raise ValueError(f"{name} is {epsilon!r}: give 0 or a positive number")
+    return float(epsilon)

@@ -343,6 +343,16 @@ def test_bad_input() -> None:
             "cu_seqlens_kv has shape \\(2,\\): give \\[3\\]",
             {"attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": cu[:2]},
         ),
+        (
+            ValueError,
+            "cu_seqlens_kv is \\[0, 5, 3\\]: it must begin with 0, and no entry be less",
+            {"attn_mask_type": "padding", "cu_seqlens_q": cu, "cu_seqlens_kv": torch.tensor([0, 5, 3])},
+        ),
+        (
+            ValueError,
+            "cu_seqlens_q is \\[1, 3, 6\\]: it must begin with 0",
+            {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([1, 3, 6]), "cu_seqlens_kv": cu},
+        ),
         (ValueError, "needs attention_mask", {"attn_mask_type": "padding"}),
         (
             ValueError,
@@ -376,6 +386,14 @@ def test_bad_input() -> None:
         module(*flat, qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
     with pytest.raises(ValueError, match="needs cu_seqlens_q"):
         module(*flat, qkv_format="thd", attn_mask_type="padding")
+    packed = {"qkv_format": "thd", "attn_mask_type": "padding", "cu_seqlens_kv": cu}
+    with pytest.raises(ValueError, match="cu_seqlens_q is \\[0, 8, 6\\]"):
+        module(*flat, **packed, cu_seqlens_q=torch.tensor([0, 8, 6]))
+    with pytest.raises(ValueError, match="cu_seqlens_q_padded is \\[0, 8, 6\\]"):
+        module(*flat, **packed, cu_seqlens_q=cu, cu_seqlens_q_padded=torch.tensor([0, 8, 6]))
+    freqs = mz.RotaryPositionEmbedding(8)(12)
+    with pytest.raises(ValueError, match="cu_seqlens is \\[0, 8, 6\\]"):
+        mz.apply_rotary_pos_emb(flat[0], freqs, tensor_format="thd", cu_seqlens=torch.tensor([0, 8, 6]))
     recipe = mz.recipe.DelayedScaling(fp8_dpa=True)
     with pytest.raises(NotImplementedError, match="fp8_dpa"), mz.autocast(recipe=recipe):
         module(*parts)

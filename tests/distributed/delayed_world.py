@@ -16,7 +16,7 @@ from mezzotint import ops, recipe
 from mezzotint.functional.delayed import ENDING
 from tests.distributed.parallel import Sent, differing, draw, make, world
 from tests.recipes import STATE
-from tests.worlds import Result
+from tests.worlds import Result, attempt
 
 
 def reductions(rank: int) -> Result:
@@ -189,4 +189,54 @@ def graphs(rank: int) -> Result:
             "breaks": len(counters["graph_break"]),
         }
     found["waiting"] = len(ENDING.waiting)
+    return found
+
+
+def different_modules(rank: int) -> Result:
+    """Modules of which each process runs another one, or the same in another order: what they are refused with, and
+    whether their scales are those of all processes."""
+    group, chosen = dist.new_group(list(range(dist.get_world_size()))), recipe.DelayedScaling(amax_history_len=3)
+    found: Result = {}
+
+    x = draw(16, 32, seed=rank) * (1 + rank)
+
+    def forward(*modules: Any) -> list[torch.Tensor]:
+        with mz.autocast(recipe=chosen, amax_reduction_group=group):
+            return [module(x) for module in modules]
+
+    def backward() -> None:
+        made = [make(mz.Linear, 32, 32) for _ in range(2)]
+        with mz.autocast(recipe=chosen, amax_reduction_group=group):
+            outputs = [module(x) for module in made]
+        outputs[rank].sum().backward()
+
+    def compiled(module: Any) -> None:
+        torch._dynamo.reset()
+        torch.compile(forward, fullgraph=True, backend="aot_eager")(module)
+
+    planned = [mz.Linear(32, 32, device="meta") for _ in range(rank)]  # which have no numbers
+    first, second = (make(mz.Linear, 32, 32) for _ in range(2))
+    mine = second if rank else first
+    attempt(found, "forward", lambda: forward(mine))
+    attempt(found, "backward", backward)
+    attempt(found, "a graph", lambda: compiled(mine))
+    attempt(found, "more of them", lambda: forward(*(first, second)[: 1 + rank]))
+    attempt(found, "the same", lambda: forward(first, second))
+    fresh = [make(mz.Linear, 32, 32), make(mz.LayerNormMLP, 32, 64)]  # of another number of maxima each
+    ordered = fresh[::-1] if rank else fresh
+    for _ in range(2):
+        torch.stack(forward(*ordered)).sum().backward()
+    found["scales"] = [torch.cat((module.scale_fwd, module.scale_bwd)) for module in fresh]
+    found["planned"] = len(planned)
+
+    def dropped() -> torch.Tensor:
+        module = make(mz.Linear, 32, 32)
+        for _ in range(3):
+            with mz.autocast(recipe=chosen, amax_reduction_group=group):
+                module(x)
+                y = module(x)
+            (y.sum() * 1e-6 * (1 + rank)).backward()
+        return module.scale_bwd
+
+    found["dropped"] = dropped()
     return found

@@ -14,7 +14,7 @@ from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
 from mezzotint.optimizers import FusedAdam
 from tests.distributed.agreement_world import changes, comparisons, compiled_changes, compiled_wrong_use, wrong_use
-from tests.distributed.delayed_world import endings, graphs, reductions
+from tests.distributed.delayed_world import different_modules, endings, graphs, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.recipes import RECIPES
 from tests.worlds import Result
@@ -384,6 +384,7 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     reductions,
     endings,
     graphs,
+    different_modules,
     losses,
     grouped,
     copies,

@@ -58,10 +58,11 @@ def test_a_compiled_layer(world: World) -> None:
 
 
 def test_maxima_over_a_group(world: World) -> None:
-    """Delayed scaling: one collective for all modules, the largest of all processes; and a number, for the recipe."""
+    """Delayed scaling: one collective for all modules, the largest of all processes; and two numbers, for the recipe
+    and for which modules they are."""
     made = results(world, "reductions")
     for found in made:
-        assert found["calls"] == {"all_reduce float32": 1, "all_gather_into_tensor int64": 1}
+        assert found["calls"] == {"all_reduce float32": 1, "all_gather_into_tensor int64": 2}
         assert found["calls without"] == {"all_gather_into_tensor int64": 1}  # the group has had the other recipe
         assert found["same everywhere"]
         assert found["same with some"]  # where only one process has tokens
@@ -83,14 +84,15 @@ def test_gradients_of_all_modules_are_reduced_in_one_collective(world: World) ->
 
 
 def test_graphs_reduce_in_one_collective(world: World) -> None:
-    """One forward and one for all modules backward; in `Parts` two, since one gives its gradient on quantized. Twice as
-    many where there are two regions or, backward, two backwards."""
+    """One forward and one for all modules backward; in `Parts` two: backward since one gives its gradient on quantized,
+    forward since one runs twice, and takes what gradients may have left. Twice as many where there are two regions or,
+    backward, two backwards."""
     backwards = {"modules": 1, "parts": 2}
     for found in results(world, "graphs"):
         assert found.pop("waiting") == 0
         assert found.keys() == backwards.keys()
         for way, count in backwards.items():
-            calls = {"retained": 1 + 2 * count, "regions": 2 + 2 * count, "gradients": 1 + count}
+            calls = {"retained": count + 2 * count, "regions": 2 * count + 2 * count, "gradients": count + count}
             calls["micro_batches"] = calls["regions"]
             assert found[way] == {
                 "wrong": [],
@@ -99,6 +101,22 @@ def test_graphs_reduce_in_one_collective(world: World) -> None:
                 "graphs": 1,
                 "breaks": 0,
             }
+
+
+def test_processes_that_run_different_modules(world: World) -> None:
+    """They are told, each of them, before they take each other's maxima; another order is no difference."""
+    made = results(world, "different_modules")
+    for found in made:
+        for case in ("forward", "backward", "a graph", "more of them"):
+            assert "takes its maxima over processes, of the same modules on all of them" in found[case], case
+            assert "rank 0 has" in found[case]
+        assert "the same" not in found
+        assert found["dropped"][0] > 1e6
+        for scale, other in zip(found["scales"], made[0]["scales"], strict=True):
+            assert torch.equal(scale, other)
+            assert (scale != 1).any()
+    assert [found["planned"] for found in made] == [0, 1]
+    assert torch.equal(made[0]["dropped"], made[1]["dropped"])
 
 
 @pytest.mark.parametrize("compiles", [False, True])

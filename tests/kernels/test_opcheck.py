@@ -15,7 +15,7 @@ import torch
 
 import mezzotint.kernels
 from mezzotint.distributed.collectives import collective
-from mezzotint.functional.delayed import delayed_catch_up_, delayed_hand_over_
+from mezzotint.functional.delayed import delayed_catch_up_, delayed_compare, delayed_hand_over_
 from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
@@ -30,6 +30,7 @@ from mezzotint.kernels.delayed import (
     delayed_snapshot_,
     delayed_step_,
     delayed_step_first_,
+    delayed_take_,
     delayed_update_,
 )
 from mezzotint.kernels.float8 import float8_amax
@@ -281,8 +282,9 @@ def test_delayed_over_processes() -> None:
     """Nothing is entered: what these write beside the clock they do not tell the compiler."""
     scale, clock = torch.ones(3), torch.zeros(1)
     torch.library.opcheck(delayed_catch_up_, (clock, scale), test_utils=ALL)
-    arguments = (clock, scale, torch.zeros(2, 3), [], [], 1, 448.0, False, [], False)
+    arguments = (clock, torch.tensor([1]), scale, torch.zeros(2, 3), [], [], 1, 448.0, False, [], False)
     torch.library.opcheck(delayed_hand_over_, arguments, test_utils=ALL)
+    torch.library.opcheck(delayed_take_, (clock, scale, torch.zeros(2, 3), 2, 448.0, False), test_utils=ALL)
 
 
 def group_arguments(variant: Variant, device: str, usage: tuple[bool, ...], count: int) -> tuple[Any, ...]:
@@ -337,6 +339,8 @@ def test_processes(alone: str) -> None:
     """Without outputs but for the collective; what they compare is the affair of `tests/distributed`."""
     for kind in ("gather", "scatter", "sum", "max"):
         torch.library.opcheck(collective, (sample((16, 32), torch.bfloat16), kind, 1, alone), test_utils=ALL)
+    numbers = [torch.tensor([i]) for i in range(2)]
+    torch.library.opcheck(delayed_compare, (torch.ones(6), numbers, alone), test_utils=ALL)
     mark = torch.ones(2)
     described = [16, 32], torch.bfloat16, "recipe", "module", alone
     for _ in range(2):
@@ -364,7 +368,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (norm_stats, norm_apply, norm_backward, activation_forward, activation_backward)}
     here |= {op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum)}
     here |= {op.name() for op in (delayed_saw_, delayed_snapshot_, delayed_step_, delayed_step_first_, delayed_update_)}
-    here |= {op.name() for op in (delayed_catch_up_, delayed_hand_over_)}
+    here |= {op.name() for op in (delayed_catch_up_, delayed_compare, delayed_hand_over_, delayed_take_)}
     here |= {op.name() for op in (collective, meet_op, agree_op)}
     here |= {norm_add_stats.name()}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}

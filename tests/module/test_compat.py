@@ -232,3 +232,49 @@ def test_what_is_absent_is_said() -> None:
     """Names of upstream's that mean nothing here stand in the docstring, with what is in their place."""
     for name in ("backward_objects", "setup_saved_tensors", "saved_tensor_aliases", "get_weight_workspace"):
         assert name in (compat.__doc__ or "")
+
+
+# A module of a user's
+
+
+class OwnLinear(TransformerEngineBaseModule):
+    """A user's module with a forward and a backward of its own, over the quantizers of its slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        with self.prepare_forward_ctx(inp, num_gemms=1) as x:
+            quantizers = self.quantizers
+            return _Own.apply(x, self.weight, quantizers["scaling_fwd"], quantizers["scaling_bwd"][0])
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, forward: Any, backward: Any) -> torch.Tensor:
+        ctx.weight, ctx.backward = weight, backward
+        return forward[0](x).dequantize() @ forward[1](weight).dequantize().t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return ctx.backward(dy).dequantize() @ ctx.weight, None, None, None
+
+
+def test_a_users_module_has_the_state_of_delayed_scaling() -> None:
+    """Made at its first run; new scales at the end of a region, those of gradients at the next run."""
+    module = OwnLinear()
+    assert "_extra_state" not in module.state_dict()
+    for step_number in range(3):
+        x = (sample().float() * 2.0**-step_number).requires_grad_()
+        with mz.autocast(recipe=DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")):
+            y = module(x)
+        y.sum().backward()
+        assert x.grad is not None
+        assert torch.equal(module.scale_fwd[:2], 448 / torch.stack((x.abs().max(), module.weight.abs().max())).detach())
+    assert module.scale_bwd.tolist() == [57344.0, 1.0]
+    other = OwnLinear()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.scale_fwd, module.scale_fwd)
+    module.prepare_forward(sample(), num_gemms=2)
+    assert module.scale_fwd.shape == (6,)

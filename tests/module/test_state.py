@@ -3,14 +3,21 @@
 import copy
 import gc
 import io
+import operator
+import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import mezzotint as mz
+from mezzotint import ops
 from mezzotint import recipe as recipes
 from mezzotint.layer.parameters import resolve_device
 from tests.recipes import IN, MODULES, OPTIONS, OUT, RECIPES, STATE, assert_equal, make, sample, step
@@ -34,13 +41,15 @@ class Composed(nn.Module):
     ("name", "other"), [("linear", lambda: nn.Linear(IN, OUT, dtype=torch.bfloat16)), ("layernorm_linear", Composed)]
 )
 def test_keys_are_torchs(name: str, other: Any, recipe: str) -> None:
+    """But for `_extra_state`, without which a state dict loads."""
     module, plain = make(name), other()
     step(module, sample(), RECIPES[recipe])
-    assert module.state_dict().keys() == plain.state_dict().keys()
-    plain.load_state_dict(module.state_dict(), strict=True)
+    state = module.state_dict()
+    assert state.keys() == plain.state_dict().keys() | {"_extra_state"}
+    assert plain.load_state_dict(state, strict=False).unexpected_keys == ["_extra_state"]
     module.load_state_dict(plain.state_dict(), strict=True)
-    for key, value in module.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[key])
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, state[key])
 
 
 def test_norms_load_torchs() -> None:
@@ -51,9 +60,11 @@ def test_norms_load_torchs() -> None:
 @over_modules
 def test_delayed_scaling_saves_plain_tensors(name: str) -> None:
     module = make(name)
-    assert "_extra_state" not in module.state_dict()
+    fresh = module.state_dict()
     step(module, sample(), RECIPES["delayed"])
     state = module.state_dict()
+    assert state.keys() == fresh.keys()
+    assert state["_extra_state"].shape == fresh["_extra_state"].shape
     assert type(state["_extra_state"]) is torch.Tensor
     assert state["_extra_state"].dtype == torch.float32
     buffer = io.BytesIO()
@@ -99,6 +110,119 @@ def test_wrong_extra_state_says_what_it_is() -> None:
     state = make("linear").state_dict() | {"_extra_state": torch.zeros(5, 7)}
     with pytest.raises(ValueError, match=r"\(5, 7\).*\(1 \+ history, 5\)"):
         make("linear").load_state_dict(state)
+    with pytest.raises(TypeError, match="_extra_state is BytesIO: this module takes a tensor"):
+        make("linear").load_state_dict(state | {"_extra_state": io.BytesIO()})
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, "nan"), (0, "inf"), (0, "0"), (0, "-1"), (2, "nan"), (2, "-1")])
+def test_a_damaged_extra_state_is_refused(row: int, value: str) -> None:
+    """Of either direction, before anything is written. A maximum may be infinite: a tensor had such a value."""
+    for column in (1, 4):
+        state, module = make("linear").state_dict(), make("linear")
+        state["_extra_state"][0] = 3.0
+        state["_extra_state"][2, 0] = float("inf")
+        module.load_state_dict(state)
+        assert module.scale_fwd.tolist() == [3.0] * 3
+        state["_extra_state"][row, column] = float(value)
+        other = make("linear")
+        with pytest.raises(ValueError, match="_extra_state has scales that are not positive and finite"):
+            other.load_state_dict(state)
+        assert other.scale_fwd.tolist() == [1.0] * 3
+
+
+def train(model: Any, seeds: Any) -> list[float]:
+    losses = []
+    for seed in seeds:
+        with mz.autocast(recipe=RECIPES["delayed"]):
+            loss = model(sample(seed=seed) * 30).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = mz.LayerNormMLP(IN, 2 * IN, **OPTIONS)
+        self.linear = mz.Linear(IN, IN, **OPTIONS)
+        self.ops = ops.Sequential(ops.Linear(IN, IN, device="cpu", dtype=torch.bfloat16), ops.GELU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ops(self.linear(self.mlp(x)))
+
+
+def dcp_of_state_dicts(model: nn.Module, fresh: nn.Module, folder: Path) -> None:
+    dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True)
+    template = fresh.state_dict()
+    dcp.load(template, checkpoint_id=folder, no_dist=True)
+    fresh.load_state_dict(template)
+
+
+def dcp_of_model_states(model: nn.Module, fresh: nn.Module, folder: Path) -> None:
+    dcp.save(get_model_state_dict(model), checkpoint_id=folder, no_dist=True)
+    template = get_model_state_dict(fresh)
+    dcp.load(template, checkpoint_id=folder, no_dist=True)
+    set_model_state_dict(fresh, template)
+
+
+def keys_of_the_template(model: nn.Module, fresh: nn.Module, folder: Path) -> None:
+    """As Megatron's dist_checkpointing: what the fresh model has no key for is not read."""
+    saved = model.state_dict()
+    fresh.load_state_dict({key: saved[key] for key in fresh.state_dict()}, strict=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("error:delayed scaling begins with scales of 1")
+@pytest.mark.parametrize("resume", [dcp_of_state_dicts, dcp_of_model_states, keys_of_the_template])
+def test_loaders_with_a_fresh_model_as_template_resume_delayed_scaling(resume: Any, tmp_path: Path) -> None:
+    model = Model()
+    train(model, range(3))
+    fresh = Model()
+    resume(model, fresh, tmp_path)
+    for key, buffer in model.named_buffers():
+        assert torch.equal(fresh.get_buffer(key), buffer), key
+    assert not torch.equal(fresh.linear.scale_bwd, torch.ones(2))
+    assert train(fresh, range(3, 5)) == train(model, range(3, 5))
+
+
+def test_a_template_with_a_longer_history() -> None:
+    """It must have the length of the saved one: `init_fp8_meta_tensors` makes it so before anything runs."""
+    recipe = recipes.DelayedScaling(amax_history_len=1500)
+    module, fresh = make("linear"), make("linear")
+    step(module, sample(), recipe)
+    fresh.init_fp8_meta_tensors(recipe)
+    assert fresh.state_dict()["_extra_state"].shape == module.state_dict()["_extra_state"].shape
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_weights_without_their_scales_warn_when_delayed_scaling_runs(is_compiled: bool) -> None:
+    model, other = Model(), Model()
+    train(model, range(1))
+    other.load_state_dict({key: value for key, value in model.state_dict().items() if "_extra_state" not in key})
+    call = torch.compile(other, backend="eager", fullgraph=True) if is_compiled else other
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with mz.autocast(recipe=RECIPES["current"]):
+            other(sample())  # has no use for scales
+    with pytest.warns(UserWarning, match="delayed scaling begins with scales of 1.*no _extra_state"):
+        train(call, range(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        train(call, range(1, 2))  # once
+        made = Model()
+        made.load_state_dict(model.state_dict())
+        train(made, range(1))
+        model.load_state_dict({key: value for key, value in made.state_dict().items() if "_extra_state" not in key})
+        train(model, range(1))  # has learnt itself
+
+
+def test_upstreams_empty_extra_state_says_nothing() -> None:
+    module = make("linear")
+    step(module, sample(), RECIPES["delayed"])
+    scale = module.scale_fwd.clone()
+    module.load_state_dict(module.state_dict() | {"_extra_state": torch.empty(0, dtype=torch.uint8)})
+    assert torch.equal(module.scale_fwd, scale)
 
 
 @over_modules
@@ -242,7 +366,8 @@ def test_options_are_copied_by_pickle() -> None:
 
 def test_parts_of_one_weight_save_under_their_names() -> None:
     module = mz.Linear(IN, OUT, parameters_split={"query": 16, "key": 16, "value": 16}, **OPTIONS)
-    assert set(module.state_dict()) == {f"{n}_{k}" for n in ("query", "key", "value") for k in ("weight", "bias")}
+    names = {f"{n}_{k}" for n in ("query", "key", "value") for k in ("weight", "bias")}
+    assert set(module.state_dict()) == names | {"_extra_state"}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
@@ -260,3 +385,138 @@ def test_assigned_from_the_meta_device(recipe: str) -> None:
         want = step(expected, sample(), RECIPES[recipe])
         for module in (assigned, emptied):
             assert_equal(step(module, sample(), RECIPES[recipe]), want)
+
+
+def new_weight(seed: int = 0) -> nn.Parameter:
+    return nn.Parameter(sample(OUT, seed))
+
+
+@pytest.mark.parametrize("is_op", [False, True])
+def test_a_weight_assigned_to_a_module_of_the_meta_device(is_op: bool) -> None:
+    """Delayed scaling's buffers go where it is."""
+    made = ops.Linear(IN, OUT, bias=False, device="meta", dtype=torch.bfloat16) if is_op else None
+    module = mz.Linear(IN, OUT, bias=False, device="meta", params_dtype=torch.bfloat16) if made is None else made
+    module.weight = new_weight()
+    expected = mz.Linear(IN, OUT, bias=False, **OPTIONS)
+    expected.weight = new_weight()
+    for seed in range(2):
+        want, got = (step(each, sample(seed=seed), RECIPES["delayed"]) for each in (expected, module))
+        assert torch.equal(got["output"], want["output"])
+    state = module.basic_ops[0] if is_op else module  # type: ignore[index]
+    for key in STATE:
+        assert torch.equal(getattr(state, key), getattr(expected, key))
+
+
+def test_scales_follow_a_weight_that_is_assigned() -> None:
+    """To a device, with what they have learnt; the meta device stands for another one here."""
+    module = make("linear")
+    step(module, sample(), RECIPES["delayed"])
+    learnt = module.scale_fwd.clone()
+    module.weight = new_weight()
+    assert torch.equal(module.scale_fwd, learnt)
+    module.weight = nn.Parameter(torch.empty(OUT, IN, device="meta", dtype=torch.bfloat16))
+    assert torch.equal(module.scale_fwd, learnt)  # a parameter without values is no place to go to
+
+
+@pytest.mark.gpu
+def test_scales_follow_a_weight_to_the_gpu() -> None:
+    module = make("linear")
+    step(module, sample(), RECIPES["delayed"])
+    learnt = module.scale_fwd.clone()
+    module.weight = nn.Parameter(module.weight.detach().cuda())
+    assert module.scale_fwd.is_cuda
+    assert torch.equal(module.scale_fwd.cpu(), learnt)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_history_that_grows_in_inference_mode(is_compiled: bool) -> None:
+    """Longer than the buffers that a module is made with: training goes on with it, in graphs too."""
+    recipe = recipes.DelayedScaling(amax_history_len=1100)
+    module, expected = make("linear"), make("linear")
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    with torch.inference_mode(), mz.autocast(recipe=recipe):
+        call(sample())
+    with torch.no_grad(), mz.autocast(recipe=recipe):
+        expected(sample())
+    for seed in range(2):
+        got = step(module, sample(seed=seed), recipe, call)
+        assert_equal(got, step(expected, sample(seed=seed), recipe))
+    assert module.amax_history_bwd.shape == (1100, 2)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_weights_kept_in_inference_mode_serve_training(is_compiled: bool) -> None:
+    recipe = recipes.MXFP8BlockScaling(backward_override="dequantized")  # backward reads what forward does
+    module, expected = make("linear"), make("linear")
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else module
+    with torch.inference_mode(), mz.autocast(recipe=recipe):
+        call(sample(), is_first_microbatch=True)
+    step(expected, sample(), recipe, is_first_microbatch=True)
+    got = step(module, sample(), recipe, call, is_first_microbatch=False)
+    assert_equal(got, step(expected, sample(), recipe, is_first_microbatch=False))
+
+
+def test_state_of_a_module_that_is_made_or_moved_in_inference_mode() -> None:
+    with torch.inference_mode():
+        made = make("linear")
+        moved = make("linear", device="meta")
+        moved.to_empty(device="cpu")
+        loaded = make("linear", device="meta")
+        loaded.load_state_dict(make("linear").state_dict(), assign=True)
+    for module in (made, moved, loaded):
+        assert not any(getattr(module, key).is_inference() for key in STATE)
+
+
+def assert_tied(module: Any) -> None:
+    quantizer = module.weight._quantizer
+    assert quantizer.scale.data_ptr() == module.scale_fwd[1:].data_ptr()
+    assert quantizer.amax.data_ptr() == module.amax_history_fwd[0, 1:].data_ptr()
+
+
+def test_an_assigned_quantized_weight_has_the_scale_of_its_module() -> None:
+    """And the other module keeps its own; so do a longer history, moves and copies."""
+    with mz.quantized_model_init(recipe=RECIPES["delayed"]):
+        module, other = make("linear"), make("linear")
+    step(module, sample(), RECIPES["delayed"])
+    other.load_state_dict(module.state_dict(), assign=True)
+    assert_tied(other)
+    assert_tied(module)
+    buffer = io.BytesIO()
+    torch.save(module.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer, weights_only=True), assign=True)
+    assert_tied(other)
+    for seed in range(2):
+        assert_equal(
+            step(other, sample(seed=seed), RECIPES["delayed"]), step(module, sample(seed=seed), RECIPES["delayed"])
+        )
+        for each in (other, module):
+            with torch.no_grad():
+                each.weight.add_(1.0)  # quantized by the scale, and seen
+    assert torch.equal(other.amax_history_fwd, module.amax_history_fwd)
+    assert torch.equal(other.weight.dequantize(), module.weight.dequantize())
+    module.adjust_amax_history_length(2000)
+    assert_tied(module)
+    assert_tied(module.float())
+    assert_tied(copy.deepcopy(module))
+
+
+@over_modules
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_false_by_other_names(name: str, recipe: str) -> None:
+    """`is_first_microbatch` of numpy, or an int: kept weights are used."""
+    for false, true in ((np.False_, np.True_), (0, 1)):
+        module, expected = make(name), make(name)
+        for given, plain in ((true, True), (false, False)):
+            assert_equal(
+                step(module, sample(), RECIPES[recipe], is_first_microbatch=given),
+                step(expected, sample(), RECIPES[recipe], is_first_microbatch=plain),
+            )
+            if plain:
+                kept = module._workspaces
+                with torch.no_grad():
+                    for parameter in (*module.parameters(), *expected.parameters()):
+                        parameter.mul_(2)
+        assert all(map(operator.is_, module._workspaces, kept))
+    with pytest.raises(TypeError, match="is_first_microbatch is 'no': give True, False or None"):
+        step(module, sample(), RECIPES[recipe], is_first_microbatch="no")

@@ -6,6 +6,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import l2norm, l2norm_backward
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
+from mezzotint.tensor.checks import check_epsilon
 
 
 class L2Normalization(BasicOperation):
@@ -17,7 +18,7 @@ class L2Normalization(BasicOperation):
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps = check_epsilon(eps, "eps")
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         x = plain(input_)

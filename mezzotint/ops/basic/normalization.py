@@ -17,6 +17,7 @@ from mezzotint.layer.norm import register_norm, reset_norm
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
+from mezzotint.tensor.checks import check_epsilon
 
 
 class Normalization(BasicOperation):
@@ -43,7 +44,8 @@ class Normalization(BasicOperation):
         if not shape:
             raise ValueError("normalized_shape is (): give the size of the last dimension, or a tuple of sizes")
         check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(shape)})
-        self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
+        self.normalized_shape, self.zero_centered_gamma = shape, zero_centered_gamma
+        self.eps = check_epsilon(eps, "eps")
         device = resolve_device(device)
         register_norm(self, "", shape, self.rms, device, resolve_dtype(dtype))
         self.reset_parameters(defer_init=device.type == "meta")
