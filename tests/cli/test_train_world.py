@@ -120,11 +120,12 @@ def assert_close(folder: Path, name: str, one: Path, bound: float) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_are_one_process(worlds: dict[int, World], folder: Path, recipe: str) -> None:
-    """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head."""
+    """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head. Of losses of 5.4 that
+    makes up to 0.0021, by the CPU."""
     for made in results(worlds[2], "recipes"):
         assert made[recipe]["code"] == 0, made[recipe]["err"]
     one = run_one(folder, f"one {recipe}", "--batch=4", f"--recipe={recipe}", "--steps=3", *WIDE)
-    assert_close(folder, f"two {recipe}", one, 0.01 if recipe == "nvfp4" else 2e-3)
+    assert_close(folder, f"two {recipe}", one, 0.01 if recipe == "nvfp4" else 3e-3)
 
 
 @pytest.mark.parametrize(
