@@ -130,9 +130,9 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
     def snapshot_proxy(self: Any) -> Any:
         quantizer = _quantizer_of(self)
         proxy = as_proxy(self)
-        if quantizer is None or proxy is not quantizer or not quantizer._is_value():
+        if quantizer is None or not isinstance(proxy, Quantizer) or not quantizer._is_value():
             return proxy
-        return quantizer._snapshot()
+        return quantizer._snapshot()  # of the one that assignments are done to, in torch 2.11 not that of the proxy
 
     def traced_reconstruct(self: Any, codegen: Any) -> None:
         try:
@@ -176,7 +176,8 @@ def _compare_with_snapshots(module: ModuleType) -> None:
         value = self.get(guard)
         if not (isinstance(value, Quantizer) and value._is_value()):
             return equals_match(self, guard, *args, **kwargs)
-        self.get = lambda *_: value._snapshot()  # what the original asks for
+        get = self.get  # the original asks for the guard's value, and for what it is in
+        self.get = lambda asked, *rest: value._snapshot() if asked is guard else get(asked, *rest)
         try:
             return equals_match(self, guard, *args, **kwargs)
         finally:

@@ -156,7 +156,8 @@ class HybridQuantizer(Quantizer):
         self.columnwise_quantizer = self.columnwise_quantizer.copy()
 
     def _is_value(self) -> bool:
-        return super()._is_value() and self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
+        are_values = self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
+        return are_values and Quantizer._is_value(self)  # not by super(), which 2.11 does not trace
 
     def _worked_out(self) -> dict[Any, Any]:
         """Nothing is kept: the parts may be assigned to."""

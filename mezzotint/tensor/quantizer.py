@@ -403,7 +403,7 @@ class Quantizer(metaclass=OpaqueMeta):
         """The context that `__tensor_unflatten__` of this format takes."""
         storage, tensor = self._classes()
         cls = storage if self.internal else tensor
-        values = {kwarg: default for _, kwarg, default in cls._VALUES}
+        values = {kwarg: default for _, kwarg, default in storage._VALUES}  # of `tensor`, 2.11 does not trace it
         return {
             **values,
             "class": qualified_name(cls),

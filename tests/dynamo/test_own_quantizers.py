@@ -220,6 +220,7 @@ def test_a_users_methods_are_traced(is_registered: bool) -> None:
     assert_same(function(x, quantizer), use(x, Mine(1)))
 
 
+@register_value_opaque_quantizer
 class MXFP8Quantizer(mz.MXFP8Quantizer):
     """A user's class with the name of one of ours."""
 
@@ -241,8 +242,11 @@ def test_classes_of_one_name_in_one_graph(backend: str) -> None:
     ours, users = mz.MXFP8Quantizer(E4M3), MXFP8Quantizer(E4M3)
     tagged = mz.MXFP8Quantizer(E4M3)
     tagged.tag = DType.kFloat8E4M3  # type: ignore[attr-defined]
-    with a_users_op(mz.MXFP8Quantizer, "mezzotint_names", keep) as op:
-        compiled(lambda x: op(op(op(x, ours), users), tagged), backend)[0](sample((32, 64)))
+    with (
+        a_users_op(mz.MXFP8Quantizer, "mezzotint_names", keep) as op,
+        a_users_op(MXFP8Quantizer, "mezzotint_users_names", keep) as users_op,
+    ):
+        compiled(lambda x: op(users_op(op(x, ours), users), tagged), backend)[0](sample((32, 64)))
     assert seen[-3:] == [ours, users, tagged]
     assert [type(q) for q in seen[-3:]] == [type(ours), type(users), type(tagged)]
 
