@@ -406,6 +406,7 @@ def test_keys_of_the_state() -> None:
     expected = {f"{name}.{kind}" for name in linears for kind in ("weight", "bias")}
     expected |= {f"layernorm_mlp.{fc}_{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
     expected |= {"inter_attention.layernorm_query.layer_norm_weight", "layernorm_mlp.layer_norm_weight"}
+    expected |= {f"{name}._extra_state" for name in (*linears, "layernorm_mlp")}
     assert {*module.state_dict()} == expected | {"layernorm.weight"}
 
 

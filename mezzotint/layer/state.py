@@ -30,6 +30,7 @@ from mezzotint.state import Turn, current_state, get_autocast_state
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
+PER_GEMM = len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
@@ -274,12 +275,11 @@ class StatefulModule(nn.Module):
         if _says_nothing(state):
             return
         assert state is not None
-        per_gemm = len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)
-        if not self._has_state() and state.dim() == 2 and state.shape[1] % per_gemm == 0:
-            self._init_state(state.shape[1] // per_gemm, self._parameter_device())
-        wanted = per_gemm * self.num_gemms
-        if state.dim() != 2 or state.shape[1] != wanted or state.shape[0] < 2:
-            raise ValueError(f"{EXTRA_STATE} has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})")
+        misfit = self._misfit(state)
+        if misfit is not None:
+            raise ValueError(misfit)
+        if not self._has_state():
+            self._init_state(state.shape[1] // PER_GEMM, self._parameter_device())
         if self.scale_fwd.is_meta:  # as parameters there, which torch does not load either, and says so
             return
         state = state.to(self.scale_fwd.device, torch.float32)
@@ -295,6 +295,14 @@ class StatefulModule(nn.Module):
             getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])
         self._lacks_scales = False
 
+    def _misfit(self, state: torch.Tensor) -> str | None:
+        """What is wrong with the shape of an `_extra_state`. Where there is no state yet it says how many GEMMs."""
+        wanted = PER_GEMM * self.num_gemms
+        fits = state.dim() == 2 and state.shape[0] > 1
+        if fits and (state.shape[1] == wanted if self._has_state() else state.shape[1] % PER_GEMM == 0):
+            return None
+        return f"{EXTRA_STATE} has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})"
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if destination.get(f"{prefix}{EXTRA_STATE}") is None:
@@ -305,6 +313,11 @@ class StatefulModule(nn.Module):
     ) -> None:
         key = f"{prefix}{EXTRA_STATE}"
         has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
+        state = state_dict.get(key)
+        misfit = None if _says_nothing(state) else self._misfit(state)
+        if misfit is not None:  # it is named with all else that does not fit
+            rest[-1].append(f"{prefix}{misfit}")
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         if key in missing_keys:  # a checkpoint of torch's own modules
             missing_keys.remove(key)

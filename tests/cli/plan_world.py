@@ -104,7 +104,7 @@ def own_part(whole: LanguageModel, name: str, parameter: Any, what: str) -> torc
     """Of a parameter of the whole, or of its gradient, what belongs to this process."""
     if ".experts." in name:
         stem, number = name.rsplit("weight", 1)
-        local = len([other for other in whole.state_dict() if other.startswith(stem)]) // SIZE
+        local = len([other for other in whole.state_dict() if other.startswith(f"{stem}weight")]) // SIZE
         name = f"{stem}weight{int(number) + dist.get_rank() * local}"
     found = getattr(whole.get_parameter(name), what)
     if not getattr(parameter, "tensor_model_parallel", False):

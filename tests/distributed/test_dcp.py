@@ -135,7 +135,7 @@ def test_shards_of_quantized_parts_learn_what_parts_learn(world: World, folder: 
         states.append(full_state(made))
     assert_same(*states)
     start = full_state(quantized_model(recipe))
-    scales = [key for key, value in start.items() if value.dtype == torch.float32]
+    scales = [k for k, value in start.items() if value.dtype == torch.float32 and not k.endswith("_extra_state")]
     assert len(scales) >= 4
     assert not any(torch.equal(states[0][key], start[key]) for key in scales)
 

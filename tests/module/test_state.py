@@ -108,8 +108,13 @@ def test_resumed_training_is_uninterrupted_training(name: str, recipe: str) -> N
 
 def test_wrong_extra_state_says_what_it_is() -> None:
     state = make("linear").state_dict() | {"_extra_state": torch.zeros(5, 7)}
-    with pytest.raises(ValueError, match=r"\(5, 7\).*\(1 \+ history, 5\)"):
+    wanted = r"_extra_state has shape \(5, 7\): this module takes \(1 \+ history, 5\)"
+    with pytest.raises(RuntimeError, match=wanted):
         make("linear").load_state_dict(state)
+    with pytest.raises(RuntimeError, match=rf"0\.{wanted}"):
+        nn.Sequential(make("linear")).load_state_dict({f"0.{key}": value for key, value in state.items()})
+    with pytest.raises(ValueError, match=wanted):
+        make("linear").set_extra_state(state["_extra_state"])
     with pytest.raises(TypeError, match="_extra_state is BytesIO: this module takes a tensor"):
         make("linear").load_state_dict(state | {"_extra_state": io.BytesIO()})
 
