@@ -431,14 +431,8 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _built(self, inner: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
         """The tensor, or storage, of these buffers by attribute."""
-        storage, _ = self._classes()
-        metadata = self.create_metadata(shape, dtype=dtype)
-        if self._is_constant():
-            return storage.__tensor_unflatten__(inner, metadata, shape, None)
-        # As in `assemble`: what is no constant of a graph is put on the finished tensor.
-        made = storage.__tensor_unflatten__(inner, {**metadata, "quantizer": None}, shape, None)
-        made._quantizer = metadata["quantizer"]
-        return made
+        buffers = [inner[f"_{name}"] for name in self._buffer_names()]
+        return assemble(buffers, self, self.internal, shape, dtype)
 
     # Capabilities
 
