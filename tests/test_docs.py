@@ -52,6 +52,12 @@ def world(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block may write files."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(code: str, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # needs no C++ compiler
     # A gradient of a GPU tensor is computed in a thread that has no CUDA context yet, and cuBLAS warns of it.
