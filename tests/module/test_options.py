@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1608,3 +1609,21 @@ def test_one_own_operand_is_not_enough() -> None:
     with pytest.raises(NotImplementedError, match="Int8Storage is no operand of a GEMM"):
         step(make("linear"), sample(), CustomRecipe(factory))
     assert current_state().depth == 0
+
+
+NORMS: dict[str, Callable[..., Any]] = {
+    "layernorm": partial(mz.LayerNorm, 32),
+    "rmsnorm": partial(mz.RMSNorm, 32),
+    "layernorm_linear": partial(mz.LayerNormLinear, 32, 32),
+    "layernorm_mlp": partial(mz.LayerNormMLP, 32, 64),
+    "ops_layernorm": partial(mz.ops.LayerNorm, 32),
+    "ops_rmsnorm": partial(mz.ops.RMSNorm, 32),
+    "ops_l2": mz.ops.L2Normalization,
+}
+
+
+@pytest.mark.parametrize("eps", ["x", float("nan"), -1.0, True, None], ids=str)
+@pytest.mark.parametrize("name", NORMS)
+def test_an_epsilon_that_is_no_number(name: str, eps: Any) -> None:
+    with pytest.raises(ValueError, match=r"eps is .*: give 0 or a positive number"):
+        NORMS[name](eps=eps)
