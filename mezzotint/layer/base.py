@@ -117,12 +117,13 @@ class Layer(Named, ParallelModule):
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        needs, is_first_microbatch = tuple(needs), as_microbatch(is_first_microbatch)
+        needs = tuple(needs)
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         if recipe is None:
             none, numerics = (NO_QUANTIZERS,) * len(needs), resolve_numerics(None, dtype)
             return Call(none, needs, numerics, None, None, None, None, None, False, False, False)
+        is_first_microbatch = as_microbatch(is_first_microbatch)  # not above: without a recipe nothing depends on it
         key = tuple([(need.input, need.weight) for need in needs])
         if not torch.compiler.is_compiling() and self._recipe is not recipe:
             self._recipe = recipe
