@@ -13,7 +13,11 @@ import torch.distributed as dist
 
 import mezzotint as mz
 from mezzotint.distributed import combine, dispatch, plan_exchange
-from mezzotint.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
+from mezzotint.moe.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
 
 HIDDEN, FFN, TOKENS, EXPERTS, TOPK, STEPS = 64, 128, 48, 8, 2, 10
 

@@ -2,24 +2,26 @@
 
 import torch as _torch
 
-from mezzotint import cpp_extensions, custom_recipes, dynamo, ops, optimizers, recipe, router
+from mezzotint import custom_recipes, dynamo, moe, ops, optimizers, recipe
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
-from mezzotint.checkpoint import checkpoint
+from mezzotint.comm.rng import CudaRNGStatesTracker
+from mezzotint.compat import cpp_extensions
+from mezzotint.compat.export import onnx_export
+from mezzotint.compat.global_state import FP8GlobalStateManager
+from mezzotint.compat.recipe_state import RecipeState
+from mezzotint.compat.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from mezzotint.constants import DType
 from mezzotint.convert.model import convert, convert_report, unconvert
 from mezzotint.cross_entropy import parallel_cross_entropy
-from mezzotint.distributed.rng import CudaRNGStatesTracker
 from mezzotint.dynamo import (
     TensorProto,
     is_value_opaque_quantizer,
     register_value_opaque_quantizer,
     to_tensor_proto,
 )
-from mezzotint.export import onnx_export
-from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.graph import make_graphed_callables
 from mezzotint.hw import EmulationWarning
 from mezzotint.layer.names import name_modules
@@ -30,10 +32,8 @@ from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.module.padding import Fp8Padding, Fp8Unpadding
-from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
-from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
-from mezzotint.optimizers.newton_schulz import newton_schulz
-from mezzotint.permutation import (
+from mezzotint.moe import router
+from mezzotint.moe.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
     moe_permute_with_probs,
@@ -41,6 +41,9 @@ from mezzotint.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
+from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.optimizers.newton_schulz import newton_schulz
 from mezzotint.quantization import (
     autocast,
     fp8_autocast,
@@ -58,7 +61,7 @@ from mezzotint.quantization import (
     quantized_model_init,
 )
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
-from mezzotint.recipe_state import RecipeState
+from mezzotint.recomputation import checkpoint
 from mezzotint.tensor.float8 import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -85,7 +88,6 @@ from mezzotint.tensor.quantizer import Quantizer, rebuild_quantizer
 from mezzotint.tensor.saving import prepare_for_saving, restore_from_func_ctx, restore_from_saved
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.transformer import TransformerLayer
-from mezzotint.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 
 # Pickles of quantized tensors call these two and nothing else, so torch.load(weights_only=True) reads them.
 _torch.serialization.add_safe_globals([rebuild_quantized_tensor, rebuild_quantizer])
@@ -171,6 +173,7 @@ __all__ = [
     "is_value_opaque_quantizer",
     "make_graphed_callables",
     "mark_not_offload",
+    "moe",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_with_probs",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mezzotint.distributed.collectives import all_reduce, all_reduce_max
-from mezzotint.distributed.groups import rank_in, world_size
+from mezzotint.comm.collectives import all_reduce, all_reduce_max
+from mezzotint.comm.groups import rank_in, world_size
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -20,7 +20,7 @@ from torch import nn
 from mezzotint.layer.base import as_microbatch
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 
 __all__ = ["make_graphed_callables"]
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzotint.distributed.agreement import check_agreed, check_equal, is_fake, without_addresses
-from mezzotint.distributed.groups import device_of, group_by_name, world_size
+from mezzotint.comm.agreement import check_agreed, check_equal, is_fake, without_addresses
+from mezzotint.comm.groups import device_of, group_by_name, world_size
 from mezzotint.functional.traced import next_number, read_local, read_written, set_local
 from mezzotint.kernels._lib import leaf
 from mezzotint.recipe import Recipe
-from mezzotint.state import current_state, recipe_in_force
+from mezzotint.region import current_state, recipe_in_force
 
 
 def meet(module: Any, inp: Any) -> None:

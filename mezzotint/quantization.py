@@ -29,8 +29,8 @@ from mezzotint.availability import (
     is_non_tn_fp8_gemm_supported,
     is_nvfp4_available,
 )
+from mezzotint.comm.groups import world_size
 from mezzotint.constants import DType
-from mezzotint.distributed.groups import world_size
 from mezzotint.functional.delayed import ScaleState, step, update_states
 from mezzotint.meeting import agree
 from mezzotint.recipe import (
@@ -42,7 +42,7 @@ from mezzotint.recipe import (
     as_recipe,
     element,
 )
-from mezzotint.state import Opened, current_state, get_autocast_state, leave, set_autocast_state
+from mezzotint.region import Opened, current_state, get_autocast_state, leave, set_autocast_state
 
 __all__ = [
     "CustomRecipe",

@@ -27,7 +27,7 @@ from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
-from mezzotint.layer.parallel import set_groups
+from mezzotint.layer.parallel_module import set_groups
 from mezzotint.layer.parameters import Place, check_input, check_parallel, resolve_dtype
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear

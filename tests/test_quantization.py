@@ -26,7 +26,7 @@ from mezzotint.recipe import (
     NVFP4BlockScaling,
     QuantizerRole,
 )
-from mezzotint.state import State, current_state
+from mezzotint.region import State, current_state
 from tests.recipes import GROUPS, IN, MODULES, OUT, assert_equal, make, run, sample, step
 from tests.recipes import STATE as BUFFERS
 

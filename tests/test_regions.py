@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mezzotint as mz
 from mezzotint.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
-from mezzotint.state import State, current_state, recipe_in_force
+from mezzotint.region import State, current_state, recipe_in_force
 from tests.recipes import sample
 
 CURRENT, MX, NV = Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()

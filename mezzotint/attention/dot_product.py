@@ -31,11 +31,11 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
-from mezzotint.distributed.groups import check_group, part_of, rank_in, resolve_size, world_size
+from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.names import Named
 from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
-from mezzotint.state import recipe_in_force
+from mezzotint.region import recipe_in_force
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 

@@ -10,11 +10,11 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import split_turned, turn_both
-from mezzotint.distributed.groups import part_of, resolve_size, world_size
+from mezzotint.comm.groups import part_of, resolve_size, world_size
 from mezzotint.kernels.rope import heads_of
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import Branch
-from mezzotint.layer.parallel import set_groups
+from mezzotint.layer.parallel_module import set_groups
 from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from mezzotint.cli.bench import bench
-from mezzotint.cli.console import EXTRA, CommandError
-from mezzotint.cli.layout import Layout
-from mezzotint.cli.options import takes
-from mezzotint.cli.savings import Savings
-from mezzotint.cli.settings import TrainConfig
-from mezzotint.cli.sizes import MODEL, MODELS, ModelConfig
+from mezzotint.trainer.console import EXTRA, CommandError
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.options import takes
+from mezzotint.trainer.savings import Savings
+from mezzotint.trainer.settings import TrainConfig
+from mezzotint.trainer.sizes import MODEL, MODELS, ModelConfig
 
 app = typer.Typer(
     help="Low-precision training (FP8, MXFP8, NVFP4) on PyTorch.", add_completion=False, pretty_exceptions_enable=False

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mezzotint.cli.console import CommandError
+from mezzotint.trainer.console import CommandError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,18 +9,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mezzotint.cli.console import CommandError, as_size, make_console
-from mezzotint.cli.data import NUM_BYTES, read_text
 from mezzotint.cli.figure import draw
-from mezzotint.cli.files import write_json
-from mezzotint.cli.loop import Result, Stopped, run_training
-from mezzotint.cli.recipe_names import BF16, recipe_names
-from mezzotint.cli.runs import check_free, new_folder, write_config
-from mezzotint.cli.settings import RunConfig, TrainConfig, make_config
-from mezzotint.cli.sizes import MODEL, ModelConfig, find_model
 from mezzotint.cli.train import set_threads
-from mezzotint.cli.training import Training
-from mezzotint.cli.world import find_world
+from mezzotint.trainer.console import CommandError, as_size, make_console
+from mezzotint.trainer.data import NUM_BYTES, read_text
+from mezzotint.trainer.files import write_json
+from mezzotint.trainer.loop import Result, Stopped, run_training
+from mezzotint.trainer.recipe_names import BF16, recipe_names
+from mezzotint.trainer.runs import check_free, new_folder, write_config
+from mezzotint.trainer.settings import RunConfig, TrainConfig, make_config
+from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
+from mezzotint.trainer.training import Training
+from mezzotint.trainer.world import find_world
 
 # How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.
 ALLOWED = 0.03

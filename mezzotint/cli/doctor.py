@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mezzotint import hw
-from mezzotint.cli.console import CommandError, make_console
-from mezzotint.cli.machine import check_compiler, find_device, versions
-from mezzotint.cli.recipe_names import BF16
-from mezzotint.cli.recipes import RECIPES
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 from mezzotint.tensor.opaque import why_unregistered
+from mezzotint.trainer.console import CommandError, make_console
+from mezzotint.trainer.machine import check_compiler, find_device, versions
+from mezzotint.trainer.recipe_names import BF16
+from mezzotint.trainer.recipes import RECIPES
 
 SIZE = 256
 PRODUCTS = ("fprop", "dgrad", "wgrad")

@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from mezzotint.cli.loop import Result
-from mezzotint.cli.recipes import RECIPES
+from mezzotint.trainer.loop import Result
+from mezzotint.trainer.recipes import RECIPES
 
 STYLE: Any = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
 # Okabe and Ito's, which colour-blind readers can tell apart.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from mezzotint.cli.console import EXTRA, CommandError, Output, enough_memory, speaks
+from mezzotint.trainer.console import EXTRA, CommandError, Output, enough_memory, speaks
 
 try:
     from mezzotint.cli.app import UsageError, app

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
-from mezzotint.cli.console import CommandError, as_count, as_size, make_console
-from mezzotint.cli.layout import Layout
-from mezzotint.cli.memory import StepMemory, count_parameters, plan_step
-from mezzotint.cli.recipe_names import recipe_names
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.savings import Savings, parse_size
-from mezzotint.cli.settings import TrainConfig, make_config
-from mezzotint.cli.sizes import ModelConfig, find_model
+from mezzotint.trainer.console import CommandError, as_count, as_size, make_console
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.memory import StepMemory, count_parameters, plan_step
+from mezzotint.trainer.recipe_names import recipe_names
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.savings import Savings, parse_size
+from mezzotint.trainer.settings import TrainConfig, make_config
+from mezzotint.trainer.sizes import ModelConfig, find_model
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

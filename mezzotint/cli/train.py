@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from mezzotint.cli.checkpoint import find_checkpoints, remove_remains
-from mezzotint.cli.console import CommandError, as_count, make_console
-from mezzotint.cli.data import NUM_BYTES, Text, as_words, read_text
-from mezzotint.cli.layout import Layout
-from mezzotint.cli.loop import Stopped, run_training
-from mezzotint.cli.options import flag
-from mezzotint.cli.runs import (
+from mezzotint.trainer.console import CommandError, as_count, make_console
+from mezzotint.trainer.data import NUM_BYTES, Text, as_words, read_text
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.local_checkpoint import find_checkpoints, remove_remains
+from mezzotint.trainer.loop import Stopped, run_training
+from mezzotint.trainer.options import flag
+from mezzotint.trainer.runs import (
     CONFIG,
     RESULT,
     check_free,
@@ -26,11 +26,11 @@ from mezzotint.cli.runs import (
     read_config,
     write_config,
 )
-from mezzotint.cli.sample import write_on
-from mezzotint.cli.settings import ALONE, RunConfig, TrainConfig, make_config
-from mezzotint.cli.sizes import MODEL, ModelConfig, find_model
-from mezzotint.cli.training import Training
-from mezzotint.cli.world import World, check_same, find_world, joined, losing_none, on_first, together
+from mezzotint.trainer.sample import write_on
+from mezzotint.trainer.settings import ALONE, RunConfig, TrainConfig, make_config
+from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
+from mezzotint.trainer.training import Training
+from mezzotint.trainer.world import World, check_same, find_world, joined, losing_none, on_first, together
 
 
 def train(

@@ -16,7 +16,7 @@ from mezzotint.layer.names import Named
 from mezzotint.layer.names import join as join_path
 from mezzotint.module.grouped_mm import multiply_groups, sizes_of
 from mezzotint.recipe import QuantizerRequest, QuantizerRole, Recipe
-from mezzotint.state import Turn, current_state
+from mezzotint.region import Turn, current_state
 
 LIBRARY = "transformers.integrations.moe"
 _ADDED = ("recipe", "_name", "_is_named", "_turn")

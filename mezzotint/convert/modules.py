@@ -19,7 +19,7 @@ from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
@@ -95,7 +95,7 @@ class ConvertedLinear(Converted, Linear):
             if is_in_backward:
                 raise RuntimeError(
                     "delayed scaling in torch.utils.checkpoint: the scales that forward used are written over. Use "
-                    "mezzotint.checkpoint, or a recipe without state such as Float8CurrentScaling"
+                    "mezzotint.recomputation, or a recipe without state such as Float8CurrentScaling"
                 )
         return autocast(recipe=self.recipe, amax_reduction_group=state.group)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from mezzotint.convert.modules import Converted
-from mezzotint.layer.state import StatefulModule
+from mezzotint.layer.scaling_state import StatefulModule
 
 _KEYS = "_keys_to_ignore_on_save"  # of transformers.PreTrainedModel, each of which saves what is under it
 _LEARNT = "_extra_state"

@@ -6,8 +6,8 @@ What stands on DTensor, whose import takes seconds, is imported when it is first
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mezzotint.distributed.expert import Exchange, combine, dispatch, plan_exchange
-from mezzotint.distributed.gradients import reduce_gradients
+from mezzotint.comm.gradients import reduce_gradients
+from mezzotint.moe.exchange import Exchange, combine, dispatch, plan_exchange
 
 if TYPE_CHECKING:
     from mezzotint.distributed.fsdp import low_precision_gather

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
+from mezzotint.comm.groups import is_initialized
 from mezzotint.constants import cdiv
-from mezzotint.distributed.groups import is_initialized
 from mezzotint.distributed.parts import Parts, Place, check_scales, find_split, local_of, place_of, whole_of
 from mezzotint.distributed.reading import METADATA, in_one_process, load_state, read_metadata
 from mezzotint.tensor.storage import QuantizedTensorStorage

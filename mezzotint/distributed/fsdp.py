@@ -9,7 +9,7 @@ Each process keeps its shard of a weight in high precision, quantizes it as the 
 format has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the
 module then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes,
 and the scale of delayed scaling, of the forward before it; so has the next of several micro-batches
-(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/gathering.py`.
+(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/fsdp_books.py`.
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
 would cut blocks, where another module has it too, and in formats that do not allow it (a user's own quantizers, a
@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.gathering import Unit, check_alike, in_backward
+from mezzotint.tensor.fsdp_books import Unit, check_alike, in_backward
+from mezzotint.tensor.partition import Split, directions, gathered, groups_of, largest, send, shared_amaxes
 from mezzotint.tensor.quantize import quantize_storage
-from mezzotint.tensor.sharding import Split, directions, gathered, groups_of, largest, send, shared_amaxes
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 aten = torch.ops.aten

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mezzotint.comm.groups import rank_in, world_size
 from mezzotint.constants import cdiv
 from mezzotint.distributed.fsdp import ShardedWeight
-from mezzotint.distributed.groups import rank_in, world_size
-from mezzotint.tensor.sharding import Split, differs
+from mezzotint.tensor.partition import Split, differs
 from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 _KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each process"

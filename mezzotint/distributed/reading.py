@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from mezzotint.distributed.groups import is_initialized
+from mezzotint.comm.groups import is_initialized
 
 METADATA = ".metadata"
 

@@ -1,7 +1,7 @@
 """What the compiler must know of us: quantizers that are constants in a graph, tensors without data, and which
 operators wait for other processes."""
 
-from mezzotint.distributed.collectives import collective
+from mezzotint.comm.collectives import collective
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
 from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer

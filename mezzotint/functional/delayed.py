@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.agreement import check_equal
-from mezzotint.distributed.collectives import all_reduce_max
-from mezzotint.distributed.groups import group_by_name
+from mezzotint.comm.agreement import check_equal
+from mezzotint.comm.collectives import all_reduce_max
+from mezzotint.comm.groups import group_by_name
 from mezzotint.kernels._lib import leaf, run_op, write_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_take_, delayed_update_
 

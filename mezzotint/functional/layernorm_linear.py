@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.collectives import reduce_scatter
-from mezzotint.distributed.shards import gather_rows
+from mezzotint.comm.collectives import reduce_scatter
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.linear import (
     LinearBwdArgs,
@@ -32,8 +31,9 @@ from mezzotint.functional.norm import (
     norm_gradients,
     norm_setup,
 )
-from mezzotint.functional.parallel import gathers
+from mezzotint.functional.tensor_parallel import gathers
 from mezzotint.kernels._lib import matrix_shape
+from mezzotint.tensor.shards import gather_rows
 
 
 @dataclass(slots=True)

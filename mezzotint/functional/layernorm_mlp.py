@@ -42,7 +42,7 @@ from mezzotint.functional.linear import (
     takes_quantized_grad,
 )
 from mezzotint.functional.norm import NormOptions, Residual
-from mezzotint.functional.parallel import quantize_part
+from mezzotint.functional.tensor_parallel import quantize_part
 from mezzotint.kernels._lib import as_matrix
 
 

@@ -5,8 +5,8 @@
     wgrad      dW (N, K) = dy column-wise · x column-wise  contracted over M, the tokens
 
 Forward keeps the column-wise copies; what each quantizer makes was decided with it (`with_usage`). `override` changes
-what backward computes on: "high_precision" the original tensors, "dequantized" what forward multiplied. `parallel.py`
-says what of this is where when processes share the weight.
+what backward computes on: "high_precision" the original tensors, "dequantized" what forward multiplied.
+`tensor_parallel.py` says what of this is where when ranks share the weight.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.collectives import wait
-from mezzotint.distributed.shards import gather_rows
+from mezzotint.comm.collectives import wait
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.gemm import multiply
-from mezzotint.functional.parallel import (
+from mezzotint.functional.tensor_parallel import (
     Parallel,
     gather_quantized,
     gathers,
@@ -35,6 +34,7 @@ from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.shards import gather_rows
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.collectives import all_reduce_max
-from mezzotint.functional.parallel import Parallel, needs_others, quantize_part
+from mezzotint.comm.collectives import all_reduce_max
+from mezzotint.functional.tensor_parallel import Parallel, needs_others, quantize_part
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_groups, update_quantized, update_scaled, whole_amaxes
 from mezzotint.tensor.quantized_tensor import QuantizedTensor

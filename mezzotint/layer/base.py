@@ -1,7 +1,7 @@
 """What modules and operations with weights share: the state asked once per call, quantizers by role, kept weights.
 
 A forward asks `_start` what is in force and `_weights_q` for its weights, and fills the arguments of its core. Delayed
-scaling's buffers are in `state.py`.
+scaling's buffers are in `scaling_state.py`.
 """
 
 import operator
@@ -19,9 +19,9 @@ from mezzotint.functional.traced import read_local, set_local
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.names import Named
-from mezzotint.layer.parallel import ParallelModule
+from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.resolve import NO_QUANTIZERS, delayed_request, resolve_numerics, resolve_quantizers
-from mezzotint.layer.state import first_rows
+from mezzotint.layer.scaling_state import first_rows
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import has_own_rule, reduction_groups, update_rule
@@ -34,9 +34,9 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.state import Pending, State, Turn, current_state, recipe_in_force
+from mezzotint.region import Pending, State, Turn, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
-from mezzotint.tensor.gathering import copies_saved, saving_hooks
+from mezzotint.tensor.fsdp_books import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -404,7 +404,7 @@ def check_run_again(turn: Turn, recipe: Recipe | None, state: State) -> None:
     if turn.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
         raise RuntimeError(
             "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
-            "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
+            "mezzotint.recomputation, which keeps the recipe, or call backward inside the region"
         )
 
 

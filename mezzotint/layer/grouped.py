@@ -21,8 +21,8 @@ from mezzotint.layer.parameters import high_precision_init, replace_parameter
 from mezzotint.layer.weights import Weights, accumulate
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.tensor.grouped import GroupedTensor
+from mezzotint.tensor.partition import Split
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
-from mezzotint.tensor.sharding import Split
 
 
 class GroupWeights(Weights):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.gradients import local_part
+from mezzotint.comm.gradients import local_part
 from mezzotint.functional.norm import Residual
 from mezzotint.layer.parameters import Place, resolve_device
 

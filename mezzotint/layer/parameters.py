@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import part_of
+from mezzotint.comm.groups import part_of
 
 INIT_STD = 0.023
 
@@ -59,7 +59,7 @@ def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
         if value:
             raise NotImplementedError(
                 f"{name}={value!r}: there are no CUDA userbuffers here; leave it off. Collectives of modules are "
-                "PyTorch's functional ones, of which torch.compile sees all (mezzotint/userbuffers.py)"
+                "PyTorch's functional ones, of which torch.compile sees all (mezzotint/compat/userbuffers.py)"
             )
 
 

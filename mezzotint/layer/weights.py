@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.agreement import check_agreed, without_addresses
-from mezzotint.distributed.gradients import local_part
-from mezzotint.distributed.groups import part_of, rank_in
+from mezzotint.comm.agreement import check_agreed, without_addresses
+from mezzotint.comm.gradients import local_part
+from mezzotint.comm.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
     Place,
@@ -21,10 +21,10 @@ from mezzotint.layer.parameters import (
     split_names,
 )
 from mezzotint.recipe import slot
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
+from mezzotint.tensor.partition import Split, quantize_part, share
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
-from mezzotint.tensor.sharding import Split, quantize_part, share
 
 
 def like_parameter(part: torch.Tensor, parameter: Any) -> Any:

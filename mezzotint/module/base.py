@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
+from mezzotint.compat.base_module import UpstreamNames, quantize_weight
 from mezzotint.functional.delayed import take
 from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
-from mezzotint.module.compat import UpstreamNames, quantize_weight
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
-from mezzotint.state import current_state, recipe_in_force
+from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage

@@ -94,7 +94,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         self._init_groups(weights, device, dtype, delay_wgrad_compute)
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
-        raise ValueError("GroupedLinear is not split by styles: give each process some experts (distributed/expert.py)")
+        raise ValueError("GroupedLinear is not split by styles: give each process some experts (moe/exchange.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Upstream's name for what `single_grouped_weight` does when the module is made."""

@@ -14,7 +14,7 @@ from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.resolve import NO_QUANTIZERS, resolve_numerics, resolve_quantizers
 from mezzotint.layer.splits import check_rows
 from mezzotint.recipe import QuantizerRole, Recipe, check_recipe
-from mezzotint.state import recipe_in_force
+from mezzotint.region import recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzotint.distributed.groups import part_of
+from mezzotint.comm.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import apply
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs

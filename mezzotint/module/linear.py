@@ -34,9 +34,9 @@ class Linear(TransformerEngineBaseModule):
     input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway.
 
     `parallel_mode` "column" (out) or "row" (in) splits the weight over the processes of `tp_group`, and
-    `sequence_parallel` the first dimension of what is whole then (`functional/parallel.py`). Features are given as of
-    the whole; `in_features` and `out_features` are those of this process. Gradients of a row-parallel bias, and of
-    norms, are of this process's tokens only with `sequence_parallel`: such parameters have the attribute
+    `sequence_parallel` the first dimension of what is whole then (`functional/tensor_parallel.py`). Features are
+    given as of the whole; `in_features` and `out_features` are those of this process. Gradients of a row-parallel bias,
+    and of norms, are of this process's tokens only with `sequence_parallel`: such parameters have the attribute
     `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
     """
 

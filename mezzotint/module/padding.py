@@ -11,7 +11,7 @@ from torch import nn
 from mezzotint.constants import rup
 from mezzotint.layer.parameters import check_features
 from mezzotint.quantization import get_default_recipe
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 
 
 def _align_size(given: int | None) -> int:

@@ -27,7 +27,7 @@ from mezzotint.ops.fusion import (
 from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
-from mezzotint.state import recipe_in_force
+from mezzotint.region import recipe_in_force
 
 __all__ = ["OperationFuser"]
 

@@ -31,7 +31,7 @@ from mezzotint.layer.resolve import delayed_request
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
-from mezzotint.state import recipe_in_force
+from mezzotint.region import recipe_in_force
 from mezzotint.tensor.float8 import Float8ScaledQuantizer
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]

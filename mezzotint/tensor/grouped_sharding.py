@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.tensor.gathering import check_alike
-from mezzotint.tensor.sharding import assign, extract
+from mezzotint.tensor.fsdp_books import check_alike
+from mezzotint.tensor.partition import assign, extract
 
 
 def member_rows(group: Any, start: int, stop: int) -> dict[str, Any] | None:

@@ -15,8 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.tensor.partition import Split, directions, gathered, send_shard, update_part
 from mezzotint.tensor.printing import printed
-from mezzotint.tensor.sharding import Split, directions, gathered, send_shard, update_part
 from mezzotint.tensor.storage import QuantizedTensorStorage, count_write, rebuild_quantized_tensor, resolve_shape
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
@@ -31,7 +31,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
     _splits: tuple[Split, ...] = ()
-    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`gathering.py`)
+    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`fsdp_books.py`)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -208,7 +208,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             )
         return torch.Tensor.data_ptr(self)
 
-    # FSDP2: this tensor is a shard of rows. `tensor/sharding.py` says what is sent of it
+    # FSDP2: this tensor is a shard of rows. `tensor/partition.py` says what is sent of it
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mezzotint.cli.layout import Layout
-from mezzotint.cli.memory import LiveBytes, SavedBytes, storage_of
-from mezzotint.cli.model import LanguageModel
-from mezzotint.cli.parallel import make_meshes, make_model, make_optimizer, reduce_gradients
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.sizes import ModelConfig
-from mezzotint.cli.traffic import SentBytes
 from mezzotint.quantization import autocast
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.memory import LiveBytes, SavedBytes, storage_of
+from mezzotint.trainer.mesh import make_meshes, make_model, make_optimizer, reduce_gradients
+from mezzotint.trainer.model import LanguageModel
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.sizes import ModelConfig
+from mezzotint.trainer.traffic import SentBytes
 from tests.worlds import Result
 
 SIZE = 4

@@ -11,9 +11,9 @@ from matplotlib.image import imread
 from mezzotint.cli import compare as module
 from mezzotint.cli.compare import ALLOWED, is_default
 from mezzotint.cli.figure import running_mean
-from mezzotint.cli.loop import Training
-from mezzotint.cli.settings import RunConfig, TrainConfig
-from mezzotint.cli.sizes import ModelConfig
+from mezzotint.trainer.loop import Training
+from mezzotint.trainer.settings import RunConfig, TrainConfig
+from mezzotint.trainer.sizes import ModelConfig
 from tests.cli.test_train import raise_at
 from tests.cli.tools import TINY, fails, losses, read, works, write_text
 

@@ -7,8 +7,8 @@ import torch
 
 from mezzotint import hw
 from mezzotint.cli import doctor as module
-from mezzotint.cli.console import CommandError
-from mezzotint.cli.recipes import RECIPES
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.recipes import RECIPES
 from tests.cli.tools import run, works
 
 Capture = pytest.CaptureFixture[str]

@@ -12,12 +12,12 @@ from typing import TextIO
 import pytest
 
 import mezzotint
-from mezzotint.cli.console import EXTRA, make_console
 from mezzotint.cli.main import main
-from mezzotint.cli.progress import Reporter
-from mezzotint.cli.recipe_names import recipe_name, recipe_names
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.settings import TrainConfig
+from mezzotint.trainer.console import EXTRA, make_console
+from mezzotint.trainer.progress import Reporter
+from mezzotint.trainer.recipe_names import recipe_name, recipe_names
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.settings import TrainConfig
 from tests.cli.tools import ROOT, fails, run_python, works
 
 COMMANDS = ("train", "compare", "doctor", "plan", "bench")
@@ -286,7 +286,7 @@ for name in {EXTRA}:
 def test_only_the_command_line_imports_the_extra() -> None:
     found = []
     for path in (ROOT / "mezzotint").rglob("*.py"):
-        if "cli" in path.relative_to(ROOT / "mezzotint").parts:
+        if path.relative_to(ROOT / "mezzotint").parts[0] in ("cli", "trainer"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []

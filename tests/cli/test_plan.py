@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import mezzotint as mz
-from mezzotint.checkpoint import checkpoint
-from mezzotint.cli.console import CommandError
-from mezzotint.cli.memory import LiveBytes, buffers_of, plan_step
-from mezzotint.cli.model import LanguageModel
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.savings import Savings, parse_size
-from mezzotint.cli.sizes import MODELS, NEEDED, ModelConfig, find_model
 from mezzotint.optimizers import FusedAdam
 from mezzotint.quantization import autocast
+from mezzotint.recomputation import checkpoint
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.memory import LiveBytes, buffers_of, plan_step
+from mezzotint.trainer.model import LanguageModel
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.savings import Savings, parse_size
+from mezzotint.trainer.sizes import MODELS, NEEDED, ModelConfig, find_model
 from tests.cli.tools import fails, one_thread, run, works, write_text
 
 Capture = pytest.CaptureFixture[str]

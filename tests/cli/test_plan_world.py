@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mezzotint.cli.console import as_count, as_size
-from mezzotint.cli.layout import Layout
-from mezzotint.cli.memory import plan_step
-from mezzotint.cli.model import LanguageModel
-from mezzotint.cli.parallel import fake_world
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.sizes import MODELS
-from mezzotint.cli.traffic import SentBytes
+from mezzotint.trainer.console import as_count, as_size
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.memory import plan_step
+from mezzotint.trainer.mesh import fake_world
+from mezzotint.trainer.model import LanguageModel
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.sizes import MODELS
+from mezzotint.trainer.traffic import SentBytes
 from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
 from tests.cli.tools import TINY, fails, losses, one_thread, works, write_text
 from tests.worlds import World, results, shared_world

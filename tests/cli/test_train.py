@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mezzotint.cli.checkpoint import WEIGHTS, find_checkpoints
-from mezzotint.cli.console import as_count
-from mezzotint.cli.data import as_words, read_text
-from mezzotint.cli.evaluate import evaluate
-from mezzotint.cli.loop import Training, catch_signals
-from mezzotint.cli.meter import Meter
-from mezzotint.cli.progress import Reporter
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.sample import write_on
-from mezzotint.cli.settings import RunConfig, TrainConfig
-from mezzotint.cli.sizes import ModelConfig
+from mezzotint.trainer.console import as_count
+from mezzotint.trainer.data import as_words, read_text
+from mezzotint.trainer.evaluate import evaluate
+from mezzotint.trainer.local_checkpoint import WEIGHTS, find_checkpoints
+from mezzotint.trainer.loop import Training, catch_signals
+from mezzotint.trainer.meter import Meter
+from mezzotint.trainer.progress import Reporter
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.sample import write_on
+from mezzotint.trainer.settings import RunConfig, TrainConfig
+from mezzotint.trainer.sizes import ModelConfig
 from tests.cli.test_main import closed_pipe
 from tests.cli.tools import TINY, contents, fails, losses, read, run, run_python, works, write_text
 
@@ -221,9 +221,9 @@ def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tupl
 
 KILLED = """
 import os, runpy, signal
-from mezzotint.cli import checkpoint, loop
+from mezzotint.trainer import local_checkpoint, loop
 
-run_step, save = loop.Training.run_step, checkpoint.torch.save
+run_step, save = loop.Training.run_step, local_checkpoint.torch.save
 calls = []
 
 def count(place, real, *arguments):
@@ -233,7 +233,7 @@ def count(place, real, *arguments):
     return real(*arguments)
 
 loop.Training.run_step = lambda self: count("step", run_step, self)
-checkpoint.torch.save = lambda *arguments: count("checkpoint", save, *arguments)
+local_checkpoint.torch.save = lambda *arguments: count("checkpoint", save, *arguments)
 runpy.run_module("mezzotint", run_name="__main__", alter_sys=True)
 """
 
@@ -608,8 +608,8 @@ def test_a_bar_in_a_terminal() -> None:
 def test_speed_is_of_steps_that_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     graphs = [3]
-    monkeypatch.setattr("mezzotint.cli.meter.time.perf_counter", lambda: clock[0])
-    monkeypatch.setattr("mezzotint.cli.meter._count_graphs", lambda: graphs[0])
+    monkeypatch.setattr("mezzotint.trainer.meter.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("mezzotint.trainer.meter._count_graphs", lambda: graphs[0])
     meter = Meter(torch.device("cpu"))
     for seconds, more in ((10.0, 1), (1.0, 0), (6.0, 1), (1.0, 0)):
         clock[0] += seconds

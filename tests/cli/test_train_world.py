@@ -13,13 +13,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mezzotint.cli.checkpoint import find_checkpoints
-from mezzotint.cli.console import CommandError
-from mezzotint.cli.data import Batches, Text
 from mezzotint.cli.main import main
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.world import ALONE, losing_none
-from mezzotint.cli.world import World as Processes
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.data import Batches, Text
+from mezzotint.trainer.local_checkpoint import find_checkpoints
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.world import ALONE, losing_none
+from mezzotint.trainer.world import World as Processes
 from tests.cli.tools import ROOT, environment, fails, losses, one_thread, read, write_text
 from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, SHARDS, STEPS, WIDE
 from tests.worlds import World, results, run_world

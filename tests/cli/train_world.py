@@ -14,11 +14,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mezzotint.cli import data
-from mezzotint.cli.console import CommandError
 from mezzotint.cli.main import main
-from mezzotint.cli.recipes import RECIPES
-from mezzotint.cli.training import Training
+from mezzotint.trainer import data
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.training import Training
 from tests.cli.tools import TINY
 from tests.worlds import Result
 

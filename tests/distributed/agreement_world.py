@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzotint as mz
 from mezzotint import meeting, ops, recipe
-from mezzotint.distributed.shards import quantize_shard
-from mezzotint.state import current_state
+from mezzotint.region import current_state
+from mezzotint.tensor.shards import quantize_shard
 from tests.distributed.parallel import differing, draw, make, step, world
 from tests.quantizer_formats import FORMATS
 from tests.worlds import Result

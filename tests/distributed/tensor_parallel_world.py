@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mezzotint as mz
 from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
-from mezzotint.distributed.shards import can_gather, gather_rows, quantize_shard
+from mezzotint.tensor.shards import can_gather, gather_rows, quantize_shard
 from tests.distributed.parallel import (
     BITWISE,
     Sent,

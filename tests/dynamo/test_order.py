@@ -9,7 +9,7 @@ from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
-from mezzotint.distributed.collectives import collective
+from mezzotint.comm.collectives import collective
 from mezzotint.meeting import agree_op, meet_op
 from tests.worlds import Result, results, run_world
 

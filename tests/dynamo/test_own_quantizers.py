@@ -277,7 +277,7 @@ def test_import_where_the_api_is_partial(name: str) -> None:
         import mezzotint as mz
         opaque_object.register_opaque_type = real
         from mezzotint.cli.doctor import _show
-        from mezzotint.cli.console import make_console
+        from mezzotint.trainer.console import make_console
         quantizer = mz.MXFP8Quantizer(mz.DType.kFloat8E4M3)
         assert quantizer == mz.MXFP8Quantizer(mz.DType.kFloat8E4M3) and not mz.is_value_opaque_quantizer(quantizer)
         x = torch.randn(32, 64)

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mezzotint.kernels
-from mezzotint.distributed.collectives import collective
+from mezzotint.comm.collectives import collective
+from mezzotint.compat.global_state import FP8GlobalStateManager
 from mezzotint.functional.delayed import delayed_catch_up_, delayed_compare, delayed_hand_over_
-from mezzotint.global_state import FP8GlobalStateManager
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
     PARAMETERS,

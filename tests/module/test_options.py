@@ -18,7 +18,7 @@ from mezzotint.custom_recipes.gemm import GEMMType, MMParams
 from mezzotint.layer import parameters
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import CustomRecipe, DelayedScaling, QuantizerRole
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 from tests.quantizer_formats import FORMATS, assert_same_bytes
 from tests.recipes import (
     GROUPS,

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import ops
-from mezzotint.distributed.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
+from mezzotint.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter, wait
 from mezzotint.ops.fused import ForwardLinearReduceScatter
 from tests.ops.chains import only, seed, spread
 from tests.recipes import RECIPES

@@ -8,7 +8,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import add
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
-from mezzotint.state import current_state
+from mezzotint.region import current_state
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 

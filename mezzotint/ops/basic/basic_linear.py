@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.groups import is_initialized
+from mezzotint.comm.groups import is_initialized
+from mezzotint.compat.basic_linear import functional_backward, functional_forward
 from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
@@ -24,7 +25,6 @@ from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.layer.base import Call
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
-from mezzotint.ops.compat import functional_backward, functional_forward
 from mezzotint.ops.op import BasicOperation, OperationContext, Run
 from mezzotint.ops.quantizing import delayed, enter, holds, plain
 from mezzotint.recipe import slot

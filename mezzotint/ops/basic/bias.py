@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.distributed.groups import local_size
+from mezzotint.comm.groups import local_size
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add

@@ -5,8 +5,8 @@ In a group of one process they are the identity.
 
 from typing import Any
 
-from mezzotint.distributed.collectives import all_gather, all_reduce, reduce_scatter
-from mezzotint.distributed.groups import world_size
+from mezzotint.comm.collectives import all_gather, all_reduce, reduce_scatter
+from mezzotint.comm.groups import world_size
 from mezzotint.ops.op import BasicOperation, OperationContext, used
 from mezzotint.ops.quantizing import plain
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.distributed.collectives import start_reduce_scatter, wait
+from mezzotint.comm.collectives import start_reduce_scatter, wait
 from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forward, shaped
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias

@@ -1,0 +1,108 @@
+"""PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
+
+`start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication. On the CPU
+`start_…` waits: functional collectives of gloo that are under way beside each other corrupt memory (torch 2.11, 2.13:
+three all-gathers, started and then waited for, end in SIGABRT or SIGSEGV after some thousands; one at a time does not).
+A compiler may part what starts one from what waits for it, and put another one between them: so there, on the CPU, both
+are in an operator of ours.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed._functional_collectives as functional
+
+from mezzotint.comm.groups import group_by_name, world_size
+from mezzotint.kernels._lib import leaf
+
+# By the names of torch 2.13 where it has them, else by those of 2.11.
+_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+_KINDS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+    "gather": lambda x, group: _all_gather(x, 0, group),
+    "scatter": lambda x, group: _reduce_scatter(x, "sum", 0, group),
+    "sum": lambda x, group: functional.all_reduce(x, "sum", group),
+    "max": lambda x, group: functional.all_reduce(x, "max", group),
+}
+
+
+def _group(group: Any) -> Any:
+    return torch.distributed.group.WORLD if group is None else group
+
+
+def wait(started: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that was started."""
+    return started if started.is_cpu else functional.wait_tensor(started)
+
+
+def _start(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:
+    x, group = x.contiguous(), _group(group)
+    if not x.is_cpu:
+        return _KINDS[kind](x, group)
+    if torch.compiler.is_compiling():
+        return collective(x, kind, world_size(group), group.group_name)
+    return _run(kind, x, group)
+
+
+def _run(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:
+    return functional.wait_tensor(_KINDS[kind](x, group))
+
+
+def _fake(x: torch.Tensor, kind: str, count: int, group: str) -> torch.Tensor:
+    if kind == "gather":
+        return x.new_empty((x.shape[0] * count, *x.shape[1:]))
+    return x.new_empty((x.shape[0] // count, *x.shape[1:])) if kind == "scatter" else torch.empty_like(x)
+
+
+collective = leaf(
+    "collective(Tensor x, str kind, int count, str group) -> Tensor",
+    fake=_fake,
+    cpu=lambda x, kind, count, group: _run(kind, x, group_by_name(group)),
+)
+
+
+def start_all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """(m, …) of each process → (m · processes, …), not waited for."""
+    return _start("gather", x, group)
+
+
+def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """(m, …) of each process → (m · processes, …)."""
+    return x if world_size(group) == 1 else wait(start_all_gather(x, group))
+
+
+def start_all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes, not waited for."""
+    return _start("sum", x, group)
+
+
+def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes."""
+    return x if world_size(group) == 1 else wait(start_all_reduce(x, group))
+
+
+def all_reduce_max(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest over processes, element by element."""
+    return x if world_size(group) == 1 else wait(_start("max", x, group))
+
+
+def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over processes, (m, …), of which each gets its part, (m / processes, …); not waited for."""
+    count = world_size(group)
+    if x.shape[0] % count:
+        raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
+    return _start("scatter", x, group)
+
+
+def reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same, waited for."""
+    return x if world_size(group) == 1 else wait(start_reduce_scatter(x, group))
+
+
+def all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
+    """(sum of sent, …) → (sum of received, …): so many rows to, and from, each process; None: as many to each."""
+    received, sent = (None, None) if sent is None else (list(received), list(sent))
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, _group(group)))

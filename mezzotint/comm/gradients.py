@@ -1,0 +1,51 @@
+"""Gradients that each process has a part of: of parameters that all processes hold whole, and use on some tokens.
+
+Plain parameters are summed by hand, after backward (`reduce_gradients`). Those that are DTensors are summed in backward
+(`local_part`): as a DTensor that is the same everywhere, a gradient must be so, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.comm.collectives import all_reduce
+from mezzotint.comm.groups import world_size
+
+
+def local_part(parameter: Any, sums_over: Any = None) -> torch.Tensor:
+    """This process's part of a DTensor; its gradient is the sum over a group where one is given."""
+    part = parameter.to_local()
+    return part if sums_over is None else _SummedGradient.apply(part, sums_over)
+
+
+class _SummedGradient(torch.autograd.Function):
+    """The identity; its gradient is summed over the processes of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return all_reduce(dy, ctx.group), None
+
+
+@torch.no_grad()
+def reduce_gradients(model: nn.Module, group: Any) -> None:
+    """Sum over the group, in place, the gradients (`main_grad` where there is one) of parameters whose attribute
+    `sequence_parallel` is true: norms and row-parallel biases in sequence parallelism. After backward, before the step;
+    one collective for each dtype."""
+    if world_size(group) == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in model.parameters():
+        gradient = getattr(parameter, "main_grad", None)
+        gradient = parameter.grad if gradient is None else gradient
+        if getattr(parameter, "sequence_parallel", False) and gradient is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for gradients in by_dtype.values():
+        summed = all_reduce(torch.cat([gradient.reshape(-1) for gradient in gradients]), group)
+        for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))

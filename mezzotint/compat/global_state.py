@@ -1,0 +1,124 @@
+"""FP8GlobalStateManager: upstream's name for questions about the state behind `autocast`.
+
+What serves upstream's global buffers is not here, since each module has its own state as buffers:
+`add_fp8_tensors_to_global_buffer`, the keys of those buffers, `is_first_fp8_module`, and the three functions that copy
+state for recomputation (`mezzotint.recomputation` does).
+"""
+
+from typing import Any
+
+import torch
+
+from mezzotint.functional.delayed import ENDING
+from mezzotint.quantization import (
+    autocast,
+    get_default_recipe,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    update_pending,
+)
+from mezzotint.recipe import Recipe
+from mezzotint.region import State, current_state, get_autocast_state, set_autocast_state
+
+
+class FP8GlobalStateManager:
+    """Functions only: what there is to keep is in `region.py`."""
+
+    is_fp8_available = staticmethod(is_fp8_available)
+    is_mxfp8_available = staticmethod(is_mxfp8_available)
+    is_fp8_block_scaling_available = staticmethod(is_fp8_block_scaling_available)
+    is_nvfp4_available = staticmethod(is_nvfp4_available)
+    get_autocast_state = staticmethod(get_autocast_state)
+    set_autocast_state = staticmethod(set_autocast_state)
+
+    @staticmethod
+    def get_meta_tensor_key(forward: bool = True) -> str:
+        return "scaling_fwd" if forward else "scaling_bwd"
+
+    @staticmethod
+    def get_fwd_bwd_key(forward: bool = True) -> str:
+        return "forward" if forward else "backward"
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return current_state().enabled
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return current_state().calibrating
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        return current_state().init_enabled
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        return current_state().preserves_init
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        recipe = current_state().recipe
+        return get_default_recipe() if recipe is None else recipe
+
+    @classmethod
+    def get_fp8_group(cls) -> Any:
+        return current_state().group
+
+    @classmethod
+    def autocast_enter(
+        cls,
+        enabled: bool = False,
+        calibrating: bool = False,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        """Open a region; `autocast_exit` closes the last one that is open."""
+        region = autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+        region.__enter__()
+        state = current_state()
+        state.entered = (*state.entered, region)
+
+    @classmethod
+    def autocast_exit(cls, enabled: bool = False, _graph: bool = False) -> None:
+        state = current_state()
+        if not state.entered:
+            raise RuntimeError("autocast_exit: no region is open; call autocast_enter first")
+        *outer, region = state.entered
+        state.entered = tuple(outer)
+        region.__exit__(None, None, None)
+
+    @classmethod
+    def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
+        """Delayed scaling's new scales now, of the modules that wait for the end of the region, or of the backward."""
+        if forward:
+            update_pending(True)
+        else:
+            ENDING.end()
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """One element, FP32: 1 for kept weights (`is_first_microbatch`) that are not to be quantized again, else 0."""
+        state = current_state()
+        if state.skip_weight_update is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            state.skip_weight_update = torch.empty(1, dtype=torch.float32, device=device)
+        state.skip_weight_update.fill_(float(skip))
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> torch.Tensor | None:
+        return current_state().skip_weight_update
+
+    @classmethod
+    def reset(cls) -> None:
+        """Put the state of this thread back to what it is after the import."""
+        state, fresh = current_state(), State()
+        for name in State.__slots__:
+            setattr(state, name, getattr(fresh, name))
+        ENDING.waiting = {}

@@ -1,0 +1,92 @@
+"""RecipeState: the quantizers of a list of tensors, and the state that they need, outside of a module.
+
+Modules keep their state in buffers of their own (`layer/scaling_state.py`); this is for code that quantizes by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mezzotint.recipe import (
+    BACKWARD_TENSORS,
+    FORWARD_TENSORS,
+    DelayedScalingRequest,
+    QuantizerRole,
+    Recipe,
+    check_recipe,
+    element,
+)
+from mezzotint.tensor.float8 import Float8Quantizer
+from mezzotint.tensor.quantizer import Quantizer
+
+
+class RecipeState:
+    """Slots of one direction, `mode` "forward" or "backward". Without `roles` they are a linear's, over and over."""
+
+    scale: torch.Tensor | None = None  # FP32 [n], of delayed scaling
+    amax_history: torch.Tensor | None = None  # FP32 (L, n)
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Sequence[QuantizerRole] | None = None,
+    ) -> None:
+        if mode not in ("forward", "backward"):
+            raise ValueError(f"mode is {mode!r}: give 'forward' or 'backward'")
+        if roles is not None and len(roles) != num_quantizers:
+            raise ValueError(f"roles has {len(roles)} entries for {num_quantizers} quantizers: give one for each")
+        self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        types = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
+        counted = [QuantizerRole("linear", types[i % len(types)], "") for i in range(num_quantizers)]
+        self.roles = counted if roles is None else list(roles)
+        self._made = [recipe.quantizer(role) for role in self.roles]
+        requests = [made for made in self._made if isinstance(made, DelayedScalingRequest)]
+        if any(request != requests[0] for request in requests):
+            raise ValueError("the roles ask for different delayed scaling: the requests of one state must be equal")
+        if requests:
+            self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
+            shape = requests[0].amax_history_len, num_quantizers
+            self.amax_history = torch.zeros(shape, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def create(
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Sequence[QuantizerRole] | None = None,
+    ) -> "RecipeState":
+        """The state of a recipe."""
+        check_recipe(recipe)
+        return RecipeState(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+
+    def make_quantizers(self) -> list[Quantizer]:
+        """One for each slot; those of delayed scaling read and write this state."""
+        return [self._quantizer(slot, made) for slot, made in enumerate(self._made)]
+
+    def _quantizer(self, slot: int, made: Any) -> Quantizer:
+        if not isinstance(made, DelayedScalingRequest):
+            return made.copy()
+        assert self.scale is not None
+        assert self.amax_history is not None
+        dtype = element(made.fp8_format, self.mode == "forward")
+        return Float8Quantizer(self.scale[slot : slot + 1], self.amax_history[0, slot : slot + 1], dtype)
+
+    def inherit_state_from(self, other: "RecipeState") -> None:
+        """Take scales and histories over where both have them: the first rows of a history, zeros behind them."""
+        if self.scale is None or self.amax_history is None or other.scale is None or other.amax_history is None:
+            return
+        if self.scale.shape != other.scale.shape:
+            raise ValueError(
+                f"other has {other.num_quantizers} slots, this state {self.num_quantizers}: make it as many"
+            )
+        self.scale.copy_(other.scale)
+        rows = min(self.amax_history.shape[0], other.amax_history.shape[0])
+        self.amax_history.zero_()
+        self.amax_history[:rows].copy_(other.amax_history[:rows])

@@ -1,0 +1,40 @@
+"""Names of Transformer Engine's userbuffers, CUDA memory that GEMMs and collectives share. There are none here.
+
+What they are for, communication that overlaps with products, PyTorch does: functional collectives, which
+`mezzotint.comm.collectives` starts before and waits for after what is computed in between, and symmetric memory,
+which `torch.compile` is made to put under them (`torch._inductor.config._micro_pipeline_tp`; not tried with ours).
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+class UserBufferQuantizationMode(Enum):
+    """What a userbuffer holds."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+def initialize_ub(
+    shape: Any,
+    tp_size: int,
+    use_fp8: bool = False,
+    quantization_modes: Any = None,
+    dtype: torch.dtype = torch.bfloat16,
+    ub_cfgs: Any = None,
+    bootstrap_backend: Any = None,
+    with_cublasmp: bool = False,
+) -> None:
+    """Refused: it would seem to be there, and nothing would overlap."""
+    raise NotImplementedError(
+        "initialize_ub: there are no CUDA userbuffers here. Leave the call and the ub_… options out: collectives of "
+        "modules are functional ones, which torch.compile overlaps, with symmetric memory where it is set up "
+        "(torch.distributed._symmetric_memory.enable_symm_mem_for_group)"
+    )
+
+
+def destroy_ub() -> None:
+    """Nothing to give back."""

@@ -1,0 +1,127 @@
+"""A linear over processes: what of it is where, what is gathered, what is summed.
+
+    column   W (N/p, K)   x whole; y, dy (M, N/p); dx is summed
+    row      W (N, K/p)   x, dx (M, K/p); y is summed, the bias added after; dy whole
+
+Sequence parallelism splits the tokens of what is whole, and gathers them, quantized where the format can: x in forward,
+and again for dW, of which each process keeps its part; dy in backward. What is summed is scattered, then.
+
+A part is quantized as the whole would be, whichever way it is split: where the scale depends on the whole, the maxima
+are taken over the processes. So the bytes are those of one process, and with them y and dW of "column", dx and dW of
+"row"; the sums over processes are in another order. A tile (128x128, 32x32, 16x16) must not be cut, and stochastic
+rounding draws for each part on its own.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.comm.collectives import start_all_reduce, start_reduce_scatter
+from mezzotint.tensor.quantize import has_whole_amaxes, quantize_scaled
+from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.shards import can_gather, gather_rows, quantize_shard
+from mezzotint.tensor.storage import QuantizedTensorStorage
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the weight is split over the processes of a group: "column" (N) or "row" (K)."""
+
+    mode: str
+    group: Any
+    size: int
+    sequence_parallel: bool
+
+    def split_of(self, tensor_type: str) -> int | None:
+        """The dimension of its matrix along which a tensor is split; None: it is whole everywhere."""
+        if tensor_type == "weight":
+            return 0 if self.mode == "column" else 1
+        if self.mode == ("column" if tensor_type == "input" else "row"):
+            return 0 if self.sequence_parallel else None
+        return 1
+
+
+def gathers(parallel: Parallel | None, tensor_type: str) -> bool:
+    """Whether the tokens of the input, or of grad_output, are gathered."""
+    return parallel is not None and parallel.split_of(tensor_type) == 0
+
+
+def needs_others(parallel: Parallel | None, tensor_type: str, quantizer: Quantizer) -> bool:
+    """Whether a part is quantized with maxima over all processes."""
+    split = None if parallel is None else parallel.split_of(tensor_type)
+    return split is not None and has_whole_amaxes(quantizer, split)
+
+
+def quantize_part(
+    x: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor | None, parallel: Parallel | None, tensor_type: str
+) -> tuple[Any, torch.Tensor | None]:
+    """As `quantize_scaled`; a part of a tensor as the whole would be."""
+    if parallel is None:
+        return quantize_scaled(x, quantizer, scale)
+    return quantize_shard(x, quantizer, scale, parallel.group, parallel.split_of(tensor_type))
+
+
+def shard_quantizer(quantizer: Quantizer, rows: int) -> Quantizer | None:
+    """For `rows` tokens that will be gathered: making what can be gathered as bytes. None: they are gathered first."""
+    if not can_gather(quantizer, rows, columnwise=False):
+        return None
+    if quantizer.columnwise_usage and not can_gather(quantizer, rows, columnwise=True):
+        return quantizer.with_usage(rowwise=True, columnwise=False)
+    return quantizer
+
+
+def serves_wgrad(quantizer: Quantizer, rows: int) -> bool:
+    """Whether shards of `rows` tokens, gathered as bytes, give the column-wise copy."""
+    return can_gather(quantizer, rows, columnwise=True) or _is_derived(quantizer, rows)
+
+
+def _is_derived(quantizer: Quantizer, rows: int) -> bool:
+    """Whether the column-wise copy is made of the row-wise one, once that is gathered."""
+    return quantizer.supports_only_rowwise_all_gather() and can_gather(quantizer, rows, columnwise=False)
+
+
+def gather_quantized(
+    x: Any, quantizer: Quantizer | None, scale: torch.Tensor | None, parallel: Parallel, tensor_type: str
+) -> tuple[Any, torch.Tensor | None]:
+    """The tokens (m, K) of this process, quantized or not → those of all, in the quantizer's directions; the amax."""
+    if isinstance(x, QuantizedTensorStorage):
+        assert quantizer is not None
+        return _in_directions(gather_rows(x, parallel.group), quantizer), None
+    if quantizer is None:
+        return gather_rows(x, parallel.group), None
+    rows = x.shape[0]
+    is_served = can_gather(quantizer, rows, columnwise=False) or not quantizer.rowwise_usage
+    if is_served and (serves_wgrad(quantizer, rows) or not quantizer.columnwise_usage):
+        derived = quantizer.columnwise_usage and _is_derived(quantizer, rows)
+        shard = quantizer.with_usage(rowwise=True, columnwise=False) if derived else quantizer
+        x_q, amax = quantize_part(x, shard, scale, parallel, tensor_type)
+        return _in_directions(gather_rows(x_q, parallel.group), quantizer), amax
+    return quantize_scaled(gather_rows(x, parallel.group), quantizer, scale)
+
+
+def _in_directions(x_q: QuantizedTensorStorage, quantizer: Quantizer) -> Any:
+    return x_q.keep(rowwise=quantizer.rowwise_usage, columnwise=quantizer.columnwise_usage)
+
+
+def start_sum(y: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """The sum over processes, of which each gets its tokens in sequence parallelism; not waited for."""
+    if parallel.sequence_parallel:
+        return start_reduce_scatter(y, parallel.group)
+    return start_all_reduce(y, parallel.group)
+
+
+def output_leading(shape: Any, parallel: Parallel | None) -> Any:
+    """Leading dimensions of the output, from those of the input: dimension 0 has the tokens."""
+    return shape if parallel is None else _leading(shape, parallel, parallel.mode == "column")
+
+
+def input_leading(shape: Any, parallel: Parallel | None) -> Any:
+    """The other way round."""
+    return shape if parallel is None else _leading(shape, parallel, parallel.mode == "row")
+
+
+def _leading(shape: Any, parallel: Parallel, grows: bool) -> Any:
+    if not parallel.sequence_parallel:
+        return shape
+    return (shape[0] * parallel.size if grows else shape[0] // parallel.size, *shape[1:])

@@ -1,0 +1,148 @@
+"""Modules that hold a part of their weights: which part, and whether all processes of the group mean the same."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.comm.groups import check_group, resolve_size, world_size
+from mezzotint.functional.tensor_parallel import Parallel
+from mezzotint.layer.norm import split_norm
+from mezzotint.layer.parameters import Place
+from mezzotint.layer.scaling_state import StatefulModule
+from mezzotint.meeting import follow, forget, meet
+from mezzotint.tensor.partition import Split
+
+
+class ParallelModule(StatefulModule):
+    """A module whose weights, one for each GEMM, may be split over the processes of `tp_group`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_group: Any = None
+        self.parallel_mode: str | None = None
+        self.tp_size, self.sequence_parallel = 1, False
+        self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
+        self._norm_group: Any = None  # whose processes the parameters of a norm are DTensors of
+
+    def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
+        """`modes`: of each GEMM."""
+        self.tp_group, self.tp_size = tp_group, resolve_size(tp_group, tp_size)
+        self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
+        self._modes = modes if self.tp_size > 1 and any(modes) else ()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """The group of processes that share the weights: as many as the module was made for."""
+        check_group(tp_group, self.tp_size)
+        self.tp_group = tp_group
+        if "scale_bwd" in self._buffers:
+            forget(self.scale_bwd)
+        self._share_weights()
+
+    def _share_weights(self) -> None:
+        """Weights that are kept quantized have the scales of the whole. A collective where one does not know yet that
+        it is a part: all processes of the group must call it."""
+        weights: Any = self._weights
+        for each in weights:
+            each.share(self)
+
+    def _splits_of(self, shard: torch.Tensor) -> tuple[Split, ...]:
+        """How the weight is cut that FSDP2 gathers from this shard and others."""
+        weights: Any = self._weights
+        for each in weights:
+            for name in each.weight_names:
+                if getattr(self._parameters[name], "_local_tensor", None) is shard:
+                    return each.splits(self)
+        return ()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._share_weights()
+
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+        """Split the weights of a module that has them whole. `modes`: of each GEMM. `place(parameter, dim, stride)`:
+        what becomes of a parameter that is split along `dim`, or of the whole one (None)."""
+        if self.tp_size > 1:
+            raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} processes: give a whole one")
+        weights: Any = self._weights
+        if len(modes) != len(weights):
+            raise ValueError(
+                f"{type(self).__name__} has {len(weights)} weights: it cannot be split {' and '.join(modes)}"
+            )
+        has_norm = hasattr(self, "layer_norm_weight")
+        if has_norm and sequence_parallel and "layer_norm_weight" not in self._parameters:
+            raise ValueError("the norm in front is another module: split it with SequenceParallel, and convert after")
+        for each, mode in zip(weights, modes, strict=True):  # all of them before anything changes
+            each.check_split(mode, world_size(tp_group))
+        self._init_parallel(tp_group, 1, sequence_parallel, *modes)
+        for each, mode in zip(weights, modes, strict=True):
+            each.split_over(self, mode, self.tp_size, place)
+        if has_norm and "layer_norm_weight" in self._parameters:
+            split_norm(self, "layer_norm_", tp_group, place)
+        if len(weights) == 1:
+            self.in_features, self.out_features = weights[0].in_features, weights[0].out_features
+            self.parallel_mode = modes[0]
+        self._drop_workspaces()
+
+    def _parallel(self, gemm: int) -> Parallel | None:
+        """How the weight of a GEMM is split; None: it is whole."""
+        mode = self._modes[gemm] if self._modes else None
+        return None if mode is None else Parallel(mode, self.tp_group, self.tp_size, self.sequence_parallel)
+
+    def _split_parameters(self) -> dict[str, tuple[int, int]]:
+        """Own parameters that are this process's parts, and no DTensors that say so themselves: along which dimension,
+        and of how many weights one below the other."""
+        found: dict[str, tuple[int, int]] = {}
+        weights: Any = self._weights if self.tp_size > 1 else ()
+        for each in weights:
+            if each.mode is not None and not each.is_placed:
+                names = each.weight_names if each.mode == "row" else (*each.weight_names, *each.bias_names)
+                found.update(dict.fromkeys(names, (0 if each.mode == "column" else 1, each.stride)))
+        return found
+
+    def _sharing_group(self) -> Any:
+        """The processes that hold the other parts of this module's tensors; None: it holds them all."""
+        return self.tp_group if self._modes else None
+
+    def _meet(self, inp: torch.Tensor) -> None:
+        """What can go wrong over processes goes wrong here, on each of them, before one waits for another: so before
+        weights are quantized. `inp`: what the module, or the chain of operations that it is in, is given."""
+        if not self._modes:
+            return
+        if self.tp_group is None:
+            raise ValueError(
+                f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
+                "before the first forward"
+            )
+        meet(self, inp)
+
+    def _check_tokens(self, inp: torch.Tensor) -> None:
+        if not self.sequence_parallel:
+            return
+        if inp.dim() < 2:
+            raise ValueError(
+                f"inp has shape {tuple(inp.shape)}: sequence_parallel needs tokens in a dimension of their own"
+            )
+        if self._modes[0] == "row" and inp.shape[0] % self.tp_size:
+            raise ValueError(
+                f"inp has shape {tuple(inp.shape)}: sequence_parallel gives each of {self.tp_size} processes a part of "
+                "the first dimension, which they must divide; pad it"
+            )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        mark = self._buffers.get("scale_bwd")
+        made = super()._apply(fn, recurse)
+        if mark is not None:
+            follow(mark, self.scale_bwd)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.tp_group)] = self.tp_group  # a copy is in the same group
+        return super().__deepcopy__(memo)
+
+
+def set_groups(module: nn.Module, tp_group: Any) -> None:
+    """Give all modules inside one that is made of others their group."""
+    for child in module.modules():
+        if child is not module and hasattr(child, "set_tensor_parallel_group"):
+            child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]

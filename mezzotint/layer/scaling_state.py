@@ -1,0 +1,384 @@
+"""Delayed scaling's state in a module: buffers, how they move, how they are saved.
+
+For each direction `scale` FP32 [n] and `amax_history` FP32 (L, n), in buffers that are no part of the state dict; n is
+3 per GEMM forward (input, weight, output) and 2 backward (grad_output, grad_input). They exist from the start, because
+what a graph creates in its first call would make the second call another graph. A recipe with a shorter history uses
+the first rows.
+
+They are saved under `_extra_state`, one plain FP32 tensor (1 + L, 5 per GEMM): scales, then histories. A module that
+has learnt nothing saves scales of 1 and histories of 0, in the same shape: loaders that read into the state dict of a
+fresh model (torch.distributed.checkpoint, Megatron's dist_checkpointing) read only what they find there, and refuse
+another shape. A state dict without it loads, strictly too; a module that then runs with delayed scaling warns.
+"""
+
+import copy
+import itertools
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.functional.traced import read_local
+from mezzotint.layer.parameters import attributes_of, resolve_device, restore_attributes
+from mezzotint.quantization import autocast
+from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
+from mezzotint.region import Turn, current_state, get_autocast_state
+
+HISTORY_LENGTH = 1024
+EXTRA_STATE = "_extra_state"
+PER_GEMM = len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)
+_BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+@dataclass(frozen=True)
+class MetaTensors:
+    """Delayed scaling's state of one direction: views of the module's buffers."""
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+def first_rows(history: torch.Tensor, length: int) -> torch.Tensor:
+    """Those that a request uses; mostly all of them, and then no view."""
+    return history if history.shape[0] == length else history[:length]
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Around what makes a tensor that a module keeps: one of inference mode could not be written, or saved for
+    backward, in training. Not in a graph, which does not know the mode that it runs in."""
+    is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.inference_mode(False) if is_inference else nullcontext()
+
+
+_NUMBERS = itertools.count()
+
+
+def next_number() -> torch.Tensor:
+    """Which module this process makes, int64 [1]. A tensor, on the CPU: an operator in a graph that layers share reads
+    it when the graph runs."""
+    with lasting():
+        return torch.tensor([next(_NUMBERS)], device="cpu")
+
+
+class StatefulModule(nn.Module):
+    """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
+
+    num_gemms: int
+    scale_fwd: torch.Tensor
+    amax_history_fwd: torch.Tensor
+    scale_bwd: torch.Tensor
+    amax_history_bwd: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_gemms = 1
+        self._workspaces: tuple[Any, ...] | None = None
+        self._weight_scales: torch.Tensor | None = None
+        self._turn = Turn()
+        self._is_fully_sharded = False
+        self._number: torch.Tensor | None = None  # None on the meta device, where a process may plan a model alone
+        self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
+        self._request: DelayedScalingRequest | None = None
+        self._recipe: Recipe | None = None
+        self._resolved: Any = None  # (recipe, what it was resolved for, quantizers, request): a memo of eager code
+
+    def _init_state(self, num_gemms: int, device: torch.device) -> None:
+        """Buffers of delayed scaling."""
+        self.num_gemms = num_gemms
+        with lasting():
+            for direction, per_gemm in (("fwd", len(FORWARD_TENSORS)), ("bwd", len(BACKWARD_TENSORS))):
+                n = per_gemm * num_gemms
+                scale = torch.ones(n, dtype=torch.float32, device=device)  # whatever torch's default dtype is
+                self.register_buffer(f"scale_{direction}", scale, persistent=False)
+                history = torch.zeros(HISTORY_LENGTH, n, dtype=torch.float32, device=device)
+                self.register_buffer(f"amax_history_{direction}", history, persistent=False)
+        self._take_number()
+
+    def _take_number(self) -> None:
+        if self._number is None and not self.scale_fwd.is_meta:
+            self._number = next_number()
+
+    def _reset_state(self) -> None:
+        with lasting():
+            for name in _BUFFERS:
+                buffer = getattr(self, name)
+                if buffer.is_meta:
+                    buffer = torch.empty_like(buffer, device=self._parameter_device())
+                setattr(self, name, buffer.fill_(1.0) if name.startswith("scale") else buffer.zero_())
+        self._take_number()
+        self._drop_workspaces()
+        self._tie_weights()
+
+    def _has_state(self) -> bool:
+        """Whether there are buffers: an operation without quantizers has none, nor has a user's module before its first
+        run with a recipe."""
+        return "scale_fwd" in self._buffers
+
+    def _is_fresh(self) -> bool:
+        """Whether nothing was learnt. Waits for the GPU."""
+        if not self._has_state() or self.scale_fwd.is_meta:
+            return True
+        scales, histories = (self.scale_fwd, self.scale_bwd), (self.amax_history_fwd, self.amax_history_bwd)
+        return all(bool((scale == 1).all()) for scale in scales) and not any(bool(each.any()) for each in histories)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also what assignments and `load_state_dict(assign=True)` come to: the buffers of delayed scaling go where
+        the parameters are, from the meta device as new."""
+        super().register_parameter(name, param)
+        if param is not None and not param.is_meta and self._has_state() and self.scale_fwd.device != param.device:
+            was_meta = self.scale_fwd.is_meta
+            with lasting():
+                for buffer in _BUFFERS:
+                    old = getattr(self, buffer)
+                    moved = torch.empty_like(old, device=param.device) if was_meta else old.to(param.device)
+                    setattr(self, buffer, moved)
+            if was_meta:
+                self._reset_state()
+            self._drop_workspaces()
+            self._tie_weights()
+
+    def _tie_weights(self) -> None:
+        """Weights that delayed scaling keeps quantized read and write this module's scales, and not those of the module
+        that they were assigned from, or buffers that have been replaced."""
+        weights: Any = self.__dict__.get("_weights", ())
+        for gemm, each in enumerate(weights):
+            each.tie(self, gemm)
+
+    def _drop_workspaces(self) -> None:
+        """Kept weights are of other parameters, or elsewhere, from now on."""
+        self._workspaces = self._weight_scales = None
+
+    def _parameter_device(self) -> torch.device:
+        """Of its own parameters, or those of its parts; without any, where new ones would be."""
+        for parameters in (self.parameters(recurse=False), self.parameters()):
+            for parameter in parameters:
+                return parameter.device
+        return resolve_device(None)
+
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Keep the first rows, or add rows of zeros."""
+        for direction in ("fwd", "bwd"):
+            if fwd is not None and fwd != (direction == "fwd"):
+                continue
+            old = getattr(self, f"amax_history_{direction}")
+            if length > old.shape[0]:
+                with lasting():
+                    more = old.new_zeros(length - old.shape[0], old.shape[1])
+                    setattr(self, f"amax_history_{direction}", torch.cat((old, more)))
+                if direction == "fwd":
+                    self._tie_weights()
+            else:
+                old[length:].zero_()
+
+    def _grow_history(self, length: int) -> None:
+        if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
+            self.adjust_amax_history_length(length)
+
+    def _use_history(self, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
+        """From now on this request's rows. Those behind them are cleared: a longer history would find them again. Those
+        of gradients are left to backward where it clears them."""
+        if not torch.compiler.is_compiling() and self._request is request:
+            return
+        length = request.amax_history_len
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.comptime.comptime(_grow_outside)
+        else:
+            self._grow_history(length)
+        # A graph clears them always: what was before it is state that it would have to guard on.
+        is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
+        if is_shorter and length < self.amax_history_fwd.shape[0]:
+            self.adjust_amax_history_length(length, True if backward_clears else None)
+        self._request = request
+
+    def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
+        """Scale, history, and the request that they serve: what the end of an autocast region updates."""
+        assert self._request is not None
+        return self.scale_fwd, first_rows(self.amax_history_fwd, self._request.amax_history_len), self._request
+
+    def _recipe_in_use(self) -> Recipe | None:
+        """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
+        state = current_state()
+        return state.recipe if state.enabled or self._recipe is None else self._recipe
+
+    @property
+    def fp8_meta(self) -> dict[str, Any]:
+        """Delayed scaling's live state, and the recipe in use."""
+        length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
+        return {
+            "recipe": self._recipe_in_use(),
+            "num_gemms": self.num_gemms,
+            "scaling_fwd": MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
+            "scaling_bwd": MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),
+        }
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Copies of scales and histories."""
+        return {
+            f"scaling_{d}": [getattr(self, f"{n}_{d}").clone() for n in ("scale", "amax_history")]
+            for d in ("fwd", "bwd")
+        }
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, list[torch.Tensor]] | None = None) -> None:
+        """Back to the start, or to what `get_fp8_meta_tensors` gave."""
+        if fp8_meta_tensors is None:
+            self._reset_state()
+            return
+        for key, tensors in fp8_meta_tensors.items():
+            for name, tensor in zip(("scale", "amax_history"), tensors, strict=True):
+                getattr(self, f"{name}_{key.removeprefix('scaling_')}").copy_(tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves keep what users put on parameters, and delayed scaling in FP32."""
+        attributes = attributes_of(self)
+        state = {name: self._buffers[name] for name in _BUFFERS if name in self._buffers}
+        was_meta = any(buffer is not None and buffer.is_meta for buffer in state.values())
+        with lasting():
+            made = super()._apply(fn, recurse)
+        for name, buffer in state.items():
+            moved = self._buffers[name]
+            if buffer is not None and moved is not None and moved.dtype != torch.float32:
+                self._buffers[name] = buffer.to(moved.device)
+        restore_attributes(self, attributes)
+        self._drop_workspaces()
+        if was_meta and not self.scale_fwd.is_meta:
+            self._reset_state()
+        else:
+            self._tie_weights()
+        return made
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """FSDP2 puts one here for each parameter of this module itself that it holds: the only sign it leaves."""
+        self._is_fully_sharded |= "FSDPParam" in getattr(hook, "__qualname__", "")
+        return super().register_load_state_dict_post_hook(hook)
+
+    # Checkpoints
+
+    def get_extra_state(self) -> torch.Tensor | None:
+        """Scales and histories of delayed scaling as one FP32 tensor (1 + L, 5 per GEMM); None where there are none."""
+        if not self._has_state() or not self._saves_state():
+            return None
+        parts = [
+            torch.cat((getattr(self, f"scale_{d}")[None], getattr(self, f"amax_history_{d}"))) for d in ("fwd", "bwd")
+        ]
+        return torch.cat(parts, 1)
+
+    def _saves_state(self) -> bool:
+        """Whether the state dict has `_extra_state`: always, for loaders that take a fresh model's as a template."""
+        return True
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """What `get_extra_state` gave. None, and a tensor without elements or on the meta device, say nothing."""
+        if _says_nothing(state):
+            return
+        assert state is not None
+        misfit = self._misfit(state)
+        if misfit is not None:
+            raise ValueError(misfit)
+        if not self._has_state():
+            self._init_state(state.shape[1] // PER_GEMM, self._parameter_device())
+        if self.scale_fwd.is_meta:  # as parameters there, which torch does not load either, and says so
+            return
+        state = state.to(self.scale_fwd.device, torch.float32)
+        if not bool((state[0].isfinite() & (state[0] > 0)).all()) or not bool((state[1:] >= 0).all()):
+            raise ValueError(
+                f"{EXTRA_STATE} has scales that are not positive and finite, or maxima that are negative or NaN: it is "
+                "damaged; load another checkpoint, or leave it out and begin with scales of 1"
+            )
+        self.adjust_amax_history_length(state.shape[0] - 1)
+        first = len(FORWARD_TENSORS) * self.num_gemms
+        for direction, part in (("fwd", state[:, :first]), ("bwd", state[:, first:])):
+            getattr(self, f"scale_{direction}").copy_(part[0])
+            getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])
+        self._lacks_scales = False
+
+    def _misfit(self, state: torch.Tensor) -> str | None:
+        """What is wrong with the shape of an `_extra_state`. Where there is no state yet it says how many GEMMs."""
+        wanted = PER_GEMM * self.num_gemms
+        fits = state.dim() == 2 and state.shape[0] > 1
+        if fits and (state.shape[1] == wanted if self._has_state() else state.shape[1] % PER_GEMM == 0):
+            return None
+        return f"{EXTRA_STATE} has shape {tuple(state.shape)}: this module takes (1 + history, {wanted})"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if destination.get(f"{prefix}{EXTRA_STATE}") is None:
+            destination.pop(f"{prefix}{EXTRA_STATE}", None)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    ) -> None:
+        key = f"{prefix}{EXTRA_STATE}"
+        has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
+        state = state_dict.get(key)
+        misfit = None if _says_nothing(state) else self._misfit(state)
+        if misfit is not None:  # it is named with all else that does not fit
+            rest[-1].append(f"{prefix}{misfit}")
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        if key in missing_keys:  # a checkpoint of torch's own modules
+            missing_keys.remove(key)
+        if has_weights and _says_nothing(state_dict.get(key)):
+            self._lacks_scales = self._is_fresh()
+        self._drop_workspaces()
+        self._tie_weights()
+
+    def _warn_of_scales(self) -> None:
+        """Before a run with delayed scaling, in eager code and while a graph is traced."""
+        if self._lacks_scales:
+            self._lacks_scales = False
+            warnings.warn(LOST_SCALES, stacklevel=3)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        restore_attributes(made, copy.deepcopy(attributes_of(self), memo))
+        made._number = None if made._number is None else next_number()
+        return made
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
+        replica: Any = super()._replicate_for_data_parallel()
+        replica.__dict__.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
+        replica.forward = autocast(*get_autocast_state())(partial(type(self).forward, replica))
+        return replica
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickle: a module that this process makes."""
+        super().__setstate__(state)
+        self._number = None if self.__dict__.get("_number") is None else next_number()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
+        return state
+
+
+def _grow_outside(context: Any) -> None:
+    """Called by Dynamo while it traces `_use_history`: a buffer that a graph makes is no buffer that its backward can
+    write, and in inference mode nothing that training can."""
+    module, request = read_local(context, "self"), read_local(context, "request")
+    with torch.inference_mode(False), torch.no_grad():
+        module._grow_history(request.amax_history_len)
+
+
+LOST_SCALES = (
+    "delayed scaling begins with scales of 1: the state dict that a module was loaded from has its weights, but no "
+    "_extra_state. Where training goes on, load the state dict whole; where it begins from weights alone, this is as "
+    "it should be"
+)
+
+
+def _says_nothing(state: Any) -> bool:
+    """Of what is under `_extra_state`: upstream writes a tensor without elements where a recipe has no state."""
+    if state is not None and not isinstance(state, torch.Tensor):
+        raise TypeError(
+            f"{EXTRA_STATE} is {type(state).__name__}: this module takes a tensor that it has saved itself. Leave out "
+            "what another library has written there"
+        )
+    return state is None or state.is_meta or state.numel() == 0

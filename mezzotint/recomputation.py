@@ -1,0 +1,116 @@
+"""`checkpoint`: torch's activation checkpointing for code with quantized modules in it.
+
+The recomputation runs under the recipe of the first run, wherever backward is called, with the scales of the first
+run; it enters no maximum a second time and keeps no workspace. Random numbers are the same again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from mezzotint.region import current_state, get_autocast_state, set_autocast_state
+
+TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+
+Scales = tuple[torch.Tensor, torch.Tensor, bool]
+
+
+class _Recomputation:
+    """The scales of delayed scaling that the modules of one region used, in order; also those of a checkpoint inside.
+
+    `outer`: of the checkpoint around this one. When that runs again, this one is made anew, and runs with its scales.
+    """
+
+    __slots__ = ("has_backward", "has_run", "is_second", "outer", "position", "scales")
+
+    def __init__(self, outer: Any) -> None:
+        self.outer = outer
+        self.has_backward = torch.is_grad_enabled() or (outer is not None and outer.has_backward)
+        self.has_run, self.is_second, self.position = False, False, 0
+        self.scales: list[Scales] = []
+
+    def start(self) -> None:
+        """A run. It is a second one, too, in the first run of a checkpoint that is inside of a second run."""
+        self.is_second = self.has_run or (self.outer is not None and self.outer.is_second)
+        self.position = 0
+
+    def keep_scales(self, scales: Scales) -> None:
+        """Those of this call, those that kept weights were quantized with, and whether its backward is the last."""
+        self.scales.append(scales)
+        if self.outer is not None:
+            self.outer.keep_scales(scales)
+
+    def next_scales(self) -> Scales:
+        if not self.has_run:
+            self.scales.append(self.outer.next_scales())
+        scales = self.scales[self.position]
+        self.position += 1
+        return scales
+
+
+class _Run:
+    """The function, run once under the state that it met, and again under the same.
+
+    The tracker's generators go on from where the first run ended, however often it is run again.
+    """
+
+    def __init__(self, function: Callable[..., Any], get_rng_state_tracker: Callable[[], Any] | None) -> None:
+        self.function = function
+        self.state = get_autocast_state()
+        self.recomputation = _Recomputation(current_state().recomputation)
+        self.tracker: Any = None if get_rng_state_tracker is None else get_rng_state_tracker()
+        self.rng_states = None if self.tracker is None else self.tracker.get_states()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state, outer = current_state(), get_autocast_state()
+        outer_recomputation = state.recomputation
+        outer_rng = self.tracker.get_states() if self.tracker is not None and self.recomputation.has_run else None
+        self.recomputation.start()
+        set_autocast_state(self.state)
+        state.recomputation = self.recomputation
+        if outer_rng is not None:
+            self.tracker.set_states(self.rng_states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            if outer_rng is not None:
+                self.tracker.set_states(outer_rng)
+            set_autocast_state(outer)
+            state.recomputation = outer_recomputation
+            self.recomputation.has_run = True
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
+
+    `get_rng_state_tracker` gives the `CudaRNGStatesTracker` that the function forks, so that it draws the same numbers
+    again. Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to it.
+    """
+    if distribute_saved_activations:
+        raise NotImplementedError(
+            "distribute_saved_activations: what is saved stays whole on each process; leave it False, and split tokens "
+            "with sequence_parallel"
+        )
+    if torch.compiler.is_compiling():
+        # The compiler recomputes operations, not Python: there is no second run. But it would read delayed scaling's
+        # scales again, after they were written: modules refuse that.
+        state = current_state()
+        outer, state.recomputes_in_graph = state.recomputes_in_graph, True
+        made = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        state.recomputes_in_graph = outer
+        return made
+    if use_reentrant:  # torch takes no keyword arguments of the function then
+        function = partial(function, **{name: kwargs.pop(name) for name in [*kwargs] if name not in TORCH_OPTIONS})
+    return torch_checkpoint(_Run(function, get_rng_state_tracker), *args, use_reentrant=use_reentrant, **kwargs)

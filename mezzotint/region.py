@@ -1,0 +1,149 @@
+"""The one mutable state: what `autocast` and `quantized_model_init` set, and what modules leave for their ends.
+
+Each thread has its own, as `torch.autocast` has: a region that one thread enters is none of another's business.
+`current_state` finds it, in eager code and in graphs; modules ask once per call. `agreed`, `leaders` and `known` are
+those of `meeting.py`.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mezzotint.recipe import Recipe
+
+
+class Pending:
+    """A module that waits for its update, the groups that it shares its maxima with, and those before it. A chain, not
+    a list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
+
+    __slots__ = ("before", "groups", "module")
+
+    def __init__(self, module: Any, groups: tuple[Any, ...], before: Any) -> None:
+        self.module, self.groups, self.before = module, groups, before
+
+
+class Turn:
+    """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
+    quantized. Of its own: to set an attribute of an `nn.Module` is slow.
+
+    In shards (`tensor/fsdp_books.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
+    gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all processes
+    were found to quantize them alike.
+    """
+
+    __slots__ = ("has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
+
+    def __init__(self) -> None:
+        self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
+        self.held = True, True
+        self.reads_rows_again: bool | None = None
+
+
+class Opened:
+    """An entry into a region that has not been left: the region, what was in force before, and the entry below it."""
+
+    __slots__ = ("below", "outer", "region")
+
+    def __init__(self, region: Any, outer: tuple[Any, ...], below: "Opened | None") -> None:
+        self.region, self.outer, self.below = region, outer, below
+
+
+@dataclass(slots=True)
+class State:
+    """What `autocast` and `quantized_model_init` set in one thread."""
+
+    enabled: bool = False
+    calibrating: bool = False
+    recipe: Recipe | None = None
+    group: Any = None
+    depth: int = 0
+    opened: Opened | None = None  # the last `autocast` that was entered
+    init_enabled: bool = False
+    init_recipe: Recipe | None = None
+    preserves_init: bool = False
+    init_opened: Opened | None = None  # the last `quantized_model_init` that was entered
+    pending: Any = None
+    recomputation: Any = None
+    recomputes_in_graph: bool = False
+    skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
+    agreed: tuple[tuple[str, str, bool], ...] = ()  # groups, recipes that all of one had, and whether it takes maxima
+    leaders: tuple[tuple[str, torch.Tensor | None], ...] = ()  # groups, and the mark of the module that compares
+    known: dict[int, Any] = field(default_factory=dict)  # marks of modules that processes have agreed on
+    entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
+
+
+# PyTorch hands objects that are stashed under a key on to the threads in which autograd runs a backward.
+_KEY = "mezzotint_state"
+
+
+class _Thread(threading.local):
+    """The state of the current thread, which Dynamo can read. `own` differs from `state` in a thread of autograd's,
+    where `state` is that of the thread that called backward."""
+
+    own: State
+    state: State
+
+    def __init__(self) -> None:
+        """Called once in each thread, by its first look at the state."""
+        self.own = self.state = State()
+        if torch._C._is_key_in_tls(_KEY):
+            self.state = torch._C._get_obj_in_tls(_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_KEY, self.own)
+
+
+THREAD = _Thread()
+
+
+def current_state() -> State:
+    """Return the state of this thread. In a backward it is that of the thread which called it, wherever autograd runs
+    it: `torch.utils.checkpoint` computes again there what a region asked for."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        own = THREAD.own  # first of all: a thread without a state makes one
+        THREAD.state = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else own
+    return THREAD.state
+
+
+def recipe_in_force() -> Recipe | None:
+    """Return the recipe of the region around this, or None where nothing is quantized."""
+    state = current_state()
+    return state.recipe if state.enabled else None
+
+
+AutocastState = tuple[bool, bool, Recipe | None, Any]
+
+
+def get_autocast_state() -> AutocastState:
+    """Return what a region sets: enabled, calibrating, recipe, group."""
+    state = current_state()
+    return state.enabled, state.calibrating, state.recipe, state.group
+
+
+def set_autocast_state(given: AutocastState) -> None:
+    """Set what `get_autocast_state` gave."""
+    state = current_state()
+    state.enabled, state.calibrating, state.recipe, state.group = given
+
+
+def leave(opened: Opened | None, region: Any) -> tuple[Opened | None, tuple[Any, ...] | None]:
+    """Take the last entry into `region` out of the chain that ends with `opened`.
+
+    Return the chain without it, and what to put in force: what was before it, or None where other regions were entered
+    after it and are still open (generators and coroutines of one thread may leave in any order). Those stay in force,
+    and the one above it will restore what this one would have.
+    """
+    if opened is not None and opened.region is region:
+        return opened.below, opened.outer
+    above = opened
+    while above is not None:
+        entry = above.below
+        if entry is not None and entry.region is region:
+            above.below, above.outer = entry.below, entry.outer
+            return opened, None
+        above = entry
+    raise RuntimeError(
+        f"{type(region).__name__} is left in a thread that has not entered it, or a second time: leave a region once, "
+        "in the thread that entered it"
+    )

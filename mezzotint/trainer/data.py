@@ -1,0 +1,177 @@
+"""Text that is on the machine → batches of tokens; where a run is in them is one number.
+
+The text is cut into windows of `sequence + 1` tokens, each beginning with the last token of the one before. An epoch
+takes them all once, in an order that follows from the seed and the epoch alone.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from mezzotint.trainer.console import CommandError
+
+try:
+    import tokenizers
+except ModuleNotFoundError:  # needed for --tokenizer alone, and no part of the extra
+    HAS_TOKENIZERS = False
+else:
+    HAS_TOKENIZERS = True
+
+NUM_BYTES = 256
+# Folders under the standard library that are no part of it, or are mostly its tests.
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens [n], uint8 or int32, how many there can be, and a hash that tells one text from another."""
+
+    tokens: torch.Tensor
+    vocab: int
+    fingerprint: str
+
+
+def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
+    """A file, all files of a folder, or Python's own sources; as bytes, or as a tokenizer's tokens."""
+    text = read_bytes(path)
+    if tokenizer is None:
+        return Text(torch.frombuffer(bytearray(text), dtype=torch.uint8), NUM_BYTES, _hash(text, NUM_BYTES))
+    ids, vocab = _tokenize(text, tokenizer)
+    return Text(ids, vocab, _hash(ids.numpy().tobytes(), vocab))
+
+
+def hold_out(text: Text, part: float) -> tuple[Text, Text]:
+    """What is trained on, and the last `part` of the text, which is not."""
+    count = round(text.tokens.numel() * (1.0 - part))
+    return replace(text, tokens=text.tokens[:count]), replace(text, tokens=text.tokens[count:])
+
+
+def as_words(tokens: list[int], tokenizer: str | None = None) -> str:
+    """What tokens stand for; signs that a terminal would obey are left out."""
+    if tokenizer is None:
+        said = bytes(tokens).decode("utf-8", errors="replace")
+    else:
+        said = tokenizers.Tokenizer.from_file(tokenizer).decode(tokens)
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in said)
+
+
+def _hash(data: bytes, vocab: int) -> str:
+    return hashlib.sha256(data + vocab.to_bytes(8, "little")).hexdigest()
+
+
+def read_bytes(path: str | None) -> bytes:
+    """Files one after another, in the order of their paths: the same on every call."""
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        text = b"".join(_read_all(sorted(_sources(root))))
+        if not text:
+            raise CommandError(f"there are no Python sources under {root}: give text with --data PATH")
+        return text
+    root = Path(path)
+    if not root.exists():
+        raise CommandError(f"--data {path} does not exist: give a text file or a folder of them")
+    # A folder may have pictures in it; a file that was named is text.
+    files = sorted(_visible(root)) if root.is_dir() else [root]
+    text = b"".join(part for part in _read_all(files) if root.is_file() or b"\0" not in part)
+    if not text:
+        what = "has no text file in it" if root.is_dir() else "is empty"
+        raise CommandError(f"--data {path} {what}: give a file or folder with text in it")
+    return text
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for file in root.rglob("*.py"):
+        if LEFT_OUT.isdisjoint(file.relative_to(root).parts):
+            yield file
+
+
+def _visible(root: Path) -> Iterator[Path]:
+    for file in root.rglob("*"):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts):
+            yield file
+
+
+def _read_all(files: list[Path]) -> Iterator[bytes]:
+    for file in files:
+        try:
+            yield file.read_bytes()
+        except OSError as error:
+            raise CommandError(f"{file} cannot be read: {error.strerror}; give --data that can be") from None
+
+
+def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
+    if not HAS_TOKENIZERS:
+        raise CommandError("--tokenizer needs the package tokenizers: pip install tokenizers")
+    if not Path(path).is_file():
+        raise CommandError(f"--tokenizer {path} does not exist: give the tokenizer.json of a Hugging Face model")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises no other
+        raise CommandError(f"--tokenizer {path} is no tokenizer: {error}; give a Hugging Face tokenizer.json") from None
+    ids: list[int] = []
+    for piece in _pieces(text.decode("utf-8", errors="replace")):
+        ids += tokenizer.encode(piece, add_special_tokens=False).ids
+    return torch.tensor(ids, dtype=torch.int32), tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def _pieces(text: str, length: int = 2**16) -> Iterator[str]:
+    """Whole lines, `length` characters or more: what a tokenizer makes of a text takes a hundred times its memory."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + length) + 1 or len(text)
+        yield text[start:end]
+        start = end
+
+
+def draw_seed(*numbers: int) -> int:
+    """32 bits, as many as torch's generator on the CPU reads, that follow from the numbers."""
+    digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+class Batches:
+    """tokens and targets int64 [batch, sequence], one after another without end. `position`: windows taken so far.
+
+    Of several replicas each takes its part of a batch that is as much larger: all together have the windows, and in the
+    same steps, that one process has with a `batch` of `replicas` times the size.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        sequence: int,
+        batch: int,
+        seed: int,
+        position: int = 0,
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+    ) -> None:
+        self.num_windows = (text.tokens.numel() - 1) // sequence
+        if self.num_windows < 1:
+            raise CommandError(
+                f"the text has {text.tokens.numel()} tokens: a sequence needs {sequence + 1}; give more text with "
+                "--data, or a smaller --sequence"
+            )
+        self.tokens, self.sequence, self.batch, self.seed = text.tokens, sequence, batch, seed
+        self.position, self.replica, self.replicas = position, replica, replicas
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch; it may end one epoch and begin another."""
+        first = self.position + self.replica * self.batch
+        starts = torch.stack([self._window(first + i) for i in range(self.batch)]) * self.sequence
+        self.position += self.replicas * self.batch
+        windows = self.tokens[starts[:, None] + torch.arange(self.sequence + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _window(self, place: int) -> torch.Tensor:
+        epoch, index = divmod(place, self.num_windows)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(draw_seed(self.seed, epoch))
+            self._epoch, self._order = epoch, torch.randperm(self.num_windows, generator=generator)
+        return self._order[index]

@@ -1,0 +1,38 @@
+"""How many processes share a model, and how: `mesh.py` does it."""
+
+from dataclasses import dataclass
+
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.options import check, option
+from mezzotint.trainer.sizes import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How many processes there are, and what each dimension of them shares."""
+
+    world: int = option(1, "processes", at_least=1, bits=17)
+    tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
+    fsdp: bool = option(False, "replicas share weights, gradients and optimizer state")
+    ep: int = option(1, "processes that share the experts", at_least=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.ep > 1 and self.ep % self.tp:
+            raise CommandError(f"--ep is {self.ep}: give a multiple of --tp {self.tp}, whose tokens are split too")
+        if self.world % max(self.tp, self.ep):
+            raise CommandError(f"--world is {self.world}: give a multiple of --tp {self.tp} and --ep {self.ep}")
+
+    def check_model(self, config: ModelConfig) -> None:
+        """Whether the model can be shared so."""
+        if self.ep > 1 and (not config.experts or config.experts % self.ep):
+            raise CommandError(f"--ep is {self.ep}, the model has {config.experts} experts: give a divisor of them")
+        if self.tp == 1:
+            return
+        if config.experts and self.ep == 1:
+            raise CommandError(f"--tp is {self.tp}, of a model of experts: give --ep, a multiple of it")
+        if config.tied:
+            raise CommandError("--tp splits the head, whose weight is the embedding's: give --no-tied")
+        for name in ("heads", "kv_heads", "ffn", "vocab", "sequence"):
+            if getattr(config, name) % self.tp:
+                raise CommandError(f"--tp is {self.tp}: give a divisor of {name}={getattr(config, name)}")

@@ -1,0 +1,203 @@
+"""Checkpoints of one process: folders that are whole or not there.
+
+    <run>/checkpoints/step-00000100/
+        model.safetensors     the weights, by their names in the model
+        state.pt              optimizer, delayed scaling, random numbers, losses, place in the data: tensors and numbers
+        checkpoint.json       step, configuration, size and hash of the files (`manifest.py`)
+
+One is written under another name, brought to the disk, and renamed; one that is removed is renamed first. So whatever
+ends the program, and whenever, what is called `step-…` is whole.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from mezzotint.distributed.reading import METADATA
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.files import remove, sync
+from mezzotint.trainer.manifest import ONE, About, check_files, describe, read_about, write_about
+
+WEIGHTS, STATE = "model.safetensors", "state.pt"
+DELAYED = "_extra_state"  # the last part of the names of delayed scaling's state in a state dict
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a run continues from."""
+
+    step: int
+    config: Mapping[str, Any]
+    model: Mapping[str, torch.Tensor]  # delayed scaling's state included
+    optimizer: Mapping[str, Mapping[str, torch.Tensor]]  # AdamW's state of each parameter, by its name
+    rng: Mapping[str, torch.Tensor]
+    losses: torch.Tensor  # FP32 [step]
+    position: int  # in the data
+
+
+def _folder(run: Path) -> Path:
+    return run / "checkpoints"
+
+
+def find_checkpoints(run: Path) -> list[Path]:
+    """Of a run, the oldest first. One that was given another name is none."""
+    found = [path for path in _folder(run).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(found, key=_step_of)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return _folder(run) / f"step-{step:08d}"
+
+
+def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
+    """Write it, and remove all but the newest `keep`."""
+    path = checkpoint_path(run, checkpoint.step)
+    aside = path.with_name(f".writing-{path.name}")
+    try:
+        if not path.exists():
+            _write(aside, checkpoint)
+            aside.rename(path)
+            sync(path.parent)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' for a full disk
+        remove(aside)
+        raise CommandError(f"{path} cannot be written ({error}): make room, then go on with --resume", 1) from None
+    remove_old(run, keep)
+    return path
+
+
+def remove_old(run: Path, keep: int) -> None:
+    """All checkpoints but the newest `keep`."""
+    for old in find_checkpoints(run)[:-keep]:
+        gone = old.with_name(f".removing-{old.name}")
+        remove(gone)
+        remove(old.rename(gone))
+
+
+def remove_remains(run: Path) -> None:
+    """What a run that was killed left behind."""
+    for pattern in (".writing-*", ".removing-*"):
+        for remains in _folder(run).glob(pattern):
+            remove(remains)
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    remove(folder)
+    folder.mkdir(parents=True)
+    weights = {name: value for name, value in checkpoint.model.items() if not name.endswith(DELAYED)}
+    save_file({name: value.detach().contiguous() for name, value in weights.items()}, folder / WEIGHTS)
+    state = {
+        "delayed": {name: value for name, value in checkpoint.model.items() if name.endswith(DELAYED)},
+        "optimizer": {name: dict(value) for name, value in checkpoint.optimizer.items()},
+        "rng": dict(checkpoint.rng),
+        "losses": checkpoint.losses.cpu(),
+        "position": checkpoint.position,
+    }
+    torch.save(state, folder / STATE)
+    files = describe(folder, (WEIGHTS, STATE))
+    for name in files:
+        sync(folder / name)
+    write_about(folder, About(ONE, checkpoint.step, checkpoint.config, files))
+    sync(folder)
+
+
+def open_checkpoint(path: Path, first: int = 0, every: int = 1) -> About:
+    """Of one process, or of several. Its files are as they were written: this process looks at each `every`th."""
+    try:
+        about = read_about(path)
+        if not (about.files.keys() == {WEIGHTS, STATE} if about.kind == ONE else METADATA in about.files):
+            raise ValueError(f"files of {about.kind} are not {', '.join(sorted(about.files)) or 'none'}")
+        check_files(path, about.files, sorted(about.files)[first::every])
+    except (OSError, ValueError) as error:
+        raise as_damaged(path, error) from None
+    return about
+
+
+def load_checkpoint(path: Path, about: About) -> Checkpoint:
+    """Of one process, on the CPU. Anything but what `save_checkpoint` writes is an error that says how to go on;
+    whether it fits a run is for `check_fits` and `check_place` to say."""
+    try:
+        weights = load_file(path / WEIGHTS)
+    except Exception as error:  # of bytes that are no such file, of any kind
+        raise as_damaged(path, ValueError(f"{WEIGHTS}: {error}")) from None
+    try:
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception:  # and not torch's words, which advise to read it by running what is in it
+        reason = f"{STATE} holds more than tensors and plain values, or is damaged"
+        raise as_damaged(path, ValueError(reason)) from None
+    parts = {"delayed": dict, "optimizer": dict, "rng": dict, "losses": torch.Tensor, "position": int}
+    if not isinstance(state, dict) or {name: type(value) for name, value in state.items()} != parts:
+        raise as_damaged(path, ValueError(f"{STATE} has not {', '.join(parts)}, or has more"))
+    if not all(isinstance(name, str) and name.endswith(DELAYED) for name in state["delayed"]):
+        raise as_damaged(path, ValueError(f"{STATE}: delayed has more than delayed scaling's state"))
+    return Checkpoint(
+        about.step,
+        about.config,
+        {**weights, **state["delayed"]},
+        state["optimizer"],
+        state["rng"],
+        state["losses"],
+        state["position"],
+    )
+
+
+def check_fits(checkpoint: Checkpoint, model: Mapping[str, torch.Tensor]) -> None:
+    """Weights and AdamW's state are those of a whole model of these parameters; else a ValueError."""
+    weights = {name: value for name, value in checkpoint.model.items() if not name.endswith(DELAYED)}
+    for what, found in ((WEIGHTS, weights), (f"{STATE}: optimizer", checkpoint.optimizer)):
+        if found.keys() != model.keys():
+            less, more = sorted(model.keys() - found.keys()), sorted(map(str, found.keys() - model.keys()))
+            raise ValueError(
+                f"{what} lacks {', '.join(less) or 'nothing'}, and has {', '.join(more) or 'nothing'} more"
+            )
+    for name, wanted in model.items():
+        _check_tensor(f"{name} in {WEIGHTS}", weights[name], wanted.dtype, wanted.shape)
+        state, where = checkpoint.optimizer[name], f"{name} in {STATE}, optimizer"
+        if not isinstance(state, dict) or state.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"{where}, has not step, exp_avg and exp_avg_sq alone")
+        _check_tensor(f"{where}, step", state["step"], torch.float32, ())
+        for key in ("exp_avg", "exp_avg_sq"):
+            _check_tensor(f"{where}, {key}", state[key], wanted.dtype, wanted.shape)
+    if "cpu" not in checkpoint.rng:
+        raise ValueError(f"{STATE}: rng has no random numbers of the CPU")
+    for name, value in checkpoint.model.items():
+        if name.endswith(DELAYED) and type(value) is not torch.Tensor:
+            raise ValueError(f"{name} in {STATE} is {type(value).__name__}, not a tensor")
+
+
+def check_place(step: int, losses: Any, position: int, rng: Mapping[str, Any], device: torch.device) -> None:
+    """A run can go on from there; else a ValueError. `rng`: nothing, of a process that was not there before."""
+    _check_tensor("losses", losses, torch.float32, (step,))
+    if not losses.isfinite().all():
+        raise ValueError("losses has some that are no numbers")
+    if not 0 <= position < 2**63:
+        raise ValueError(f"position is {position}: there is no such place in the data")
+    for name, where in (("cpu", torch.device("cpu")), ("cuda", device)):
+        if name in rng and where.type == name:
+            try:
+                torch.Generator(where).set_state(rng[name])
+            except (RuntimeError, TypeError):
+                raise ValueError(f"rng has no state of torch's generator of random numbers ({name})") from None
+
+
+def _check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Any) -> None:
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
+        raise ValueError(f"{name} is {type(value).__name__}, not a plain tensor")
+    if (value.dtype, tuple(value.shape)) != (dtype, tuple(shape)):
+        raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}, not {dtype} {tuple(shape)}")
+
+
+def as_damaged(path: Path, error: BaseException) -> CommandError:
+    """How to go on without a checkpoint that cannot be read."""
+    others = [other for other in find_checkpoints(path.parent.parent) if other != path]
+    rest = f"step {_step_of(others[-1])}" if others else "the start"
+    return CommandError(f"{path} is damaged ({error}): move it away to resume from {rest}")

@@ -1,0 +1,197 @@
+"""The training loop: AdamW under a cosine, clipped gradients, micro-batches; a run is a folder.
+
+    <run>/config.json     what was asked for, and a hash of the text
+          checkpoints/    see `local_checkpoint.py`
+          tensorboard/    of every step loss, gradient norm and learning rate; of some tokens a second, held-out loss
+          result.json     every loss, written at the end
+
+Over several processes all of them do all of this, and the first one writes and speaks.
+"""
+
+import math
+import signal
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from mezzotint.trainer.console import CommandError, enough_memory, is_closed
+from mezzotint.trainer.evaluate import evaluate
+from mezzotint.trainer.files import write_json
+from mezzotint.trainer.machine import peak_memory, reset_peak_memory
+from mezzotint.trainer.meter import Meter
+from mezzotint.trainer.progress import Reporter
+from mezzotint.trainer.training import Training
+from mezzotint.trainer.world import World, largest, on_first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A run that came to its end."""
+
+    recipe: str
+    losses: list[float]
+    final: float  # mean of the last losses
+    tokens_per_second: float | None
+    peak_memory: int  # bytes
+    graphs: int
+    compile_seconds: float
+    device: str
+    held_out: float | None = None  # loss at the end on text that was not trained on
+
+
+class Stopped(Exception):
+    """A signal asked to stop, and the run did, after a whole step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
+        self.code = 128 + number
+
+
+@contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are noted, once; a second one does what it does without this."""
+    noted: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        before[signum] = signal.signal(signum, note)
+    try:
+        yield noted
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def run_training(training: Training, folder: Path, console: Console) -> Result:
+    """From where it is to its end, or to a signal (`Stopped`), which one process gets and all of them heed."""
+    train, world = training.config.train, training.world
+    reset_peak_memory(training.device)
+    start, meter = training.step, Meter(training.device)
+    with (
+        _writer(folder, start, world) as writer,
+        Reporter(console, train.recipe, train.steps, start) as reporter,
+        catch_signals() as signals,
+        enough_memory(),
+        _without_warnings(),
+    ):
+        if train.compile and training.step < train.steps:
+            reporter.say("compiling: the first step takes up to some minutes")
+        while training.step < train.steps:
+            training.run_step()
+            if is_closed(console):
+                signals.append(signal.SIGPIPE)
+            stopping = largest(world, max(signals, default=0))  # asked once: a later signal stops after the next step
+            is_end = stopping > 0 or training.step == train.steps
+            logs = is_end or training.step % train.log_every == 0
+            saves = train.checkpoint_every > 0 and (is_end or training.step % train.checkpoint_every == 0)
+            meter.step(waits=logs)
+            reporter.advance()
+            if logs or saves:
+                start = _record(training, start, writer)
+            if logs:
+                _show(training, meter, writer, reporter)
+            if train.eval_every and not stopping and not is_end and training.step % train.eval_every == 0:
+                _evaluate(training, writer, reporter)
+                meter.pause()
+            if saves:
+                writer.flush()
+                training.save(folder)
+                meter.pause()
+            if stopping and training.step < train.steps:
+                raise Stopped(stopping, training.step)
+        held_out = _evaluate(training, writer, reporter) if train.hold_out else None
+        result = _result(training, meter, held_out)
+        on_first(world, lambda: write_json(folder / "result.json", asdict(result)))
+    return result
+
+
+class _Silent:
+    """In the place of a SummaryWriter."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+
+@contextmanager
+def _writer(folder: Path, start: int, world: World) -> Iterator[SummaryWriter | _Silent]:
+    """The first process's; the others write nothing."""
+    if not world.is_first:
+        yield _Silent()
+        return
+    purge = start + 1 if start else None  # what an interrupted run wrote after its last checkpoint
+    with SummaryWriter(str(folder / "tensorboard"), purge_step=purge) as writer:
+        yield writer
+
+
+def _record(training: Training, start: int, writer: SummaryWriter | _Silent) -> int:
+    """Note the losses since `start`; the step to go on from. What is no number any more gets no checkpoint."""
+    losses, norms = (values[start : training.step].tolist() for values in (training.losses, training.norms))
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start + 1):
+        writer.add_scalar("loss", loss, step)
+        writer.add_scalar("gradient_norm", norm, step)
+        writer.add_scalar("learning_rate", training.config.train.learning_rate(step - 1), step)
+        _check_number("loss", loss, step)
+        _check_number("gradient's norm", norm, step)
+    return training.step
+
+
+def _check_number(name: str, value: float, step: int) -> None:
+    if not math.isfinite(value):
+        raise CommandError(f"the {name} is {value} at step {step}: lower --lr, or give another --recipe", 1)
+
+
+def _show(training: Training, meter: Meter, writer: SummaryWriter | _Silent, reporter: Reporter) -> None:
+    step, speed = training.step, meter.steps_per_second
+    tokens = None if speed is None else speed * training.tokens_per_step
+    if tokens is not None:
+        writer.add_scalar("tokens_per_second", tokens, step)
+    reporter.show(step, training.losses[step - 1].item(), tokens)
+
+
+def _evaluate(training: Training, writer: SummaryWriter | _Silent, reporter: Reporter) -> float:
+    loss = evaluate(training)
+    writer.add_scalar("held_out_loss", loss, training.step)
+    reporter.note(f"step {training.step}/{training.config.train.steps}  held-out loss {loss:.4f}")
+    return loss
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """The compiler looks at `grad` of the input of a layer that is compiled by itself, which warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
+        yield
+
+
+def _result(training: Training, meter: Meter, held_out: float | None) -> Result:
+    train, losses = training.config.train, training.losses.tolist()
+    speed = meter.steps_per_second
+    where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
+    return Result(
+        recipe=train.recipe,
+        losses=losses,
+        final=statistics.fmean(losses[-train.last :]),
+        tokens_per_second=None if speed is None else speed * training.tokens_per_step,
+        peak_memory=peak_memory(training.device),
+        graphs=meter.graphs,
+        compile_seconds=meter.compile_seconds,
+        device=where,
+        held_out=held_out,
+    )

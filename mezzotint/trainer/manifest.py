@@ -1,0 +1,92 @@
+"""`checkpoint.json`: what a checkpoint is, and a hash of each of its files.
+
+    {"kind": "one process", "step": 100, "config": {…}, "files": {"state.pt": {"bytes": 4096, "sha256": "5f1d…"}, …}}
+
+It alone says what is read, and how: a file that it does not name is not looked at. It is written last.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mezzotint.trainer.files import hash_of, write_json
+
+ABOUT = "checkpoint.json"
+ONE, SEVERAL = "one process", "several processes"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a checkpoint says of itself."""
+
+    kind: str  # who wrote it
+    step: int
+    config: Mapping[str, Any]
+    files: Mapping[str, Entry]
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Files that have been written."""
+    return {name: Entry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
+
+
+def write_about(folder: Path, about: About) -> None:
+    write_json(folder / ABOUT, asdict(about))
+
+
+def read_about(folder: Path) -> About:
+    """Anything else than `write_about` wrote, for a folder of that step, is a ValueError; missing files an OSError."""
+    try:
+        return _about_of(json.loads((folder / ABOUT).read_text(encoding="utf-8")), folder)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{ABOUT}: {error}") from None
+
+
+def _about_of(values: Any, folder: Path) -> About:
+    _check(values, dict, "it")
+    if "bytes" in values and "files" not in values:
+        raise ValueError("it was written by an earlier version, and has no hashes of its files")
+    if values.keys() != {"kind", "step", "config", "files"}:
+        raise ValueError(f"it has {sorted(values)}, not kind, step, config and files")
+    kind, step, config = values["kind"], _check(values["step"], int, "step"), _check(values["config"], dict, "config")
+    if kind not in (ONE, SEVERAL):
+        raise ValueError(f"kind is {kind!r}, neither {ONE!r} nor {SEVERAL!r}")
+    if f"step-{step:08d}" != folder.name:
+        raise ValueError(f"step is {step}, in a folder called {folder.name}")
+    files = {}
+    for name, entry in _check(values["files"], dict, "files").items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} in files is no name of a file here")
+        if _check(entry, dict, name).keys() != {"bytes", "sha256"}:
+            raise ValueError(f"{name} has {sorted(entry)}, not bytes and sha256")
+        files[name] = Entry(_check(entry["bytes"], int, name), _check(entry["sha256"], str, name))
+    return About(kind, step, config, files)
+
+
+def _check(value: Any, kind: type, name: str) -> Any:
+    if type(value) is not kind:  # true is no int here
+        raise ValueError(f"{name} is {json.dumps(value)[:40]}, not {_WORDS[kind]}")
+    return value
+
+
+_WORDS = {dict: "an object", int: "a whole number", str: "text"}
+
+
+def check_files(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> None:
+    """These files are as they were written, bit for bit; else a ValueError, or an OSError."""
+    for name in names:
+        found = (folder / name).stat().st_size
+        if found != files[name].bytes:
+            raise ValueError(f"{name} has {found} bytes of {files[name].bytes}")
+        if hash_of(folder / name) != files[name].sha256:
+            raise ValueError(f"{name} is not as it was written: its SHA-256 is another")

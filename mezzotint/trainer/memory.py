@@ -1,0 +1,334 @@
+"""The memory of a training step, counted on fake tensors: the real modules run, and no byte of data exists.
+
+One step of a model of `SAMPLED` layers is run in a `FakeTensorMode`, and every storage is counted from its allocation
+to its end. The step falls into parts at the borders between layers; since all layers are alike, the step of a model of
+any depth is the same parts with those of the middle layer repeated.
+
+In a world of several processes it is the first one's step, in a process group that is fake too: the collectives run,
+send nothing, and are counted as they would be sent. Routers are taken to spread their tokens evenly.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mezzotint.optimizers import FusedAdam
+from mezzotint.quantization import autocast, quantized_model_init
+from mezzotint.recipe import Recipe
+from mezzotint.recomputation import checkpoint
+from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.layout import Layout
+from mezzotint.trainer.mesh import (
+    balanced_exchange,
+    fake_world,
+    make_meshes,
+    make_model,
+    make_optimizer,
+    reduce_gradients,
+)
+from mezzotint.trainer.model import LanguageModel
+from mezzotint.trainer.savings import Savings
+from mezzotint.trainer.sizes import ModelConfig
+from mezzotint.trainer.traffic import SentBytes
+
+# Layers of the model that is run, and the one of them that stands for all that are left out: what FSDP2 keeps from one
+# layer to the next in backward begins with the last but one.
+SAMPLED, MIDDLE = 4, 1
+ALONE, NONE = Layout(), Savings()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stretch of a step: what is alive at its end, and at most, over what was at its beginning; what it sent."""
+
+    name: str
+    end: int
+    peak: int
+    sent: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Bytes of a training step, of one process."""
+
+    parameters: int  # how many it has
+    saved_per_layer: int
+    saved: int
+    weights: int  # parameters and buffers
+    gradients: int
+    optimizer: int
+    peak: int  # all of them, and what is computed on the way
+    peak_in: str  # the part of the step that has the peak
+    sent: dict[str, int]  # to others, by the kind of collective
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages that were made while it is on, until they are freed."""
+
+    def __init__(self, sent: SentBytes | None = None) -> None:
+        """`sent`: what is sent is noted for each part."""
+        super().__init__()
+        self.live = self.peak = self._start = 0
+        self.parts: list[Part] = []
+        self._sent = SentBytes() if sent is None else sent
+        self._sent_before: Counter[str] = Counter()
+        self._known: set[int] = set()
+        self._sizes: dict[int, tuple[Any, int]] = {}  # of those that are alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "fsdp"):
+            self._measure()
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, torch.Tensor):
+                self._add(storage_of(value))
+        return made
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What was there before."""
+        self._known.update(storage_of(part)._cdata for tensor in tensors for part in buffers_of(tensor))
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._sizes[key] = weakref.ref(storage), size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self._known.discard(key)
+        self.live -= self._sizes.pop(key)[1]
+
+    def _measure(self) -> None:
+        """FSDP2 takes the memory of gathered weights away from their storages and gives it back, which no operation
+        does: it is seen when the next thing is gathered or scattered."""
+        for key, (found, size) in list(self._sizes.items()):
+            storage = found()
+            if storage is not None and storage.nbytes() != size:
+                self.live += storage.nbytes() - size
+                self._sizes[key] = found, storage.nbytes()
+        self.peak = max(self.peak, self.live)
+
+    def end_part(self, name: str) -> None:
+        self._measure()
+        sent = dict(self._sent.total - self._sent_before)
+        self._sent_before = self._sent.total.copy()
+        self.parts.append(Part(name, self.live - self._start, self.peak - self._start, sent))
+        self._start = self.peak = self.live
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """On this process."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that have a quantized one's bytes; any other is its own."""
+    if not isinstance(tensor, QuantizedTensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [getattr(tensor, name) for name in names]
+
+
+class SavedBytes:
+    """Counts what autograd saves, each storage once, without those of `but`: `with saved.hooks(): forward`."""
+
+    def __init__(self, but: Iterable[torch.Tensor]) -> None:
+        self._own = {storage_of(part)._cdata for tensor in but for part in buffers_of(tensor)}
+        self._saved: dict[int, Any] = {}
+
+    @property
+    def total(self) -> int:
+        """As of now: a weight that FSDP2 has gathered is saved, and loses its memory when it is sharded again."""
+        found = [storage() for storage in self._saved.values()]
+        return sum(storage.nbytes() for storage in found if storage is not None)
+
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = storage_of(tensor)
+        if storage._cdata not in self._own:
+            # What is saved lives until backward: no other storage gets its address.
+            self._saved.setdefault(storage._cdata, weakref.ref(storage))
+        return tensor.detach()  # the tensor itself would keep its own graph alive
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Of the whole model, however many processes share it."""
+    with FakeTensorMode():
+        model = LanguageModel(replace(config, layers=1))
+        of_layer = sum(parameter.numel() for parameter in model.layers.parameters())
+        return sum(parameter.numel() for parameter in model.parameters()) + of_layer * (config.layers - 1)
+
+
+def plan_step(
+    config: ModelConfig,
+    recipe: Recipe | None,
+    dtype: torch.dtype = torch.float32,
+    layout: Layout = ALONE,
+    savings: Savings = NONE,
+) -> StepMemory:
+    """A step with AdamW, in eager mode: forward, backward, update. `dtype` is the parameters'."""
+    layout.check_model(config)
+    if savings.quantized_weights and layout.fsdp:
+        raise CommandError("--quantized-weights with --fsdp: shards are of high precision; give one of them")
+    with nullcontext() if layout.world == 1 else fake_world(layout.world):
+        return _plan(config, recipe, dtype, layout, savings)
+
+
+def _make_optimizer(model: nn.Module, savings: Savings) -> torch.optim.Optimizer:
+    if savings.optimizer_dtype == "float32" and not savings.quantized_weights:
+        return make_optimizer(model)
+    moments = {"fp8": torch.uint8}.get(savings.optimizer_dtype) or getattr(torch, savings.optimizer_dtype)
+    return FusedAdam(
+        model.parameters(),
+        master_weights=savings.quantized_weights,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=moments,
+    )
+
+
+def _recompute(model: LanguageModel) -> None:
+    """Backward runs each layer again. Its random numbers are left alone: fake tensors have no state of them."""
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _plan(
+    config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout, savings: Savings
+) -> StepMemory:
+    sampled = min(config.layers, SAMPLED)
+    middle = min(MIDDLE, sampled - 1)
+    more = config.layers - sampled  # layers that are left out
+    meshes = make_meshes(layout) if layout.world > 1 else None
+    with FakeTensorMode():
+        shallow = replace(config, layers=sampled)
+        is_quantized = savings.quantized_weights and recipe is not None
+        with quantized_model_init(enabled=is_quantized, recipe=recipe) if is_quantized else nullcontext():
+            options: dict[str, Any] = {"dtype": dtype, "exchange": balanced_exchange, "recomputes": savings.recompute}
+            model = make_model(shallow, layout, meshes, recipe, **options)
+        optimizer = _make_optimizer(model, savings)
+        if savings.recompute:
+            _recompute(model)
+        tokens = torch.zeros(config.batch, config.sequence, dtype=torch.int64)
+        sent = SentBytes()
+        live, saved = LiveBytes(sent), SavedBytes(model.parameters())
+        live.ignore([*model.parameters(), *model.buffers(), tokens])
+        marks = _watch(model, live, saved)
+        with live, sent:
+            with autocast(enabled=recipe is not None, recipe=recipe), saved.hooks():
+                loss = model(tokens, tokens)
+            saved_in_all = saved.total
+            loss.backward()
+            del loss
+            live.end_part("backward of the embedding")
+            if meshes is not None:
+                for number, layer in enumerate(model.layers):
+                    reduce_gradients(layer, layout, meshes)
+                    live.end_part(_reduction(number))
+                reduce_gradients(model, layout, meshes, but=model.layers)
+                live.end_part("gradients of the embedding")
+            optimizer.step()  # makes its state, which the next step finds; it needs nothing else
+
+        def bytes_of(tensors: Iterable[Any]) -> int:
+            found = [part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in buffers_of(tensor)]
+            storages = [storage_of(tensor) for tensor in found]
+            return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+        def in_all(count: Callable[[nn.Module], int]) -> int:
+            return count(model) + count(model.layers[middle]) * more
+
+        def states(module: nn.Module) -> int:
+            return sum(bytes_of(optimizer.state[parameter].values()) for parameter in module.parameters())
+
+        def numbers(module: nn.Module) -> int:
+            return sum((p._local_tensor if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+
+        weights = in_all(lambda module: bytes_of([*module.parameters(), *module.buffers()]))
+        updates = in_all(states)
+        per_layer = marks[middle + 1] - marks[middle]
+        peak, where = _find_peak(live.parts, middle, more)
+        return StepMemory(
+            parameters=in_all(numbers),
+            saved_per_layer=per_layer,
+            saved=saved_in_all + per_layer * more,
+            weights=weights,
+            gradients=in_all(lambda module: bytes_of(parameter.grad for parameter in module.parameters())),
+            optimizer=updates,
+            peak=weights + updates + peak,
+            peak_in=where,
+            sent=_sent_in_all(live.parts, middle, more),
+        )
+
+
+def _watch(model: LanguageModel, live: LiveBytes, saved: SavedBytes) -> list[int]:
+    """End a part at every border between layers, forward and backward. Gives what is saved up to each, filled later."""
+    marks: list[int] = []
+
+    def border(name: str, number: int) -> Callable[..., None]:
+        def reach(module: nn.Module, args: tuple[Any, ...]) -> None:
+            marks.append(saved.total)
+            live.end_part(_forward(number - 1) if number else "forward of the embedding")
+            args[0].register_hook(lambda gradient: live.end_part(name))
+
+        return reach
+
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(border(_backward(number), number))
+    model.norm.register_forward_pre_hook(border("head and loss", len(model.layers)))
+    return marks
+
+
+def _forward(number: int) -> str:
+    return f"forward of layer {number}"
+
+
+def _backward(number: int) -> str:
+    return f"backward of layer {number}"
+
+
+def _reduction(number: int) -> str:
+    return f"gradients of layer {number}"
+
+
+def _repeats(part: Part, middle: int, more: int) -> int:
+    """How many times a part comes in the whole model."""
+    return more + 1 if part.name in (_forward(middle), _backward(middle), _reduction(middle)) else 1
+
+
+def _find_peak(parts: list[Part], middle: int, more: int) -> tuple[int, str]:
+    """Of the parts one after another, the middle layer's `more` times more; and where it is."""
+    level = peak = 0
+    where = ""
+    for part in parts:
+        times = _repeats(part, middle, more)
+        highest = level + max(0, part.end) * (times - 1)  # at the beginning of the last of them, or of the first
+        if highest + part.peak > peak:
+            peak, where = highest + part.peak, part.name.rstrip(" 0123456789")
+        level += part.end * times
+    return peak, where
+
+
+def _sent_in_all(parts: list[Part], middle: int, more: int) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for part in parts:
+        for kind, size in part.sent.items():
+            total[kind] += size * _repeats(part, middle, more)
+    return dict(total)

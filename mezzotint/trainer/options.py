@@ -1,0 +1,106 @@
+"""Settings said once: a field of a dataclass is a command's option, a line of `config.json`, and a value of the run.
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: int = option(200, "optimizer steps")
+
+@app.command()
+@takes(Config)
+def train(out: str, given: dict[str, Any]) -> None: ...        --out, --steps; given: what was given of Config
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import Field, field, fields
+from functools import wraps
+from typing import Any
+
+import typer
+
+from mezzotint.trainer.console import CommandError
+
+
+def option(default: Any, help: str, *, at_least: float | None = None, bits: int = 31, may_change: bool = False) -> Any:
+    """A field with its help. An integer is less than 2^`bits`. `may_change`: a resumed run takes another value than the
+    one it began with."""
+    return field(default=default, metadata={"help": help, "at_least": at_least, "bits": bits, "may_change": may_change})
+
+
+def flag(name: str) -> str:
+    """kv_heads → "--kv-heads"."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check(config: Any) -> None:
+    """Types and bounds of the fields, wherever their values are from."""
+    for entry in fields(config):
+        value, least, bits = getattr(config, entry.name), entry.metadata["at_least"], entry.metadata["bits"]
+        if not is_a(value, entry.type):
+            raise CommandError(f"{flag(entry.name)} is {value!r}: give {words(entry.type)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise CommandError(f"{flag(entry.name)} is {value}: give a finite number")
+        if least is not None and value is not None and value < least:
+            raise CommandError(f"{flag(entry.name)} is {value}: give {least} or more")
+        if isinstance(value, int) and value >= 2**bits:
+            raise CommandError(f"{flag(entry.name)} is {_short(value)}: give less than 2^{bits}")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """A whole number is a `float`, too; True is none."""
+    if kind is float:
+        kind = int | float
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def words(kind: Any) -> str:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind, "text" if isinstance("", kind) else "an integer")
+
+
+def _short(number: int) -> str:
+    """Python refuses to write integers of thousands of digits."""
+    return str(number) if number < 10**20 else f"{float(number):.1e}" if number < 10**300 else "more than 1e300"
+
+
+def takes(
+    *configs: type, without: tuple[str, ...] = (), changing: type | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The command's parameter `given` becomes an option for each field. What was left out is not in it, so that a
+    command can tell a default from a choice. Fields of `changing` change one that the command has from elsewhere: their
+    defaults are not shown."""
+    options = {entry.name: entry for config in configs for entry in fields(config) if entry.name not in without}
+    silent = set() if changing is None else {entry.name for entry in fields(changing)}
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command)
+
+        @wraps(command)
+        def run(**values: Any) -> Any:
+            for name, value in values.items():
+                if value == "":
+                    raise CommandError(f"{flag(name)} is empty: give a value, or leave it out")
+            found = {name: values.pop(name) for name in options}
+            return command(**values, given={name: value for name, value in found.items() if value is not None})
+
+        parameters = [parameter for name, parameter in own.parameters.items() if name != "given"]
+        parameters += [_parameter(entry, shows=name not in silent) for name, entry in options.items()]
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(entry: Field, *, shows: bool) -> inspect.Parameter:
+    default = entry.default
+    if isinstance(default, bool):
+        default = flag(entry.name if default else f"no-{entry.name}")
+    shown = f" ({default})" if shows and default is not None else ""
+    kind: Any = entry.type
+    return inspect.Parameter(
+        entry.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=typer.Option(None, help=f"{entry.metadata['help']}{shown}", show_default=False),
+        annotation=kind | None,
+    )

@@ -1,0 +1,40 @@
+"""What a step may do to need less memory, and whether it then fits."""
+
+import re
+from dataclasses import dataclass
+
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.options import check, option
+
+STATES = ("float32", "bfloat16", "float16", "fp8")
+_UNITS = {"B": 1, **{f"{sign}B": 1000**n for n, sign in enumerate("KMGT", 1)}}
+_UNITS |= {f"{sign}IB": 1024**n for n, sign in enumerate("KMGT", 1)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savings:
+    """Ways to hold less."""
+
+    quantized_weights: bool = option(False, "weights of GEMMs as the recipe quantizes them, FP32 ones in the optimizer")
+    optimizer_dtype: str = option("float32", f"of AdamW's two moments: {', '.join(STATES)}")
+    recompute: bool = option(False, "backward computes what is inside of a layer again, instead of keeping it")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.optimizer_dtype not in STATES:
+            raise CommandError(f"--optimizer-dtype is {self.optimizer_dtype!r}: give one of {', '.join(STATES)}")
+
+    def words(self) -> list[str]:
+        """Those that are used."""
+        found = ["quantized weights"] if self.quantized_weights else []
+        found += [f"moments in {self.optimizer_dtype}"] if self.optimizer_dtype != STATES[0] else []
+        return found + (["layers recomputed"] if self.recompute else [])
+
+
+def parse_size(said: str) -> int:
+    """ "80GB" → 80 * 10^9, "80 GiB" → 80 * 2^30."""
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-zA-Z]+)", said.strip())
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or not float(found[1]):
+        raise CommandError(f"--fits is {said!r}: give a size with its unit, as 80GB or 80GiB")
+    return int(float(found[1]) * unit)

@@ -1,0 +1,120 @@
+"""Checkpoints of runs over several processes: written by all of them, with DCP, and whole or not there.
+
+    <run>/checkpoints/step-00000100/
+        __0_0.distcp …        what each process wrote: its parts of weights and optimizer state, its random numbers
+        .metadata             what is where; DCP writes it last
+        checkpoint.json       step, configuration, size and hash of the files (`manifest.py`)
+
+Names and places are those of the whole model (`parts.py`): a world of another size, or one process, reads what it
+needs. All processes see one folder. They write under another name, which the first one changes when all are done.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from mezzotint.distributed.parts import Place
+from mezzotint.distributed.reading import load_state, read_metadata
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.files import remove, sync
+from mezzotint.trainer.local_checkpoint import as_damaged, checkpoint_path, remove_old
+from mezzotint.trainer.manifest import SEVERAL, About, Entry, describe, write_about
+from mezzotint.trainer.world import World, on_first, together
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, places: Mapping[str, Place]
+) -> dict[str, torch.Tensor]:
+    """Weights and AdamW's state, by the names of the whole model, over the memory of this process's parts."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        place = places[name]
+        found[f"model.{place.name}"] = place.parts(parameter)
+        for key, value in start_state(optimizer, parameter).items():
+            found[f"optimizer.{place.name}.{key}"] = place.parts(value) if value.dim() else value
+    return found
+
+
+def start_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's, of a parameter; as it makes it itself, before the first step."""
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), device=parameter.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    return state
+
+
+def save_shared(
+    world: World, run: Path, step: int, config: Mapping[str, Any], state: Mapping[str, torch.Tensor], keep: int
+) -> None:
+    """Write it, and remove all but the newest `keep`. All processes call it."""
+    path = checkpoint_path(run, step)
+    aside = path.with_name(f".writing-{path.name}")
+
+    def prepare() -> bool:
+        remove(aside)
+        if not path.exists():
+            aside.mkdir(parents=True)
+        return path.exists()
+
+    def write() -> None:
+        try:
+            dcp.save(dict(state), checkpoint_id=str(aside))
+        except (CheckpointException, OSError) as error:
+            raise _unwritable(path, error) from None
+
+    def look() -> dict[str, Entry]:
+        """At this process's share of the files, which all have written."""
+        return describe(aside, sorted(file.name for file in aside.iterdir())[world.rank :: world.size])
+
+    def finish() -> None:
+        try:
+            for name in files:
+                sync(aside / name)
+            write_about(aside, About(SEVERAL, step, config, files))
+            sync(aside)
+            aside.rename(path)
+            sync(path.parent)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    if not on_first(world, prepare):
+        together(world, write)
+        shares: list[Any] = [None] * world.size
+        dist.all_gather_object(shares, together(world, look))
+        files = {name: entry for share in shares for name, entry in share.items()}
+        on_first(world, finish)
+    on_first(world, lambda: remove_old(run, keep))
+
+
+def _unwritable(path: Path, error: BaseException) -> CommandError:
+    return CommandError(f"{path} cannot be written ({error}): make room, then go on with --resume", 1)
+
+
+def read_stored(path: Path, about: About) -> Metadata:
+    """What is in it, and where: in files that `checkpoint.json` names."""
+    try:
+        metadata = read_metadata(path)
+        others = {info.relative_path for info in metadata.storage_data.values()} - about.files.keys()
+        if others:
+            raise ValueError(f".metadata names {', '.join(sorted(others))}, which is no file of this checkpoint")
+        if not all(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()):
+            raise ValueError(".metadata names more than tensors")
+        return metadata
+    except ValueError as error:
+        raise as_damaged(path, error) from None
+
+
+def load_into(path: Path, state: dict[str, torch.Tensor], metadata: Metadata) -> None:
+    """Read what `state` names into its tensors. All processes call it."""
+    try:
+        load_state(path, state, metadata)
+    except ValueError as error:
+        raise as_damaged(path, error) from None

@@ -1,0 +1,156 @@
+"""The processes that torchrun started: which one this is, and how all of them go the same way.
+
+What only the first does (folders, logs) and what each does for itself (reading text) can go wrong on one process: the
+others learn of it before they would wait for it (`together`, `on_first`).
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mezzotint.comm.agreement import check_agreed
+from mezzotint.trainer.console import CommandError, is_one_of_many
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among `size`; `local_rank` among those of its machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+ALONE = World()
+
+
+def find_world() -> World:
+    """By torchrun's environment, or by the process group that this process is in already."""
+    if dist.is_initialized():
+        return World(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", "0"))
+    if not is_one_of_many():
+        return ALONE
+    world = World(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0"))
+    if world.rank >= world.size:
+        raise CommandError(f"RANK is {world.rank} of WORLD_SIZE {world.size}: {_START}", is_own=True)
+    return world
+
+
+_START = "start processes with torchrun, or unset RANK for one alone"
+
+
+def _number(name: str, default: str | None = None) -> int:
+    """Of a variable that torchrun sets."""
+    said = os.environ[name] if default is None else os.environ.get(name, default)
+    if not (said.isascii() and said.isdecimal()):
+        raise CommandError(f"{name} is {said!r}, which is no number: {_START}", is_own=True)
+    return int(said)
+
+
+@contextmanager
+def joined(world: World, device: str, timeout: int) -> Iterator[None]:
+    """Inside, the processes of the world are one process group: gloo, and NCCL where there are GPUs that `device`
+    (auto, cpu or cuda) lets them use. `timeout`: seconds that one waits for another."""
+    if world.size == 1 or dist.is_initialized():
+        yield
+        return
+    backend = "gloo"
+    if device != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if world.local_rank >= count:
+            raise CommandError(f"there are {count} GPUs here: give torchrun --nproc-per-node {count}, or --device cpu")
+        torch.cuda.set_device(world.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except (ValueError, RuntimeError) as error:
+        raise CommandError(f"the {world.size} processes do not meet ({error}): start them with torchrun", 1) from None
+    try:
+        yield
+    except CommandError as error:
+        if not error.is_own:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # and not after errors of this process alone: it would wait for the others
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """What `work` gives on this process. Where it fails on one, it fails on all, by its error."""
+    result, error = _attempt(world, work)
+    _share(world, error)
+    return result
+
+
+def on_first(world: World, work: Callable[[], T]) -> T:
+    """What `work` gives on the first process, on all of them."""
+    result, error = _attempt(world, work) if world.is_first else (None, None)
+    return _share(world, error, result)
+
+
+def _attempt(world: World, work: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
+    """Its result, and what went wrong."""
+    if world.size == 1:
+        return work(), None
+    try:
+        return work(), None
+    except CommandError as error:
+        return None, (str(error), error.code)
+    except OSError as error:
+        return None, (f"{error}: see to it, and try again", 1)
+
+
+def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> Any:
+    """The first process's result, or the first error."""
+    if world.size == 1:
+        return result
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, (result, error))
+    for rank, (_, failed) in enumerate(found):
+        if failed is not None:
+            raise CommandError(f"process {rank}: {failed[0]}" if rank else failed[0], failed[1])
+    return found[0][0]
+
+
+def check_same(world: World, values: Mapping[str, Any]) -> None:
+    """Options and the like, or an error on every process that names the one that differs."""
+    if world.size == 1:
+        return
+    try:
+        check_agreed(None, **{name: str(value) for name, value in values.items()})
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def largest(world: World, number: int) -> int:
+    """Of all processes; over the CPU, so that no GPU is waited for."""
+    if world.size == 1:
+        return number
+    found = torch.tensor(number)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+@contextmanager
+def losing_none(world: World) -> Iterator[None]:
+    """An error of a collective, as when another process is gone or waited for too long, is one line of this process."""
+    try:
+        yield
+    except RuntimeError as error:
+        is_theirs = isinstance(error, dist.DistError) or "gloo" in str(error) or "process group" in str(error)
+        if world.size == 1 or not is_theirs:
+            raise
+        how = "see what that one said; --resume goes on from the last checkpoint"
+        message = f"process {world.rank} lost another one ({str(error).splitlines()[0]}): {how}"
+        raise CommandError(message, 1, is_own=True) from None

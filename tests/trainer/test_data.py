@@ -1,0 +1,111 @@
+"""Text: read in one order, cut into windows that an epoch takes once, errors that say what to give."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from mezzotint.trainer import data
+from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.data import Batches, Text, read_bytes, read_text
+
+
+def text_of(length: int) -> Text:
+    return Text(torch.arange(length, dtype=torch.int32), length, "")
+
+
+def test_python_sources_are_read_in_one_order() -> None:
+    text = read_bytes(None)
+    assert text == read_bytes(None)
+    assert len(text) > 2_000_000
+    assert b"import" in text
+
+
+def test_a_folder_is_its_text_files_by_path(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for name, content in {"c.txt": b"3", "a.txt": b"1", "b/z.txt": b"2", ".hidden": b"-", "picture": b"\0"}.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_bytes(str(tmp_path)) == b"123"
+
+
+def test_bytes_are_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"ab\0\xff")
+    text = read_text(str(path))
+    assert (text.tokens.tolist(), text.vocab) == ([97, 98, 0, 255], 256)
+    path.write_bytes(b"ab\0\xfe")
+    assert read_text(str(path)).fingerprint != text.fingerprint
+
+
+def test_tokens_of_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("one two two one four")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    text = read_text(str(tmp_path / "text"), str(tmp_path / "tokenizer.json"))
+    assert (text.tokens.tolist(), text.vocab) == ([0, 1, 1, 0, 2], 3)
+    assert text.fingerprint != read_text(str(tmp_path / "text")).fingerprint
+
+
+def test_a_long_text_is_tokenized_in_lines() -> None:
+    text = "ab\n" * 50 + "the end"
+    pieces = list(data._pieces(text, 10))
+    assert "".join(pieces) == text
+    assert pieces[:2] == ["ab\n" * 4, "ab\n" * 4]
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+
+
+def test_what_cannot_be_read_says_what_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(CommandError, match="does not exist: give a text file"):
+        read_text(str(tmp_path / "missing"))
+    with pytest.raises(CommandError, match="is empty: give a file"):
+        read_text(str(tmp_path / "empty"))
+    with pytest.raises(CommandError, match="has no text file in it"):
+        read_text(str(tmp_path / "folder"))
+    with pytest.raises(CommandError, match=r"give the tokenizer\.json"):
+        read_text(str(tmp_path / "text"), str(tmp_path / "missing"))
+    with pytest.raises(CommandError, match="is no tokenizer"):
+        read_text(str(tmp_path / "text"), str(tmp_path / "text"))
+    monkeypatch.setattr(data, "HAS_TOKENIZERS", False)
+    with pytest.raises(CommandError, match="pip install tokenizers"):
+        read_text(str(tmp_path / "text"), str(tmp_path / "text"))
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(tmp_path / "folder"))
+    with pytest.raises(CommandError, match="give text with --data"):
+        read_text()
+
+
+def test_an_epoch_takes_every_window_once() -> None:
+    batches = Batches(text_of(41), sequence=4, batch=5, seed=0)  # 10 windows
+    epochs = []
+    for _ in range(2):
+        starts = []
+        for _ in range(2):
+            tokens, targets = batches.next()
+            assert torch.equal(tokens[:, 1:], targets[:, :-1])
+            assert torch.equal(targets[:, -1], tokens[:, -1] + 1)
+            starts += tokens[:, 0].tolist()
+        assert sorted(starts) == list(range(0, 40, 4))
+        epochs.append(starts)
+    assert epochs[0] != epochs[1]
+    assert Batches(text_of(41), 4, 5, seed=1).next()[0][:, 0].tolist() != epochs[0][:5]
+
+
+def test_a_position_is_all_there_is_to_go_on_from() -> None:
+    whole = Batches(text_of(41), sequence=4, batch=3, seed=0)
+    expected = [whole.next() for _ in range(9)]
+    later = Batches(text_of(41), sequence=4, batch=3, seed=0, position=12)
+    for tokens, targets in expected[4:]:
+        found = later.next()
+        assert torch.equal(found[0], tokens)
+        assert torch.equal(found[1], targets)
+    assert later.position == whole.position
+
+
+def test_a_text_that_is_too_short() -> None:
+    Batches(text_of(5), sequence=4, batch=1, seed=0)
+    with pytest.raises(CommandError, match="the text has 4 tokens: a sequence needs 5"):
+        Batches(text_of(4), sequence=4, batch=1, seed=0)
