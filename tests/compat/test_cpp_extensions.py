@@ -9,7 +9,7 @@ from torch.nn import functional
 import mezzotint as mz
 from mezzotint import DType
 from mezzotint.compat.cpp_extensions import general_gemm, general_grouped_gemm, is_custom, replace_raw_data
-from tests.module.test_options import Int8Quantizer
+from tests.module.test_own_quantizers import Int8Quantizer
 from tests.quantizer_formats import FORMATS, sample
 
 LAYOUTS = ("TN", "NN", "NT")

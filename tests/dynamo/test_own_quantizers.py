@@ -14,7 +14,8 @@ import torch
 import mezzotint as mz
 from mezzotint.dynamo import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.dynamo.trace import _close_gaps, _compare_with_snapshots, _know_quantizers
-from tests.dynamo.test_compile import a_users_op, assert_same, compiled
+from tests.dynamo.graphs import assert_same, compiled
+from tests.dynamo.test_opaque import a_users_op
 from tests.quantizer_formats import E4M3, E5M2, FORMATS, sample
 
 pytestmark = pytest.mark.compile

@@ -8,7 +8,7 @@ import torch
 import mezzotint as mz
 from mezzotint import ops
 from mezzotint.functional.gemm import GEMMType
-from tests.module.test_options import own_recipe
+from tests.module.test_own_quantizers import own_recipe
 from tests.ops.user_ops import OPTIONS, registries, step
 from tests.recipes import sample
 

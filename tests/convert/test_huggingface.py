@@ -24,7 +24,7 @@ from tests.recipes import RECIPES
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLE = str(Path(__file__).resolve().parents[1] / "examples" / "convert_huggingface.py")
+EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "convert_huggingface.py")
 LAYERS, LINEARS = 2, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Norm of the difference of logits over their norm. Seen: 0.036 to 0.042 in FP8, 0.13 in NVFP4.
 BOUNDS = {"delayed": 0.1, "current": 0.1, "mxfp8": 0.1, "nvfp4": 0.3}
