@@ -17,7 +17,7 @@ from bench._cases import Case, Shape
 from mezzotint.functional import gemm, grouped_linear
 
 # Where the cores multiply.
-PRODUCTS = ((gemm, "gemm_unchecked"), (grouped_linear, "grouped_gemm"), (grouped_linear, "grouped_gemm_packed"))
+PRODUCTS = ((gemm, "gemm"), (grouped_linear, "grouped_gemm"), (grouped_linear, "grouped_gemm_packed"))
 # Recipe → how it quantizes x, the weight and the gradient.
 FORMATS: dict[str, tuple[Case, Case, Case]] = {
     "delayed": (cases.float8_delayed(),) * 3,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.gemm import Operand, gemm_unchecked
+from mezzotint.kernels.gemm import Operand, gemm
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["GEMMType", "MMParams", "is_custom", "multiply", "operand"]
@@ -43,7 +43,8 @@ def multiply(
     """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
     if is_custom(a) and is_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
-    return gemm_unchecked(operand(a, a_columnwise), operand(b, b_columnwise), out_dtype, bias, accumulate, fast)
+    x, y = operand(a, a_columnwise), operand(b, b_columnwise)
+    return gemm(x, y, out_dtype=out_dtype, bias=bias, accumulate=accumulate, fast_accum=fast)
 
 
 class GEMMType(Enum):

@@ -32,8 +32,6 @@ from mezzotint.kernels._lib import LIBRARY, is_plain, leaf
 from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
-    as_stored,
-    check_pair,
     contraction,
     dequantize,
     exact,
@@ -235,29 +233,6 @@ def check_output(
         raise ValueError(f"accumulate{suffix} is {accumulate.dtype}: expected one of {HIGH_PRECISION}")
 
 
-def gemm_unchecked(
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    bias: torch.Tensor | None,
-    accumulate: torch.Tensor | None,
-    fast_accum: bool,
-) -> torch.Tensor:
-    """As `gemm`, of operands that storages made: nothing to check, and in plain eager code no op to go through."""
-    if torch.compiler.is_compiling() or not is_plain(a.data):
-        if accumulate is None:
-            return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
-        _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
-        return accumulate
-    dtype = out_dtype if accumulate is None else accumulate.dtype
-    out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
-    if torch.is_autocast_enabled(out.device.type):
-        multiply(out, a, b, bias, fast_accum)
-    else:
-        _multiply(out, a, b, bias, fast_accum)
-    return out if accumulate is None else accumulate.add_(out)
-
-
 def gemm(
     a: Operand,
     b: Operand,
@@ -271,11 +246,18 @@ def gemm(
 
     With `accumulate` (Ra, Rb) D takes its dtype instead of `out_dtype`, is added into it, and it is returned.
     `fast_accum` allows FP8 tensor cores to accumulate with fewer bits; it is a permission, ignored elsewhere.
+    Operands are as storages make them: nothing is checked here (`check_pair`, `check_output`), and plain eager code
+    goes through no op.
     """
-    a, b = as_stored(a), as_stored(b)
-    check_pair(a, b)
-    check_output((rows(a), rows(b)), a.data.device, out_dtype, bias, accumulate)
-    if accumulate is None:
-        return _gemm_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
-    _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
-    return accumulate
+    if torch.compiler.is_compiling() or not is_plain(a.data):
+        if accumulate is None:
+            return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
+        _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
+        return accumulate
+    dtype = out_dtype if accumulate is None else accumulate.dtype
+    out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
+    if torch.is_autocast_enabled(out.device.type):
+        multiply(out, a, b, bias, fast_accum)
+    else:
+        _multiply(out, a, b, bias, fast_accum)
+    return out if accumulate is None else accumulate.add_(out)

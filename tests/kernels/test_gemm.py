@@ -12,8 +12,8 @@ import mezzotint as mz
 from mezzotint import hw
 from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels import gemm as gemm_file
-from mezzotint.kernels.gemm import BACKENDS, Operand, flat, gemm, gemm_reference
-from mezzotint.kernels.operand import KINDS, exact
+from mezzotint.kernels.gemm import BACKENDS, Operand, check_output, flat, gemm, gemm_reference
+from mezzotint.kernels.operand import KINDS, as_stored, check_pair, exact
 from mezzotint.recipe import MXFP8BlockScaling
 from tests.operands import (
     FORMAT_ERROR,
@@ -145,8 +145,8 @@ def test_mx_columnwise_as_stored_or_as_views(swizzled: bool) -> None:
     other = quantize(torch.randn(33, 96), "mx")
     got = gemm(stored, other, out_dtype=F32)
     check_close(got, stored, other)
-    assert torch.equal(gemm(views, other, out_dtype=F32), got)
-    assert torch.equal(gemm(other, views, out_dtype=F32), gemm(other, stored, out_dtype=F32))
+    assert torch.equal(gemm(as_stored(views), other, out_dtype=F32), got)
+    assert torch.equal(gemm(other, as_stored(views), out_dtype=F32), gemm(other, stored, out_dtype=F32))
 
 
 @pytest.mark.parametrize(("scaled_a", "scaled_b"), [(False, False), (True, False), (False, True), (True, True)])
@@ -428,25 +428,26 @@ def _pair() -> tuple[Operand, Operand]:
 def test_a_bad_operand_is_named(change: dict, message: str) -> None:
     a, b = _pair()
     with pytest.raises(ValueError, match=message):
-        gemm(replace(a, **change), b, out_dtype=F32)
+        check_pair(replace(a, **change), b)
 
 
 def test_other_bad_arguments_are_named() -> None:
     a, b = _pair()
+    shape, cpu = (4, 6), torch.device("cpu")
     with pytest.raises(ValueError, match=r"b\.scale is missing"):
-        gemm(a, replace(b, scale=None), out_dtype=F32)
+        check_pair(a, replace(b, scale=None))
     with pytest.raises(ValueError, match=r"b\.data is on meta"):
-        gemm(a, replace(b, data=b.data.to("meta")), out_dtype=F32)
+        check_pair(a, replace(b, data=b.data.to("meta")))
     with pytest.raises(ValueError, match=r"out_dtype is torch\.int8"):
-        gemm(a, b, out_dtype=torch.int8)
+        check_output(shape, cpu, torch.int8, None, None)
     with pytest.raises(ValueError, match=r"bias is \(4,\) on cpu: expected \(6,\)"):
-        gemm(a, b, out_dtype=F32, bias=torch.zeros(4))
+        check_output(shape, cpu, F32, torch.zeros(4), None)
     with pytest.raises(ValueError, match=r"accumulate is \(6, 4\) on cpu: expected \(4, 6\)"):
-        gemm(a, b, out_dtype=F32, accumulate=torch.zeros(6, 4))
+        check_output(shape, cpu, F32, None, torch.zeros(6, 4))
     with pytest.raises(ValueError, match=r"accumulate is torch\.uint8"):
-        gemm(a, b, out_dtype=F32, accumulate=torch.zeros(4, 6, dtype=torch.uint8))
+        check_output(shape, cpu, F32, None, torch.zeros(4, 6, dtype=torch.uint8))
     nv = quantize(torch.randn(4, 32), "nv")
     with pytest.raises(ValueError, match=r"a\.amax is missing"):
-        gemm(replace(nv, amax=None), b, out_dtype=F32)
+        check_pair(replace(nv, amax=None), b)
     with pytest.raises(ValueError, match=r"a\.amax has shape \(3,\)"):
-        gemm(replace(nv, amax=torch.ones(3)), b, out_dtype=F32)
+        check_pair(replace(nv, amax=torch.ones(3)), b)

@@ -42,7 +42,7 @@ def products(
 
     def product(a: Any, a_scale: Any, b: Any, b_scale: Any, *added: Any) -> Any:
         sides = [Operand(a, a_scale, kind=kind, dtype=dtype), Operand(b, b_scale, kind=kind, dtype=E4M3)]
-        return gemm.gemm_unchecked(*sides, out, added[0] if added else None, None, True)
+        return gemm.gemm(*sides, out_dtype=out, bias=added[0] if added else None, fast_accum=True)
 
     with FakeTensorMode():
         options: dict[str, Any] = {"device": device}
