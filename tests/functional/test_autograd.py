@@ -18,7 +18,7 @@ from mezzotint.functional import (
     layernorm_mlp,
     linear,
     norm,
-    parallel,
+    tensor_parallel,
 )
 from mezzotint.functional.autograd import Core, GradState, Saved, apply, flatten, unflatten
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -28,7 +28,7 @@ from tests.recipes import MODULES, RECIPES, VARIANTS, assert_equal, make, sample
 
 over_modules = pytest.mark.parametrize("name", MODULES)
 over_recipes = pytest.mark.parametrize("recipe", RECIPES)
-PACKAGES = (autograd, linear, layernorm_linear, layernorm_mlp, grouped_linear, norm, activation, parallel)
+PACKAGES = (autograd, linear, layernorm_linear, layernorm_mlp, grouped_linear, norm, activation, tensor_parallel)
 
 
 # Arguments
