@@ -22,7 +22,7 @@ import torch
 
 from mezzotint.constants import E4M3, E5M2, FP8_TORCH, cdiv, rup
 from mezzotint.kernels.gemm import Operand, gemm
-from mezzotint.kernels.grouped_gemm import grouped_gemm_packed, offsets
+from mezzotint.kernels.grouped_gemm import group_ends, grouped_gemm_packed
 from tests.operands import decode, quantize, to
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
@@ -155,7 +155,7 @@ def grouped() -> None:
     """`torch._grouped_mm`, `torch._scaled_grouped_mm`: group sizes, an empty group, both ways of being ragged."""
     for splits in ([64, 128, 64], [3, 17, 44], [16, 0, 48], [8, 24, 32]):
         total, count = sum(splits), len(splits)
-        ends = offsets(splits, torch.device("cuda"))
+        ends = group_ends(splits, torch.device("cuda"))
         x, dy = torch.randn(total, 256, device="cuda").to(B16), torch.randn(total, 128, device="cuda").to(B16)
         w = torch.randn(count, 128, 256, device="cuda").to(B16)
         forward = lambda: truth_groups(x.split(splits), w)

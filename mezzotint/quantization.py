@@ -31,7 +31,7 @@ from mezzotint.availability import (
 )
 from mezzotint.comm.groups import world_size
 from mezzotint.constants import DType
-from mezzotint.functional.delayed import ScaleState, step, update_states
+from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
 from mezzotint.meeting import agree
 from mezzotint.recipe import (
     CustomRecipe,
@@ -156,7 +156,7 @@ def update_pending(updates: bool) -> None:
     waiting, state.pending = state.pending, None
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # all of them before anything can go wrong
-        waiting.module._turn.is_pending = waiting.module._turn.has_backward = False
+        waiting.module._run_status.is_pending = waiting.module._run_status.has_backward = False
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
     if not (updates and modules):
@@ -167,7 +167,7 @@ def update_pending(updates: bool) -> None:
         rule = update_rule(request, forward=True)
         states.append(ScaleState(scale, history, *rule, groups, number=module._number))
     if len(states) == 1 and states[0].is_alone():
-        step(states[0], [], [])
+        update_scale_state(states[0], [], [])
     else:
         with torch.no_grad():
             update_states(states)

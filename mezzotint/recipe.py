@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from mezzotint.constants import DType
-from mezzotint.recipe_names import RECIPE_CLASSES, short_name
+from mezzotint.recipe_names import RECIPE_CLASSES, recipe_short_name
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
@@ -196,12 +196,12 @@ class DelayedScaling(Recipe):
 
     def quantizer(self, role: QuantizerRole) -> QuantizerRequest:
         return DelayedScalingRequest(
-            self.fp8_format,
-            self.margin,
-            self.amax_history_len,
-            self.amax_compute_algo,
-            self.scaling_factor_compute_algo,
-            self.reduce_amax,
+            fp8_format=self.fp8_format,
+            margin=self.margin,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+            scaling_factor_compute_algo=self.scaling_factor_compute_algo,
+            reduce_amax=self.reduce_amax,
         )
 
 
@@ -500,7 +500,7 @@ RECIPES: dict[str, type[Recipe]] = {name: globals()[kind] for name, kind in RECI
 def as_recipe(recipe: Recipe | str) -> Recipe:
     """Return the recipe, or the one with default options that a name stands for."""
     if isinstance(recipe, str):
-        name = short_name(recipe)
+        name = recipe_short_name(recipe)
         if name is None:
             raise ValueError(f"there is no recipe {recipe!r}: give one of {', '.join(RECIPES)}, or a Recipe")
         return RECIPES[name]()

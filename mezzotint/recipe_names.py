@@ -15,6 +15,6 @@ RECIPE_CLASSES = {
 _NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known in (name, kind)}
 
 
-def short_name(asked: str) -> str | None:
+def recipe_short_name(asked: str) -> str | None:
     """Return the short name of a recipe that is asked for by it, or by its class, in any case; None for no recipe."""
     return _NAMES.get(asked.strip().lower())

@@ -16,7 +16,7 @@ from mezzotint.region import current_state, get_autocast_state, set_autocast_sta
 TORCH_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 
-Scales = tuple[torch.Tensor, torch.Tensor, bool]
+SavedScales = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class _Recomputation:
@@ -31,20 +31,20 @@ class _Recomputation:
         self.outer = outer
         self.has_backward = torch.is_grad_enabled() or (outer is not None and outer.has_backward)
         self.has_run, self.is_second, self.position = False, False, 0
-        self.scales: list[Scales] = []
+        self.scales: list[SavedScales] = []
 
     def start(self) -> None:
         """A run. It is a second one, too, in the first run of a checkpoint that is inside of a second run."""
         self.is_second = self.has_run or (self.outer is not None and self.outer.is_second)
         self.position = 0
 
-    def keep_scales(self, scales: Scales) -> None:
+    def keep_scales(self, scales: SavedScales) -> None:
         """Those of this call, those that kept weights were quantized with, and whether its backward is the last."""
         self.scales.append(scales)
         if self.outer is not None:
             self.outer.keep_scales(scales)
 
-    def next_scales(self) -> Scales:
+    def next_scales(self) -> SavedScales:
         if not self.has_run:
             self.scales.append(self.outer.next_scales())
         scales = self.scales[self.position]

@@ -24,7 +24,7 @@ class Pending:
         self.module, self.groups, self.before = module, groups, before
 
 
-class Turn:
+class RunStatus:
     """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
     quantized. Of its own: to set an attribute of an `nn.Module` is slow.
 

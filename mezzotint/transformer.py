@@ -28,7 +28,7 @@ from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel_module import set_groups
-from mezzotint.layer.parameters import Place, check_input, check_parallel, resolve_dtype
+from mezzotint.layer.parameters import PlaceParameter, check_module_input, check_parallel, resolve_dtype
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -223,7 +223,7 @@ class TransformerLayer(Named):
             )
         self._end_parts()
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""
         if modes:
             raise ValueError("TransformerLayer has several weights: use TensorParallel, which splits each its way")
@@ -280,7 +280,7 @@ class TransformerLayer(Named):
         Arguments of the self-attention as of `MultiheadAttention.forward`; those with `enc_dec` and `encoder_output`
         are of the cross-attention.
         """
-        check_input(hidden_states, self.hidden_size, "hidden_states")
+        check_module_input(hidden_states, self.hidden_size, "hidden_states")
         x = dequantized(hidden_states).to(activation_dtype(hidden_states))
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,

@@ -11,7 +11,7 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint import DType, hw, quantization
-from mezzotint.functional.delayed import ENDING
+from mezzotint.functional.delayed import SCALE_UPDATES
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -31,7 +31,7 @@ def _nothing_is_left() -> Iterator[None]:
     """Whatever a test does, the state after it is that of the start."""
     yield
     assert State() == current_state()
-    assert not ENDING.waiting
+    assert not SCALE_UPDATES.waiting
 
 
 # Signatures, as upstream has them

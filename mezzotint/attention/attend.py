@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from mezzotint import hw
 from mezzotint.attention.flex import flex_attend, flex_serves
-from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed, spread
+from mezzotint.attention.masks import Rule, Side, alibi_bias, allowed, broadcast_pairs
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Scores:
 def score_terms(scores: Scores) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What a query sees, bool, and what is added to the scaled products; each broadcasts to [b, h, s_q, s_k]."""
     assert scores.sides is not None
-    q, k = spread(*scores.sides)
+    q, k = broadcast_pairs(*scores.sides)
     seen = allowed(scores.rule, q, k)
     if scores.arbitrary is not None:
         seen = ~scores.arbitrary if seen is None else seen & ~scores.arbitrary

@@ -16,14 +16,13 @@ from mezzotint.attention.attend import Scores, attend, largest_logit
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import (
     BIAS_TYPES,
-    FORMATS,
+    QKV_FORMATS,
     Rule,
     Side,
     alibi_slopes,
     align,
     batch_sides,
     cached_side,
-    check_choice,
     check_probability,
     checked_mask,
     packed_side,
@@ -34,8 +33,9 @@ from mezzotint.attention.masks import (
 from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.names import Named
-from mezzotint.layer.parameters import Place, check_features, default_init, resolve_device
+from mezzotint.layer.parameters import PlaceParameter, check_features, default_init, resolve_device
 from mezzotint.region import recipe_in_force
+from mezzotint.tensor.checks import check_choice
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -83,7 +83,7 @@ class DotProductAttention(Named):
         size = resolve_size(tp_group, tp_size)
         part_of("num_attention_heads", num_attention_heads, size)
         part_of("num_gqa_groups", groups, size)
-        check_choice("qkv_format", qkv_format, FORMATS)
+        check_choice("qkv_format", qkv_format, QKV_FORMATS)
         check_choice("attention_type", attention_type, ("self", "cross"))
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_probability("attention_dropout", attention_dropout)
@@ -117,7 +117,7 @@ class DotProductAttention(Named):
         with torch.no_grad():
             default_init(self.softmax_offset)
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Of all heads, those of this process."""
         if modes:
             raise ValueError("DotProductAttention has no weight: it is split with the MultiheadAttention around it")
@@ -197,12 +197,12 @@ class DotProductAttention(Named):
                 f"fp8_output={fp8_output}, score_mod={score_mod}, score_mod_bprop={score_mod_bprop}: attention is "
                 "PyTorch's, in high precision; leave them off, and give core_attention_bias for scores of your own"
             )
-        check_recipe()
+        check_attention_recipe()
         check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
-        q, k, v = unpack(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
+        q, k, v = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q, k, v = dequantized(q), dequantized(k), dequantized(v)
         layout = self.qkv_format if qkv_format is None else qkv_format
-        check_choice("qkv_format", layout, FORMATS)
+        check_choice("qkv_format", layout, QKV_FORMATS)
         self._check_heads(q, k, v, layout)
         rule = resolve_rule(
             self.attn_mask_type if attn_mask_type is None else attn_mask_type,
@@ -232,16 +232,16 @@ class DotProductAttention(Named):
                 tokens = tokens_of(rule, q, k, attention_mask, cu_seqlens_q, cu_seqlens_kv)
                 sides = batch_sides(rule, q.shape[1], k.shape[1], *tokens, q.device)
         scores = Scores(
-            rule,
-            is_plain,
-            sides,
-            arbitrary,
-            bias,
-            slopes,
-            sink,
-            self.softmax_scale,
-            self.attention_dropout if self.training else 0.0,
-            checkpoint_core_attention,
+            rule=rule,
+            is_plain=is_plain,
+            sides=sides,
+            arbitrary=arbitrary,
+            bias=bias,
+            slopes=slopes,
+            sink=sink,
+            scale=self.softmax_scale,
+            dropout=self.attention_dropout if self.training else 0.0,
+            recomputes=checkpoint_core_attention,
         )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = self._attend(q, k, v, scores)
@@ -270,7 +270,7 @@ class DotProductAttention(Named):
                 "inference_params needs a padding mask, since sequences have their own lengths: give "
                 "attn_mask_type='padding_causal' or 'padding'"
             )
-        rule = Rule(True, False, rule.left, rule.right, True)
+        rule = Rule(has_padding=True, is_arbitrary=False, left=rule.left, right=rule.right, is_bottom_right=True)
         q = q.transpose(0, 1) if layout == "sbhd" else q
         batch = params.max_batch_size if layout == "thd" else q.shape[0]
         if batch > params.max_batch_size:
@@ -348,7 +348,7 @@ class DotProductAttention(Named):
         )
 
 
-def check_recipe() -> None:
+def check_attention_recipe() -> None:
     """What a recipe asks of attention and is not there is an error."""
     recipe = recipe_in_force()
     if recipe is not None and (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
@@ -357,7 +357,7 @@ def check_recipe() -> None:
         )
 
 
-def unpack(
+def unpack_qkv(
     query: Any, key: Any, value: Any, qkv: Any, kv: Any, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values, which may come in one tensor, or keys and values in one."""

@@ -16,17 +16,18 @@ from typing import Any
 
 import torch
 
-from mezzotint.attention.masks import FORMATS, check_choice, packed_positions
+from mezzotint.attention.masks import QKV_FORMATS, packed_positions
 from mezzotint.layer.parameters import check_features, resolve_device
+from mezzotint.tensor.checks import check_choice
 
-Layer = tuple[torch.Tensor, torch.Tensor]
+LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVCacheManager:
     """Base of cache managers: `cache[layer]` is (keys, values), `sequences` tells how many tokens each has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.cache: dict[int, Layer] = {}
+        self.cache: dict[int, LayerCache] = {}
         self.sequences: OrderedDict[int, int] = OrderedDict()
 
     def reset(self) -> None:
@@ -48,7 +49,7 @@ class KVCacheManager:
         cu_new_seqlens: torch.Tensor,
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
-    ) -> Layer:
+    ) -> LayerCache:
         """Write new keys and values; the layer's cache."""
         raise NotImplementedError
 
@@ -91,7 +92,7 @@ class _Cache(KVCacheManager):
         cu_new_seqlens: torch.Tensor,
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
-    ) -> Layer:
+    ) -> LayerCache:
         new_k, new_v = new_k.detach(), new_v.detach()  # else the cache would hold the graphs of all steps
         if qkv_format == "sbhd":
             new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
@@ -304,7 +305,7 @@ class InferenceParams:
         """How many tokens each sequence had before this step, int32 [max_batch_size]."""
         return self.pre_step_seqlens
 
-    def convert_paged_to_nonpaged(self, layer_number: int, batch_size: int | None = None) -> Layer:
+    def convert_paged_to_nonpaged(self, layer_number: int, batch_size: int | None = None) -> LayerCache:
         """Keys and values of the batch, gathered from its pages: [batch, max_sequence_length, heads, channels]."""
         table = self.cache_manager.page_table[: self.batch_size if batch_size is None else batch_size].long()
         keys, values = self.cache_manager.cache[layer_number]
@@ -318,7 +319,7 @@ class InferenceParams:
         Gives the cache of the layer, with rows of the batch where it has rows, `cu_seqlens_q` and `cu_seqlens_kv`, how
         many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd" or "thd_2bshd".
         """
-        check_choice("qkv_format", qkv_format, FORMATS)
+        check_choice("qkv_format", qkv_format, QKV_FORMATS)
         self._check_heads(new_k, new_v)
         if not torch.compiler.is_compiling():  # a graph of one step serves others
             self._check_tokens(new_k, qkv_format)

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-FORMATS = ("sbhd", "bshd", "thd")
+from mezzotint.tensor.checks import check_choice
+
+QKV_FORMATS = ("sbhd", "bshd", "thd")
 MASK_TYPES = (
     "no_mask",
     "padding",
@@ -27,11 +29,6 @@ MASK_TYPES = (
     "arbitrary",
 )
 BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}: give one of {', '.join(choices)}")
 
 
 def check_probability(name: str, value: Any) -> None:
@@ -66,8 +63,20 @@ def resolve_rule(mask_type: str, window_size: Any, bottom_right_diagonal: bool |
     if left < -1 or right < -1:
         raise ValueError(f"window_size is {window}: give how far a query sees back and ahead, -1 for all")
     if "causal" in name:
-        return Rule("padding" in name, False, left, 0, name.endswith("bottom_right"))
-    return Rule(name == "padding", name == "arbitrary", left, right, bottom_right_diagonal is not False)
+        return Rule(
+            has_padding="padding" in name,
+            is_arbitrary=False,
+            left=left,
+            right=0,
+            is_bottom_right=name.endswith("bottom_right"),
+        )
+    return Rule(
+        has_padding=name == "padding",
+        is_arbitrary=name == "arbitrary",
+        left=left,
+        right=right,
+        is_bottom_right=bottom_right_diagonal is not False,
+    )
 
 
 def _pair(window_size: Any) -> tuple[int, int]:
@@ -141,7 +150,7 @@ def align(rule: Rule, q: Side, q_lengths: torch.Tensor, k_lengths: torch.Tensor)
         q.position = q.position + (k_lengths - q_lengths)[q.sequence]
 
 
-def spread(q: Side, k: Side) -> tuple[Side, Side]:
+def broadcast_pairs(q: Side, k: Side) -> tuple[Side, Side]:
     """Every query against every key: [B, 1, queries, 1] and [B, 1, 1, keys]."""
     return q.at((slice(None), None, slice(None), None)), k.at((slice(None), None, None, slice(None)))
 

@@ -8,18 +8,25 @@ from torch import nn
 
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
-from mezzotint.attention.masks import check_choice
 from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.comm.groups import part_of, resolve_size, world_size
 from mezzotint.kernels.rope import heads_of
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import Branch
 from mezzotint.layer.parallel_module import set_groups
-from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import (
+    PlaceParameter,
+    check_features,
+    check_module_input,
+    check_parallel,
+    resolve_device,
+    resolve_dtype,
+)
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.ops.basic.l2normalization import L2Normalization
+from mezzotint.tensor.checks import check_choice
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
@@ -197,7 +204,7 @@ class MultiheadAttention(Named):
         self.proj = Linear(whole_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
         self._end_parts()
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""
         if modes:
             raise ValueError("MultiheadAttention has several weights: use TensorParallel, which splits each its way")
@@ -261,7 +268,7 @@ class MultiheadAttention(Named):
         `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`. With `_branch`, which the norm adds
         to hidden_states first, their sum is the last output.
         """
-        check_input(hidden_states, self.hidden_size, "hidden_states")
+        check_module_input(hidden_states, self.hidden_size, "hidden_states")
         turns = None
         if rotary_pos_emb is not None:
             cu = (cu_seqlens_q, cu_seqlens_kv)
@@ -329,7 +336,7 @@ class MultiheadAttention(Named):
         self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None, branch: Branch | None
     ) -> tuple[torch.Tensor, ...]:
         """Queries [.., h, d], keys and values [.., g, d] of `encoder_output`, and the norm's output or None."""
-        check_input(encoder_output, self.hidden_size, "encoder_output")
+        check_module_input(encoder_output, self.hidden_size, "encoder_output")
         channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
         mixed, _ = self._project("key_value", encoder_output, is_first)
         if self.qkv_weight_interleaved:

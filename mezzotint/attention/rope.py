@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from mezzotint.attention.masks import FORMATS, check_choice, check_counts, packed_positions
+from mezzotint.attention.masks import QKV_FORMATS, check_counts, packed_positions
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.layer.parameters import check_features, resolve_device
+from mezzotint.tensor.checks import check_choice
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -83,7 +84,7 @@ def apply_rotary_pos_emb(
     [b + 1]. `cp_size` and `cp_rank`: t holds the rank's two chunks of each sequence, `cu_seqlens` counts them all.
     There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
     """
-    check_choice("tensor_format", tensor_format, FORMATS)
+    check_choice("tensor_format", tensor_format, QKV_FORMATS)
     if t.dim() != len(tensor_format):
         raise ValueError(f"t has shape {tuple(t.shape)}: {tensor_format!r} needs {len(tensor_format)} dimensions")
     angles = _cos_sin(t, freqs, t.shape[-1], tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)

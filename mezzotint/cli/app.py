@@ -25,7 +25,7 @@ app = typer.Typer(
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
-Model = Annotated[
+ModelOption = Annotated[
     str | None,
     typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
 ]
@@ -36,7 +36,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 def _file(name: str) -> Any:
-    """The file of a command, with a function of the same name; before it, what `import mezzotint` registers."""
+    """Return the module of a command, after importing what `import mezzotint` registers."""
     import_module("mezzotint.api")
     try:
         return import_module(f"mezzotint.cli.{name}")
@@ -69,7 +69,7 @@ def train(
     out: Out = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --out")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="begin the run in --out anew")] = False,
-    model: Model = None,
+    model: ModelOption = None,
     timeout: Timeout = 600,
     given: dict[str, Any],
 ) -> None:
@@ -79,7 +79,7 @@ def train(
     replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
     """
     options = {"out": out, "resume": resume, "overwrite": overwrite, "model": model, "timeout": timeout}
-    _file("train").train(**options, given=given)
+    _file("train").run_train(**options, given=given)
 
 
 @app.command()
@@ -90,11 +90,11 @@ def compare(
         str, typer.Option(help="recipes between commas, or all; BF16 always runs")
     ] = "bf16,delayed,current,mxfp8,nvfp4",
     out: Out = None,
-    model: Model = None,
+    model: ModelOption = None,
     given: dict[str, Any],
 ) -> None:
     """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
-    _file("compare").compare(recipes=recipes, out=out, model=model, given=given)
+    _file("compare").run_compare(recipes=recipes, out=out, model=model, given=given)
 
 
 @app.command()
@@ -104,7 +104,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
-    raise typer.Exit(_file("doctor").doctor(device, compiled, as_json))
+    raise typer.Exit(_file("doctor").run_doctor(device, compiled, as_json))
 
 
 @app.command()
@@ -124,7 +124,7 @@ def plan(
     of many processes holds, and what it sends.
     """
     options = {"model": model, "recipes": recipes, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
-    raise typer.Exit(_file("plan").plan(**options, given=given))
+    raise typer.Exit(_file("plan").run_plan(**options, given=given))
 
 
 # Options, --help among them, are those of the measurement.

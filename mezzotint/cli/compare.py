@@ -16,7 +16,7 @@ from mezzotint.trainer.data import NUM_BYTES, read_text
 from mezzotint.trainer.files import write_json
 from mezzotint.trainer.loop import Result, Stopped, run_training
 from mezzotint.trainer.recipe_names import BF16, recipe_names
-from mezzotint.trainer.runs import check_free, new_folder, write_config
+from mezzotint.trainer.runs import check_free, new_folder, write_run_config
 from mezzotint.trainer.settings import RunConfig, TrainConfig, make_config
 from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
 from mezzotint.trainer.training import Training
@@ -26,7 +26,7 @@ from mezzotint.trainer.world import find_world
 ALLOWED = 0.03
 
 
-def compare(*, recipes: str, out: str | None, model: str | None, given: dict[str, Any]) -> None:
+def run_compare(*, recipes: str, out: str | None, model: str | None, given: dict[str, Any]) -> None:
     """The command; see `app.py`."""
     if find_world().size > 1:
         raise CommandError("compare runs in one process: start it without torchrun; train runs in several")
@@ -70,7 +70,7 @@ def compare(*, recipes: str, out: str | None, model: str | None, given: dict[str
 
 def _run(training: Training, folder: Path, console: Console) -> Result:
     folder.mkdir()
-    write_config(folder, training.config)
+    write_run_config(folder, training.config)
     return run_training(training, folder, console)
 
 

@@ -24,7 +24,7 @@ from mezzotint.tensor.opaque import why_unregistered
 from mezzotint.trainer.console import CommandError, make_console
 from mezzotint.trainer.machine import check_compiler, find_device, versions
 from mezzotint.trainer.recipe_names import BF16
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 SIZE = 256
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -63,13 +63,13 @@ class Check:
         return self.problem is None and near and self.same_bits is not False
 
 
-def doctor(device: str = "auto", compiled: bool = True, as_json: bool = False) -> int:
+def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = False) -> int:
     """The command; see `app.py`."""
     where = find_device(device)
     rows = hw.report(None if where.type == "cpu" else "current")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", hw.EmulationWarning)  # the table says it
-        checks = [check for name in RECIPES for check in run_checks(name, where, compiled)]
+        checks = [check for name in COMMAND_RECIPES for check in run_checks(name, where, compiled)]
     is_good = all(check.is_good for check in checks)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
     if as_json:
@@ -102,7 +102,7 @@ def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
         try:
             if mode == "compiled":
                 check_compiler(device)
-            made, wanted = _run(RECIPES[name], device, mode)
+            made, wanted = _run(COMMAND_RECIPES[name], device, mode)
             errors = {key: _error(value, wanted[key]) for key, value in made.items()}
             if eager is not None:
                 same_bits = all(torch.equal(value, eager[key]) for key, value in made.items())

@@ -8,11 +8,13 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from mezzotint.trainer.loop import Result
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 STYLE: Any = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
 # Okabe and Ito's, which colour-blind readers can tell apart.
-COLOURS = dict(zip(RECIPES, ("black", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00"), strict=True))
+COLOURS = dict(
+    zip(COMMAND_RECIPES, ("black", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00"), strict=True)
+)
 
 
 def draw(path: Path, title: str, results: Sequence[Result], last: int) -> None:

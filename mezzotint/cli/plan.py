@@ -12,24 +12,28 @@ from mezzotint.trainer.console import CommandError, as_count, as_size, make_cons
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import StepMemory, count_parameters, plan_step
 from mezzotint.trainer.recipe_names import recipe_names
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.savings import Savings, parse_size
 from mezzotint.trainer.settings import TrainConfig, make_config
 from mezzotint.trainer.sizes import ModelConfig, find_model
 
-T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_T = TypeVar("_T")
+PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def plan(*, model: str, recipes: str, params_dtype: str, fits: str | None, as_json: bool, given: dict[str, Any]) -> int:
+def run_plan(
+    *, model: str, recipes: str, params_dtype: str, fits: str | None, as_json: bool, given: dict[str, Any]
+) -> int:
     """The command; see `app.py`."""
     limit = None if fits is None else parse_size(fits)
     names = recipe_names(recipes)
-    if params_dtype not in DTYPES:
-        raise CommandError(f"--params-dtype is {params_dtype!r}: give {' or '.join(DTYPES)}")
+    if params_dtype not in PARAMETER_DTYPES:
+        raise CommandError(f"--params-dtype is {params_dtype!r}: give {' or '.join(PARAMETER_DTYPES)}")
     config, _ = make_config(find_model(model, given), TrainConfig(), given)
     layout, savings = _given(Layout, given), _given(Savings, given)
-    plans = [plan_step(config, RECIPES[name], DTYPES[params_dtype], layout, savings) for name in names]
+    plans = [
+        plan_step(config, COMMAND_RECIPES[name], PARAMETER_DTYPES[params_dtype], layout, savings) for name in names
+    ]
     whole = count_parameters(config)
     code = 0 if limit is None or all(found.peak <= limit for found in plans) else 1
     if as_json:
@@ -59,7 +63,7 @@ def plan(*, model: str, recipes: str, params_dtype: str, fits: str | None, as_js
     return code
 
 
-def _given(kind: type[T], given: dict[str, Any]) -> T:
+def _given(kind: type[_T], given: dict[str, Any]) -> _T:
     names = {entry.name for entry in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in given.items() if name in names})
 

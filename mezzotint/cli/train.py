@@ -23,17 +23,17 @@ from mezzotint.trainer.runs import (
     locked,
     new_folder,
     newest_run,
-    read_config,
-    write_config,
+    read_run_config,
+    write_run_config,
 )
 from mezzotint.trainer.sample import write_on
-from mezzotint.trainer.settings import ALONE, RunConfig, TrainConfig, make_config
+from mezzotint.trainer.settings import ONE_RANK_LAYOUT, RunConfig, TrainConfig, make_config
 from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
 from mezzotint.trainer.training import Training
 from mezzotint.trainer.world import World, check_same, find_world, joined, losing_none, on_first, together
 
 
-def train(
+def run_train(
     *, out: str | None, resume: bool, overwrite: bool, model: str | None, timeout: int, given: dict[str, Any]
 ) -> None:
     """The command; see `app.py`."""
@@ -124,7 +124,7 @@ def _begin(
         else:
             folder = new_folder(out, "train")
             held.enter_context(locked(folder))
-        write_config(folder, config)
+        write_run_config(folder, config)
         return folder
 
     return training, on_first(world, take_folder)
@@ -136,7 +136,7 @@ def _configure(world: World, model: str | None, given: dict[str, Any]) -> tuple[
     )
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
-    layout = make_layout(world, ALONE, given)
+    layout = make_layout(world, ONE_RANK_LAYOUT, given)
     return RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint, layout), text
 
 
@@ -145,12 +145,12 @@ def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
     parts = {name: given.get(name, getattr(base, name)) for name in ("tp", "fsdp", "ep")}
     if world.size == 1:
         for name in parts:
-            if given.get(name) not in (None, getattr(ALONE, name)):
+            if given.get(name) not in (None, getattr(ONE_RANK_LAYOUT, name)):
                 raise CommandError(
                     f"{flag(name)} is for several processes: start them with torchrun --nproc-per-node 8 -m mezzotint "
                     "train, or leave it out"
                 )
-        return ALONE
+        return ONE_RANK_LAYOUT
     for name in ("tp", "ep"):
         if world.size % max(parts[name], 1):
             raise CommandError(f"{flag(name)} is {parts[name]}: give a divisor of the {world.size} processes")
@@ -172,7 +172,7 @@ def set_threads(settings: TrainConfig) -> None:
 def _resume(
     world: World, folder: Path, model: str | None, given: dict[str, Any], held: ExitStack
 ) -> tuple[Training, Path]:
-    saved = together(world, lambda: read_config(folder))
+    saved = together(world, lambda: read_run_config(folder))
     on_first(world, lambda: held.enter_context(locked(folder)))
     config, text = together(world, lambda: _configure_again(world, folder, saved, model, given))
     training = _make(world, config, text)
@@ -200,7 +200,7 @@ def _resume(
 
 def _begin_again(folder: Path, config: RunConfig) -> None:
     """A run of another number of steps, which has no result yet."""
-    write_config(folder, config)
+    write_run_config(folder, config)
     (folder / RESULT).unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import HIGH_PRECISION, DType
-from mezzotint.functional.gemm import is_custom as _is_custom
+from mezzotint.functional.gemm import is_made_by_custom as _is_custom
 from mezzotint.functional.gemm import multiply, operand
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import as_matrix

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.functional.delayed import ENDING
+from mezzotint.functional.delayed import SCALE_UPDATES
 from mezzotint.quantization import (
     autocast,
     get_default_recipe,
@@ -100,7 +100,7 @@ class FP8GlobalStateManager:
         if forward:
             update_pending(True)
         else:
-            ENDING.end()
+            SCALE_UPDATES.end()
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
@@ -121,4 +121,4 @@ class FP8GlobalStateManager:
         state, fresh = current_state(), State()
         for name in State.__slots__:
             setattr(state, name, getattr(fresh, name))
-        ENDING.waiting = {}
+        SCALE_UPDATES.waiting = {}

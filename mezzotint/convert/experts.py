@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.convert.modules import Converted, join
+from mezzotint.convert.modules import Converted, converted_class
 from mezzotint.layer.base import check_run_again
 from mezzotint.layer.names import Named
-from mezzotint.layer.names import join as join_path
+from mezzotint.layer.names import join_path as join_path
 from mezzotint.module.grouped_mm import multiply_groups, sizes_of
 from mezzotint.recipe import QuantizerRequest, QuantizerRole, Recipe
-from mezzotint.region import Turn, current_state
+from mezzotint.region import RunStatus, current_state
 
-LIBRARY = "transformers.integrations.moe"
-_ADDED = ("recipe", "_name", "_is_named", "_turn")
+TRANSFORMERS_MOE = "transformers.integrations.moe"
+_ADDED = ("recipe", "_name", "_is_named", "_run_status")
 
 
 def is_experts(module: Any) -> bool:
     """Whether its forward is the one that the library puts in the place of a module's own, or ours."""
     forward = type(module).forward
-    return isinstance(module, ConvertedExperts) or getattr(forward, "__globals__", {}).get("__name__") == LIBRARY
+    return (
+        isinstance(module, ConvertedExperts) or getattr(forward, "__globals__", {}).get("__name__") == TRANSFORMERS_MOE
+    )
 
 
 def projections(module: Any) -> tuple[str, str]:
@@ -39,7 +41,7 @@ class ConvertedExperts(Converted, Named):
     _mezzotint_label = "grouped_mm"
     name: Any = ""  # no property here: what the module has under this name is its own
     recipe: Recipe | None
-    _turn: Turn
+    _run_status: RunStatus
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -75,9 +77,9 @@ class ConvertedExperts(Converted, Named):
         recipe = state.recipe if state.enabled else None
         if not torch.compiler.is_compiling():
             if torch._C._current_graph_task_id() == -1:
-                self._turn.is_quantized = recipe is not None
+                self._run_status.is_quantized = recipe is not None
             else:
-                check_run_again(self._turn, recipe, state)
+                check_run_again(self._run_status, recipe, state)
         return recipe
 
     def _mezzotint_forget(self) -> None:
@@ -91,8 +93,8 @@ class ConvertedExperts(Converted, Named):
 
 def convert_experts(module: Any, recipe: Recipe | None) -> None:
     """In place."""
-    module.recipe, module._name, module._is_named, module._turn = recipe, "", False, Turn()
-    module.__class__ = join(ConvertedExperts, module.__class__)
+    module.recipe, module._name, module._is_named, module._run_status = recipe, "", False, RunStatus()
+    module.__class__ = converted_class(ConvertedExperts, module.__class__)
 
 
 def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:

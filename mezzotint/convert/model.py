@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from mezzotint.convert.experts import convert_experts, is_experts
 from mezzotint.convert.modules import Converted, convert_linear, convert_root, convert_sequential, restore
-from mezzotint.convert.report import ConversionReport, Entry
+from mezzotint.convert.report import ConversionReport, ReportEntry
 from mezzotint.convert.rules import (
     CONVERTED,
     Filter,
@@ -24,10 +24,10 @@ from mezzotint.convert.rules import (
 )
 from mezzotint.convert.saving import leave_nothing_out, leave_out_state
 from mezzotint.layer.base import Layer
-from mezzotint.layer.names import Named, join
+from mezzotint.layer.names import Named, join_path
 from mezzotint.recipe import Recipe, check_recipe
 
-Model = TypeVar("Model", bound=nn.Module)
+ModelT = TypeVar("ModelT", bound=nn.Module)
 Outcome = tuple[str, str | None, str]
 _REPORT = "_mezzotint_report"
 
@@ -48,7 +48,9 @@ def convert_report(model: nn.Module) -> ConversionReport:
     return report
 
 
-def convert(model: Model, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True) -> Model:
+def convert(
+    model: ModelT, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True
+) -> ModelT:
     """The model, its linear layers swapped for ours, which share the parameters. `convert_report` says what was done.
 
     These are `nn.Linear`; of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a `recipe`,
@@ -101,7 +103,7 @@ def _convert(module: Any, recipe: Recipe | None, neighbours: Neighbours | None) 
 
 def _entries(
     modules: dict[str, Any], kept: dict[str, str | None], neighbours: dict[int, Neighbours], region: Recipe | None
-) -> Iterator[Entry]:
+) -> Iterator[ReportEntry]:
     """One for each linear, and for each other parameter with two or more dimensions. `region`: the recipe that the
     model's forward puts in force."""
     seen: set[int] = set()
@@ -109,13 +111,13 @@ def _entries(
         own = {name: parameter for name, parameter in module._parameters.items() if _is_weight(name, parameter)}
         if is_linear(module):
             size = sum(_new_elements(parameter, seen) for parameter in own.values())
-            yield Entry(fqn, *_outcome(module, kept.get(fqn), neighbours.get(id(module)), region), size)
+            yield ReportEntry(fqn, *_outcome(module, kept.get(fqn), neighbours.get(id(module)), region), size)
             continue
         for name, parameter in own.items():
             outcome = _outcome(module, kept.get(fqn) or why_other(module, parameter), None, region)
             if name.endswith("bias") and outcome[1] is not None:
                 outcome = outcome[0], None, "bias: it is added in high precision"
-            yield Entry(join(fqn, name).removesuffix(".weight"), *outcome, _new_elements(parameter, seen))
+            yield ReportEntry(join_path(fqn, name).removesuffix(".weight"), *outcome, _new_elements(parameter, seen))
 
 
 def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region: Recipe | None) -> Outcome:
@@ -147,7 +149,7 @@ def _new_elements(parameter: Any, seen: set[int]) -> int:
     return parameter.numel()
 
 
-def unconvert(model: Model) -> Model:
+def unconvert(model: ModelT) -> ModelT:
     """The model with the layers that it had before `convert`, and the parameters that it has now. In place."""
     _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mezzotint.layer.hooks import is_hooked
-from mezzotint.layer.parameters import Place
+from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.weights import Weights
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
@@ -25,7 +25,7 @@ CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 class Converted:
-    """Comes before `theirs`, a class of the model's, in a class that `join` makes."""
+    """Comes before `theirs`, a class of the model's, in a class that `converted_class` makes."""
 
     # Names that no model has: an attribute of the class would hide a child of that name.
     _mezzotint_ours: ClassVar[Any]
@@ -40,7 +40,7 @@ class Converted:
 
 
 @cache
-def join(ours: Any, theirs: Any) -> Any:
+def converted_class(ours: Any, theirs: Any) -> Any:
     """The class of a converted module: ours over theirs."""
     return type(f"Converted{theirs.__name__}", (ours, theirs), {"_mezzotint_ours": ours, "_mezzotint_theirs": theirs})
 
@@ -54,7 +54,7 @@ def blank(*classes: Any) -> Any:
     """For copies and pickles, which cannot name a class that was made at run time."""
     *outer, made = classes
     for ours in reversed(outer):
-        made = join(ours, made)
+        made = converted_class(ours, made)
     return made.__new__(made)
 
 
@@ -144,7 +144,7 @@ class ConvertedConv1D(ConvertedLinear):
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
             self._reset_state()
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         raise ValueError("a Conv1D of transformers, whose weight is (in, out), is not split by styles: use nn.Linear")
 
     def _gathered_weights(self) -> dict[str, int]:
@@ -228,21 +228,21 @@ def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -
     linear.recipe, linear.pair = recipe, () if norm is None else (norm,)
     if is_conv1d(linear):
         ours, linear._weights = ConvertedConv1D, (TransposedWeights("", *sizes, True, None, None),)
-    linear.__class__ = join(ours, linear.__class__)
+    linear.__class__ = converted_class(ours, linear.__class__)
     linear._init_state(1, linear.weight.device)
 
 
 def convert_sequential(sequential: Any) -> None:
     """In place."""
     if not isinstance(sequential, ConvertedSequential):
-        sequential.__class__ = join(ConvertedSequential, sequential.__class__)
+        sequential.__class__ = converted_class(ConvertedSequential, sequential.__class__)
 
 
 def convert_root(model: Any, recipe: Recipe) -> None:
     """In place; the first recipe stays, and a layer with another one has a region of its own."""
     if not isinstance(model, ConvertedModel):
         model._mezzotint_recipe = recipe
-        model.__class__ = join(ConvertedModel, model.__class__)
+        model.__class__ = converted_class(ConvertedModel, model.__class__)
 
 
 def restore(module: Any) -> None:

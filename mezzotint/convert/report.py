@@ -7,7 +7,7 @@ from html import escape
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReportEntry:
     """What became of one weight: `after` is None where it is as it was, and `why` says why; else `why` is the recipe.
 
     `fqn` is the parameter's name, without ".weight"; `before` is the class of the module that has it. `num_weights`:
@@ -25,15 +25,15 @@ class Entry:
 class ConversionReport:
     """The weights of a model, in its order. Printed, those whose names differ only in numbers are one line."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ReportEntry, ...]
 
     @property
-    def converted(self) -> list[Entry]:
+    def converted(self) -> list[ReportEntry]:
         """Those whose products are quantized as the recipe says."""
         return [entry for entry in self.entries if entry.after is not None]
 
     @property
-    def kept(self) -> list[Entry]:
+    def kept(self) -> list[ReportEntry]:
         """Those in high precision."""
         return [entry for entry in self.entries if entry.after is None]
 
@@ -69,7 +69,7 @@ class ConversionReport:
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         """The head, then a row for each group of entries that are alike."""
-        groups: dict[tuple[str, ...], list[Entry]] = {}
+        groups: dict[tuple[str, ...], list[ReportEntry]] = {}
         for entry in self.entries:
             pattern = re.sub(r"\b\d+\b", "*", entry.fqn)
             groups.setdefault((pattern, entry.before, entry.after or "kept", entry.why), []).append(entry)

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 from mezzotint.comm.groups import is_initialized
 from mezzotint.constants import cdiv
-from mezzotint.distributed.parts import Parts, Place, check_scales, find_split, local_of, place_of, whole_of
+from mezzotint.distributed.parts import Parts, Place, check_shared_scales, find_split, local_of, place_of, whole_of
 from mezzotint.distributed.reading import METADATA, in_one_process, load_state, read_metadata
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -68,7 +68,7 @@ def save(
     if is_complete(folder):
         raise ValueError(f"{folder} holds a checkpoint already: give a folder that does not")
     places = find_split(model)
-    check_scales(model)
+    check_shared_scales(model)
     state = {"model": _placed(plain_state(model), places, model), "extra": dict(_tensors(extra or {}))}
     if optimizer is not None:
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)

@@ -30,22 +30,22 @@ from mezzotint.tensor.partition import Split, directions, gathered, groups_of, l
 from mezzotint.tensor.quantize import quantize_storage
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 # What FSDP2 and moves between devices do to a parameter; the results of everything else are plain tensors.
 _KEEPS = {
-    aten.alias.default,
-    aten.as_strided.default,
-    aten.clone.default,
-    aten.copy_.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.new_zeros.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.view.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
+    _aten.alias.default,
+    _aten.as_strided.default,
+    _aten.clone.default,
+    _aten.copy_.default,
+    _aten.detach.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.view.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
 }
 
 

@@ -123,7 +123,7 @@ def find_split(model: nn.Module) -> dict[str, Place]:
     return found
 
 
-def check_scales(model: nn.Module) -> None:
+def check_shared_scales(model: nn.Module) -> None:
     """Quantized parts are of one tensor: what they share is equal on all processes, or it is an error on each of them.
     A collective."""
     for path, module in model.named_modules():

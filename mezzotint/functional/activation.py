@@ -18,7 +18,7 @@ from mezzotint.kernels.activation import (
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
 
-__all__ = ["ACTIVATION", "ActivationFwdArgs", "is_gated", "resolve_activation"]
+__all__ = ["ACTIVATION_CORE", "ActivationFwdArgs", "is_gated", "resolve_activation"]
 
 
 def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, tuple[float, ...]]:
@@ -106,4 +106,4 @@ def _backward(b: ActivationBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
     return (activation_gradient(b, dy), scales_gradient(b, dy)), ()
 
 
-ACTIVATION = Core(_forward, activation_setup, _backward, ("x", "scales"))
+ACTIVATION_CORE = Core(_forward, activation_setup, _backward, ("x", "scales"))

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.delayed import ENDING, ScaleState, hand_over, step, update_states
+from mezzotint.functional.delayed import SCALE_UPDATES, ScaleState, hand_over, update_scale_state, update_states
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -62,7 +62,9 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
             if buffer is not None:
                 flat.append(buffer)
                 names.append(kwarg)
-        return _Storage(type(value), value.shape, value._dtype, names, value._plain_values())
+        return _Storage(
+            cls=type(value), shape=value.shape, dtype=value._dtype, names=names, values=value._plain_values()
+        )
     return _Fields(value, [flatten(getattr(value, name), flat) for name in value.SAVED])
 
 
@@ -154,7 +156,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
     seen = [amax for amax in amaxes if amax is not None]
     if state.is_first and state.is_alone():
-        step(state, seen, slots)
+        update_scale_state(state, seen, slots)
     elif state.is_handed_over():
         hand_over(state, seen, slots, state.is_first)
     else:
@@ -173,7 +175,7 @@ def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[to
 def begin_backward(state: GradState | None) -> None:
     """Backward is going to enter what it sees: new scales from what was entered before, if they have waited."""
     if state is not None and not torch.compiler.is_compiling():
-        ENDING.before(state.scale)
+        SCALE_UPDATES.before(state.scale)
 
 
 def end_backward(state: GradState) -> None:
@@ -184,7 +186,7 @@ def end_backward(state: GradState) -> None:
     if state.is_handed_over():
         hand_over(state, [], [], True)
     elif state.groups and not torch.compiler.is_compiling():
-        ENDING.add(state)
+        SCALE_UPDATES.add(state)
     else:
         update_states([state])
 
@@ -195,7 +197,7 @@ def differentiates_forward() -> bool:
     return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
-def apply(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
+def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
     """Run the core: (*outputs, *extras). `needs_grad`: whether any of its tensors needs a gradient."""
     if not (needs_grad and torch.is_grad_enabled()) and not differentiates_forward():
         outputs, extras, _ = core.forward(args)

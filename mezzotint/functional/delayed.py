@@ -1,9 +1,10 @@
-"""Delayed scaling's new scales, of many modules at once: their maxima are taken over processes in one collective.
+"""Delayed scaling's scale updates, for many modules at once: their amaxes are reduced over ranks in one collective.
 
-Forward: when the outermost `autocast` region ends. Backward: the modules that autograd has gone through wait for its
-end (`ENDING`), and so have one collective for all of them, too. A module whose next maxima come before (two regions in
-one backward) makes those that wait take theirs first. So what is computed is what each module would compute on its own,
-as soon as its backward is over; a group of one does just that: `step` enters and updates in one launch.
+Forward amaxes are reduced when the outermost `autocast` region ends. In backward, the modules that autograd has gone
+through wait for its end (`SCALE_UPDATES`), so that one collective serves all of them, too. A module whose next amaxes
+come before that (two regions in one backward) makes those that wait update first. So what is computed is what each
+module would compute on its own, as soon as its backward is over; a group of one rank does just that:
+`update_scale_state` enters the amaxes and updates the scales in one launch.
 
 Which backward is the last of an iteration nobody says: of the runs of a module in a region the first one's comes last,
 if it comes. So a run that is not the first takes what gradients have left since (`take`): where the output of the first
@@ -48,7 +49,7 @@ class ScaleState:
     number: torch.Tensor | None = None  # int64 [1] on the CPU: which module of its process it is
 
     def is_alone(self) -> bool:
-        """Whether `step` is all that it needs: no other process is asked, and the rule is ours."""
+        """Whether `update_scale_state` is all that it needs: no other process is asked, and the rule is ours."""
         return not self.groups and self.update is None
 
     def is_handed_over(self) -> bool:
@@ -65,7 +66,7 @@ def update_states(states: Sequence[ScaleState]) -> None:
     """New scales from what was seen, over all processes: one collective for each group, one launch for each rule."""
     reduce_amaxes([state for state in states if state.groups])
     if len(states) == 1 and states[0].update is None:
-        step(states[0], [], [])
+        update_scale_state(states[0], [], [])
         return
     batches: dict[bool, tuple[list[Any], list[Any], list[float]]] = {}
     for state in states:
@@ -80,7 +81,7 @@ def update_states(states: Sequence[ScaleState]) -> None:
         run_op(delayed_update_, scales, histories, tops, most_recent)
 
 
-def step(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
+def update_scale_state(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
     if state.rows is None or state.rows == state.history.shape[0]:
         write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
@@ -94,7 +95,7 @@ def take(state: ScaleState, anchor: torch.Tensor) -> None:
     """New scales from gradients that were seen since the last ones were taken; none were, mostly. In forward, before
     the scale is read. `anchor`: a buffer that forward writes. Of a user's own rule a graph takes none."""
     if not torch.compiler.is_compiling():
-        ENDING.before(state.scale)
+        SCALE_UPDATES.before(state.scale)
         if state.update is None:
             update_states([state])
             return
@@ -170,9 +171,9 @@ delayed_compare = leaf(
 
 
 @dataclass(slots=True)
-class Ending:
-    """Modules that wait for the end of a backward. The one instance is `ENDING`, for all threads: several may be in a
-    backward at once, and autograd runs one in threads of its own."""
+class ScaleUpdates:
+    """The scale updates that wait for the end of a backward. The one instance is `SCALE_UPDATES`, for all threads:
+    several may be in a backward at once, and autograd runs one in threads of its own."""
 
     waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
     task: int = field(default=-1, compare=False)  # the last backward that will call back
@@ -212,8 +213,8 @@ class Ending:
             update_states(states)
 
 
-ENDING = Ending()  # not in a thread's state: an operator takes no object, it must find it
-CLOCK = torch.zeros(1, device="cpu")  # see `_KEPT`
+SCALE_UPDATES = ScaleUpdates()  # not in a thread's state: an operator takes no object, it must find it
+ORDER_TOKEN = torch.zeros(1, device="cpu")  # see `_TAGS`
 
 
 def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], is_last: bool) -> None:
@@ -223,16 +224,16 @@ def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], i
         groups = [group.group_name for group in state.groups]
         options = (state.rows, state.top, state.most_recent, groups, is_last)
         with torch.no_grad():
-            delayed_hand_over_(CLOCK, state.number, state.scale, state.history, amaxes, slots, *options)
+            delayed_hand_over_(ORDER_TOKEN, state.number, state.scale, state.history, amaxes, slots, *options)
 
 
 def catch_up(state: ScaleState) -> torch.Tensor:
     """In a graph: the scale, FP32 [n], that follows from what was handed over before; a copy."""
-    return delayed_catch_up_(CLOCK, state.scale)
+    return delayed_catch_up_(ORDER_TOKEN, state.scale)
 
 
 def _hand_over(
-    clock: torch.Tensor,
+    order: torch.Tensor,
     number: torch.Tensor,
     scale: torch.Tensor,
     buffer: torch.Tensor,
@@ -244,36 +245,41 @@ def _hand_over(
     groups: list[str],
     is_last: bool,
 ) -> None:
-    ENDING.before(scale)
+    SCALE_UPDATES.before(scale)
     history = buffer[:rows]
     if amaxes:
         run_op(delayed_saw_, history, amaxes, slots)
     if is_last:
         buffer[rows:].zero_()
         found = tuple([group_by_name(name) for name in groups])
-        ENDING.add(ScaleState(scale, history, top, most_recent, None, found, number=number))
+        SCALE_UPDATES.add(
+            ScaleState(
+                scale=scale, history=history, top=top, most_recent=most_recent, update=None, groups=found, number=number
+            )
+        )
 
 
-def _catch_up(clock: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    ENDING.before(scale)
+def _catch_up(order: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    SCALE_UPDATES.before(scale)
     return scale.clone()
 
 
-# They say that they write the clock: so they are kept, in their order, which must be the same on all processes. A CUDA
-# graph, which is replayed without Python, is cut at them; where it is not cut, a tensor on the CPU keeps it from being.
-_KEPT = (torch.Tag.cudagraph_unsafe,)
+# The operators say that they write `ORDER_TOKEN`: so they are kept, in their order, the same on all ranks.
+# A CUDA graph, which is replayed without Python, is cut at them; where it is not cut, a tensor on the CPU keeps it from
+# being recorded.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 
 delayed_hand_over_ = leaf(
-    "delayed_hand_over_(Tensor(a!) clock, Tensor number, Tensor scale, Tensor buffer, Tensor[] amaxes, int[] slots, "
+    "delayed_hand_over_(Tensor(a!) order, Tensor number, Tensor scale, Tensor buffer, Tensor[] amaxes, int[] slots, "
     "int rows, float top, bool most_recent, str[] groups, bool is_last) -> ()",
     fake=lambda *args: None,
     cpu=_hand_over,
-    tags=_KEPT,
+    tags=_TAGS,
 )
 
 delayed_catch_up_ = leaf(
-    "delayed_catch_up_(Tensor(a!) clock, Tensor scale) -> Tensor",
-    fake=lambda clock, scale: torch.empty_like(scale),
+    "delayed_catch_up_(Tensor(a!) order, Tensor scale) -> Tensor",
+    fake=lambda order, scale: torch.empty_like(scale),
     cpu=_catch_up,
-    tags=_KEPT,
+    tags=_TAGS,
 )

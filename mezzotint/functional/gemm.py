@@ -10,11 +10,11 @@ from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.gemm import Operand, gemm
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-__all__ = ["GEMMType", "MMParams", "is_custom", "multiply", "operand"]
+__all__ = ["CustomGemmParams", "GEMMType", "is_made_by_custom", "multiply", "operand"]
 
 
 @dataclass(frozen=True)
-class MMParams:
+class CustomGemmParams:
     """What a user's `qgemm` is told beside its operands."""
 
     out_dtype: torch.dtype | None = None
@@ -41,7 +41,7 @@ def multiply(
     fast: bool = False,
 ) -> torch.Tensor:
     """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
-    if is_custom(a) and is_custom(b):
+    if is_made_by_custom(a) and is_made_by_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
     x, y = operand(a, a_columnwise), operand(b, b_columnwise)
     return gemm(x, y, out_dtype=out_dtype, bias=bias, accumulate=accumulate, fast_accum=fast)
@@ -55,7 +55,7 @@ class GEMMType(Enum):
     WGRAD = "wgrad"
 
 
-def is_custom(x: Any) -> bool:
+def is_made_by_custom(x: Any) -> bool:
     """Whether a user's own quantizer made it."""
     quantizer = getattr(x, "_quantizer", None) if not isinstance(x, torch.Tensor) else None
     return quantizer is not None and quantizer.is_custom()
@@ -75,6 +75,6 @@ def _custom(
     kind = GEMMType.WGRAD if a_columnwise else GEMMType.DGRAD if b_columnwise else GEMMType.FPROP
     x, sx = (a.data_t, a.scale_t) if a_columnwise else (a.data, a.scale)
     w, sw = (b.data_t, b.scale_t) if b_columnwise else (b.data, b.scale)
-    params = MMParams(out_dtype=out_dtype, use_split_accumulator=not fast)
+    params = CustomGemmParams(out_dtype=out_dtype, use_split_accumulator=not fast)
     y = a._quantizer.qgemm(x, w, params, out_dtype, sx, sw, bias, gemm_type=kind, qresult_x=a, qresult_w=b)
     return y if accumulate is None else accumulate.add_(y)

@@ -2,7 +2,7 @@
 
 Rows of x are split by `splits`; each group is quantized on its own, padded inside, and multiplied by its own weight. A
 group may be empty: its weight gradient is zero. Autograd sees parameters, one for each group or one (G, …) that holds
-those of all: what is computed is of groups (`groups_of`), and only gradients are put together again.
+those of all: what is computed is of groups (`group_tensors`), and only gradients are put together again.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import Core, GradState, Saved
-from mezzotint.functional.gemm import is_custom, multiply, operand
+from mezzotint.functional.gemm import is_made_by_custom, multiply, operand
 from mezzotint.functional.linear import (
     LinearQuantizers,
     Needs,
@@ -34,7 +34,7 @@ from mezzotint.tensor.quantize import quantize_groups
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-Scales = tuple[torch.Tensor | None, ...]
+GroupScales = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class GroupedLinearFwdArgs:
     quantizers: tuple[LinearQuantizers, ...]
     numerics: Numerics
     wgrads: tuple[WeightGrad, ...]
-    input_scales: Scales
-    grad_scales: Scales
+    input_scales: GroupScales
+    grad_scales: GroupScales
     saves_original_input: bool
     grad_state: GradState | None
     xs_q: tuple[Any, ...] | None = None  # the groups of x, where a producer has quantized them
@@ -61,8 +61,8 @@ class GroupedLinearFwdArgs:
 class GroupedLinearBwdArgs(Saved):
     xs: Any  # of each group; the whole x where it is kept in high precision
     weights: Any
-    grad_scales: Scales
-    input_scales: Scales
+    grad_scales: GroupScales
+    input_scales: GroupScales
     splits: tuple[int, ...]
     needs: Needs
     quantizers: tuple[LinearQuantizers, ...]
@@ -86,7 +86,7 @@ def is_stack(parameters: tuple[Any, ...], dims: int) -> bool:
     return len(parameters) == 1 and len(parameters[0].shape) > dims
 
 
-def groups_of(parameters: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
+def group_tensors(parameters: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
     """A tensor of `dims` dimensions for each group, a storage where it is quantized: the parameters, or slices of the
     one that holds all, which are outside of autograd."""
     if not is_stack(parameters, dims):
@@ -103,7 +103,7 @@ def as_parameters(gradients: tuple[Any, ...], stacks: bool) -> tuple[Any, ...]:
 
 
 def _quantized(
-    x: torch.Tensor, splits: tuple[int, ...], quantizers: list[Quantizer | None], scales: Scales
+    x: torch.Tensor, splits: tuple[int, ...], quantizers: list[Quantizer | None], scales: GroupScales
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
     """Each group of rows on its own."""
     return quantize_groups(x.split(list(splits)), quantizers, scales)
@@ -118,7 +118,7 @@ def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, Group
     else:
         xs_q = a.xs_q
     weights = [in_high_precision(w, a.numerics) for w in a.weights_q]
-    y = _products(list(xs_q), weights, False, a.numerics.dtype, groups_of(a.biases, 1), a.numerics.fast_fprop)
+    y = _products(list(xs_q), weights, False, a.numerics.dtype, group_tensors(a.biases, 1), a.numerics.fast_fprop)
     return y, GroupedLinearMade(xs_q, amaxes)
 
 
@@ -135,18 +135,18 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
         else:
             weights = tuple([kept(w, columnwise=override is None) for w in a.weights_q])
     return GroupedLinearBwdArgs(
-        xs,
-        weights,
-        a.grad_scales,
-        a.input_scales if a.saves_original_input else (),
-        a.splits,
-        a.needs,
-        a.quantizers,
-        a.numerics,
-        a.wgrads,
-        tuple([bias.dtype for bias in groups_of(a.biases, 1)]),
-        is_stack(a.biases, 1),
-        a.saves_original_input,
+        xs=xs,
+        weights=weights,
+        grad_scales=a.grad_scales,
+        input_scales=a.input_scales if a.saves_original_input else (),
+        splits=a.splits,
+        needs=a.needs,
+        quantizers=a.quantizers,
+        numerics=a.numerics,
+        wgrads=a.wgrads,
+        bias_dtypes=tuple([bias.dtype for bias in group_tensors(a.biases, 1)]),
+        stacks_bias=is_stack(a.biases, 1),
+        saves_original_input=a.saves_original_input,
     )
 
 
@@ -182,7 +182,7 @@ def grouped_linear_backward(
         dbs = tuple([run_op(column_sum, part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
     dx = None
     if b.needs.input:
-        weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in groups_of(b.weights, 2)]
+        weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in group_tensors(b.weights, 2)]
         dx = _products(list(gs), weights, True, b.numerics.dtype, (), b.numerics.fast_dgrad)
     dws = as_parameters((None,) * len(b.wgrads), b.wgrads[0].is_slice)
     if b.needs.weight:
@@ -207,7 +207,7 @@ def compute_grouped_weight_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Groups with a `main_grad` are added into it, the others are returned, parameter by parameter."""
     stacks = wgrads[0].is_slice
-    if is_custom(dys[0]) or any(wgrad.overwrites for wgrad in wgrads):
+    if is_made_by_custom(dys[0]) or any(wgrad.overwrites for wgrad in wgrads):
         groups = zip(wgrads, dys, xs, strict=True)
         return as_parameters(tuple([compute_weight_gradient(wgrad, dy, x, fast) for wgrad, dy, x in groups]), stacks)
     made: list[torch.Tensor | None] = [None] * len(wgrads)
@@ -240,7 +240,7 @@ def _products(
     fast: bool,
 ) -> torch.Tensor:
     """(M, …): every group's product, one below the other."""
-    if is_custom(a[0]):
+    if is_made_by_custom(a[0]):
         each = biases or (None,) * len(a)
         return torch.cat(
             [

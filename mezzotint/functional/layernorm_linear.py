@@ -74,7 +74,9 @@ class LayerNormLinearMade:
 
 
 def _norm(a: LayerNormLinearFwdArgs) -> NormFwdArgs:
-    return NormFwdArgs(a.x, a.gamma, a.beta, a.norm, None, a.branch, a.branch_bias)
+    return NormFwdArgs(
+        x=a.x, gamma=a.gamma, beta=a.beta, options=a.norm, grad_state=None, branch=a.branch, branch_bias=a.branch_bias
+    )
 
 
 def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, LayerNormLinearMade]:

@@ -196,17 +196,17 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         else:
             weight = kept(a.weight_q, columnwise=override is None)
     return LinearBwdArgs(
-        x,
-        weight,
-        a.grad_scale,
-        a.input_scale if a.saves_original_input else None,
-        a.needs,
-        a.quantizers,
-        a.numerics,
-        a.wgrad,
-        None if a.bias is None else a.bias.dtype,
-        a.saves_original_input,
-        a.parallel,
+        x=x,
+        weight=weight,
+        grad_scale=a.grad_scale,
+        input_scale=a.input_scale if a.saves_original_input else None,
+        needs=a.needs,
+        quantizers=a.quantizers,
+        numerics=a.numerics,
+        wgrad=a.wgrad,
+        bias_dtype=None if a.bias is None else a.bias.dtype,
+        saves_original_input=a.saves_original_input,
+        parallel=a.parallel,
     )
 
 

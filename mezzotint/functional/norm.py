@@ -93,7 +93,7 @@ def _statistics(a: NormFwdArgs) -> NormMade:
 
 
 def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
-    return NormBwdArgs(made.x, made.mu, made.rs, a.gamma, a.options, a.beta is not None)
+    return NormBwdArgs(x=made.x, mu=made.mu, rs=made.rs, gamma=a.gamma, options=a.options, has_beta=a.beta is not None)
 
 
 def norm_gradients(
@@ -126,4 +126,4 @@ def _backward(b: NormBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
     return norm_gradients(b, dy), ()
 
 
-NORM = Core(_forward, norm_setup, _backward, ("x", "gamma", "beta"))
+NORM_CORE = Core(_forward, norm_setup, _backward, ("x", "gamma", "beta"))

@@ -33,13 +33,13 @@ from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
     contraction,
-    dequantize,
+    dequantize_operand,
     exact,
     factors,
     rows,
 )
 
-__all__ = ["BACKENDS", "Operand", "gemm", "gemm_reference", "multiply"]
+__all__ = ["BACKENDS", "Operand", "gemm", "gemm_reference", "write_product"]
 
 Bias = torch.Tensor | None
 Product = Callable[[torch.Tensor, Operand, Operand, Bias, bool], None]  # writes D into the first
@@ -96,7 +96,7 @@ def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     high = [op.data.dtype for op in (a, b) if op.kind == "high"]
     dtype = torch.promote_types(high[0], high[-1])
     size = contraction(a, b)
-    return dequantize(a, size, dtype)[:, :size], dequantize(b, size, dtype)[:, :size]
+    return dequantize_operand(a, size, dtype)[:, :size], dequantize_operand(b, size, dtype)[:, :size]
 
 
 BACKENDS: dict[str, Product] = {
@@ -113,7 +113,7 @@ BACKENDS: dict[str, Product] = {
 }
 
 
-def multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
     """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
     # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
@@ -169,7 +169,7 @@ def _gemm(*arguments: Any) -> torch.Tensor:
     a, b, bias = _split(arguments)
     out_dtype, fast_accum = arguments[2 * FIELDS + 1 :]
     out = a.data.new_empty((rows(a), rows(b)), dtype=out_dtype)
-    multiply(out, a, b, bias, fast_accum)
+    write_product(out, a, b, bias, fast_accum)
     return out
 
 
@@ -257,7 +257,7 @@ def gemm(
     dtype = out_dtype if accumulate is None else accumulate.dtype
     out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
     if torch.is_autocast_enabled(out.device.type):
-        multiply(out, a, b, bias, fast_accum)
+        write_product(out, a, b, bias, fast_accum)
     else:
         _multiply(out, a, b, bias, fast_accum)
     return out if accumulate is None else accumulate.add_(out)

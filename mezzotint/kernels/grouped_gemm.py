@@ -25,7 +25,7 @@ import torch
 
 from mezzotint.constants import E4M3
 from mezzotint.kernels._lib import leaf
-from mezzotint.kernels.gemm import Bias, capability_of, check_output, multiply
+from mezzotint.kernels.gemm import Bias, capability_of, check_output, write_product
 from mezzotint.kernels.operand import Operand, as_stored, check_pair, codes, rows
 
 SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
@@ -52,11 +52,11 @@ def _fprop(a: list[Operand], b: list[Operand], may_copy: bool) -> torch.Tensor |
     """BF16, ragged in Ra_i: A joined (Σ Ra_i, C), B stacked (G, Rb, C)."""
     if len({codes(op) for op in a}) > 1 or codes(a[0]) % 8 or rows(b[0]) % 8:
         return None
-    x, y = join([op.data for op in a], may_copy), join([op.data for op in b], may_copy)
+    x, y = join_rows([op.data for op in a], may_copy), join_rows([op.data for op in b], may_copy)
     if x is None or y is None:
         return None
     y = y.view(len(b), rows(b[0]), -1).transpose(1, 2)
-    return torch._grouped_mm(x, y, offs=offsets([rows(op) for op in a], x.device), out_dtype=torch.bfloat16)
+    return torch._grouped_mm(x, y, offs=group_ends([rows(op) for op in a], x.device), out_dtype=torch.bfloat16)
 
 
 def _fprop_rowwise(a: list[Operand], b: list[Operand], may_copy: bool, fast_accum: bool) -> torch.Tensor | None:
@@ -64,7 +64,7 @@ def _fprop_rowwise(a: list[Operand], b: list[Operand], may_copy: bool, fast_accu
     sizes = [rows(op) for op in a]
     if len({codes(op) for op in a}) > 1 or any(size % 16 for size in (codes(a[0]), rows(b[0]), *sizes)):
         return None
-    x, y = join([op.data for op in a], may_copy), join([op.data for op in b], may_copy)
+    x, y = join_rows([op.data for op in a], may_copy), join_rows([op.data for op in b], may_copy)
     if x is None or y is None:
         return None
     scale_x, scale_y = (torch.cat([op.scale for op in side if op.scale is not None]) for side in (a, b))
@@ -73,7 +73,7 @@ def _fprop_rowwise(a: list[Operand], b: list[Operand], may_copy: bool, fast_accu
         y.view(torch.float8_e4m3fn).view(len(b), rows(b[0]), -1).transpose(1, 2),
         scale_x,
         scale_y.view(len(b), -1),
-        offs=offsets(sizes, x.device),
+        offs=group_ends(sizes, x.device),
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
     )
@@ -83,14 +83,14 @@ def _wgrad(a: list[Operand], b: list[Operand]) -> torch.Tensor | None:
     """BF16, ragged in C_i: A_i and B_i are views (R, C_i) of token matrices (C_i, R), joined by tokens."""
     if len({rows(op) for op in a}) > 1 or rows(a[0]) % 8 or rows(b[0]) % 8:
         return None
-    x, y = join([op.data.t() for op in a], False), join([op.data.t() for op in b], False)
+    x, y = join_rows([op.data.t() for op in a], False), join_rows([op.data.t() for op in b], False)
     if x is None or y is None:
         return None
-    ends = offsets([codes(op) for op in a], x.device)
+    ends = group_ends([codes(op) for op in a], x.device)
     return torch._grouped_mm(x.t(), y, offs=ends, out_dtype=torch.bfloat16).flatten(0, 1)
 
 
-def join(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None:
+def join_rows(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None:
     """(Σ R_i, C): a view where each matrix starts where the one before it ends, else a copy, or None."""
     first, end = tensors[0], tensors[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
@@ -102,7 +102,7 @@ def join(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None
     return first.as_strided((sum(tensor.shape[0] for tensor in tensors), first.shape[1]), (first.shape[1], 1))
 
 
-def offsets(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+def group_ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [G]: where each group ends. From kernel arguments: no copy from the host that waits."""
     ends = torch.zeros(len(sizes), dtype=torch.int32, device=device)
     torch._foreach_add_(list(ends.unbind()), list(accumulate_sizes(sizes)))
@@ -144,7 +144,7 @@ def _packed(*arguments: Any) -> torch.Tensor:
             return product if len(kept) == len(a) else _spread(product, [rows(op) for op in a], set(kept))
     out = _packed_fake(*arguments)
     for part, x, y, bias in zip(out.split([rows(op) for op in a]), a, b, biases, strict=True):
-        multiply(part, x, y, bias, fast_accum)
+        write_product(part, x, y, bias, fast_accum)
     return out
 
 
@@ -162,7 +162,7 @@ def _packed_in_place(outs: list[torch.Tensor], *arguments: Any) -> None:
     """One GEMM after another: no more than one D_i at a time lives beside the accumulators."""
     for out, x, y, bias in zip(outs, *_split(arguments), strict=True):
         product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        multiply(product, x, y, bias, arguments[-1])
+        write_product(product, x, y, bias, arguments[-1])
         out.add_(product)
 
 

@@ -76,7 +76,7 @@ def as_stored(op: Operand) -> Operand:
     return op
 
 
-def check(op: Operand, name: str) -> None:
+def check_operand(op: Operand, name: str) -> None:
     """Raise ValueError where the operand contradicts itself; `name` is the argument's."""
     if op.kind not in KINDS:
         raise ValueError(f"{name}.kind is {op.kind!r}: expected one of {', '.join(KINDS)}")
@@ -119,8 +119,8 @@ def scale_shape(op: Operand) -> tuple[int, ...]:
 
 def check_pair(a: Operand, b: Operand, name_a: str = "a", name_b: str = "b") -> None:
     """Raise ValueError where A·Bᵀ makes no sense."""
-    check(a, name_a)
-    check(b, name_b)
+    check_operand(a, name_a)
+    check_operand(b, name_b)
     size_a, size_b = codes(a), codes(b)
     if a.kind == "nv" or b.kind == "nv":  # a last half byte or half block is zero codes
         size_a, size_b = rup(size_a, NVFP4_BLOCK), rup(size_b, NVFP4_BLOCK)
@@ -133,7 +133,7 @@ def check_pair(a: Operand, b: Operand, name_a: str = "a", name_b: str = "b") -> 
                 raise ValueError(f"{name}.{field} is on {tensor.device}, {where}: expected one device")
 
 
-def dequantize(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
     """(R, size) in `dtype`, as the format's own dequantize gives it."""
     if op.kind == "high":
         return op.data.to(dtype)
@@ -165,8 +165,8 @@ def exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
     if op.kind == "nv":
         # amax = 6E cancels the unit 1/(6E): dequantize then gives code · block scale, 6 bits wide.
         unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
-        return dequantize(replace(op, amax=unit), size, torch.bfloat16).to(dtype)
-    return dequantize(op, size, dtype)
+        return dequantize_operand(replace(op, amax=unit), size, torch.bfloat16).to(dtype)
+    return dequantize_operand(op, size, dtype)
 
 
 def factors(a: Operand, b: Operand) -> list[torch.Tensor | float]:

@@ -7,8 +7,8 @@ bit, what the two ops one after the other give: the producer's result is rounded
 `name_groups` does the same to each of many tensors, in as many launches as one takes where the format can. What a call
 for one is given as a tensor is a list there, empty where nothing is given.
 
-On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`Made`) where it would read x. For the
-others, and where Triton does not run, the producer's own op writes x first.
+On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`SourceCall`) where it would read x. For
+the others, and where Triton does not run, the producer's own op writes x first.
 """
 
 import sys
@@ -31,7 +31,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.norm import norm_apply, norm_apply_reference
 
-__all__ = ["SOURCES", "Made", "fused", "of_groups", "quantize_ops"]
+__all__ = ["SOURCES", "SourceCall", "fused", "of_groups", "quantize_ops"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,32 +52,32 @@ def _forward_shape(x: torch.Tensor, bias: Any, name: str, params: Any, scales: A
 
 SOURCES = {
     "norm": Source(
-        "Tensor x, Tensor mu, Tensor rs, Tensor gamma, Tensor? beta, bool zero_centered, bool rms",
-        7,
-        norm_apply_reference,
-        norm_apply,
-        lambda x, *_: tuple(x.shape),
+        arguments="Tensor x, Tensor mu, Tensor rs, Tensor gamma, Tensor? beta, bool zero_centered, bool rms",
+        count=7,
+        make=norm_apply_reference,
+        op=norm_apply,
+        shape=lambda x, *_: tuple(x.shape),
     ),
     "activation": Source(
-        "Tensor x, Tensor? bias, str name, float[] params, Tensor? scales",
-        5,
-        activation_forward_reference,
-        activation_forward,
-        _forward_shape,
+        arguments="Tensor x, Tensor? bias, str name, float[] params, Tensor? scales",
+        count=5,
+        make=activation_forward_reference,
+        op=activation_forward,
+        shape=_forward_shape,
     ),
     "activation_backward": Source(
-        "Tensor dy, Tensor x, Tensor? bias, str name, float[] params, Tensor? scales, ScalarType? sums",
-        7,
-        activation_backward_reference,
-        activation_backward,
-        lambda dy, x, *_: tuple(x.shape),
+        arguments="Tensor dy, Tensor x, Tensor? bias, str name, float[] params, Tensor? scales, ScalarType? sums",
+        count=7,
+        make=activation_backward_reference,
+        op=activation_backward,
+        shape=lambda dy, x, *_: tuple(x.shape),
         sums=True,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class SourceCall:
     """What a source would make of its arguments. `sums`: where the column sums of that go, in this tensor's dtype."""
 
     source: str
@@ -152,7 +152,7 @@ def quantize_ops(
         late(x, out, None, *args)
         return out
 
-    def made_on_cuda(made: Made, out: list[torch.Tensor], *args: Any) -> None:
+    def made_on_cuda(made: SourceCall, out: list[torch.Tensor], *args: Any) -> None:
         late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
 
     functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
@@ -250,7 +250,7 @@ def _fused_op(
     def on_cuda(*args: Any) -> list[torch.Tensor]:
         given, sums, rest = split(args)
         buffers = fake(*args)
-        made = Made(key, given, None if sums is None else buffers[-1])
+        made = SourceCall(key, given, None if sums is None else buffers[-1])
         launch(made, buffers[:-1] if source.sums else buffers, *rest)
         return buffers
 

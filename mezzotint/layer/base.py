@@ -34,7 +34,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.region import Pending, State, Turn, current_state, recipe_in_force
+from mezzotint.region import Pending, RunStatus, State, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.fsdp_books import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
@@ -42,7 +42,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(slots=True)
-class Call:
+class RunSettings:
     """One forward: what the state said, resolved for every GEMM of the module."""
 
     quantizers: tuple[LinearQuantizers, ...]
@@ -113,7 +113,7 @@ class Layer(Named, ParallelModule):
 
     # One forward
 
-    def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> Call:
+    def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
@@ -122,7 +122,19 @@ class Layer(Named, ParallelModule):
             self._note_run(recipe, state)
         if recipe is None:
             none, numerics = (NO_QUANTIZERS,) * len(needs), resolve_numerics(None, dtype)
-            return Call(none, needs, numerics, None, None, None, None, None, False, False, False)
+            return RunSettings(
+                quantizers=none,
+                needs=needs,
+                numerics=numerics,
+                request=None,
+                scales=None,
+                weight_scales=None,
+                grad_scales=None,
+                grad_state=None,
+                records=False,
+                caches=False,
+                reuses=False,
+            )
         is_first_microbatch = as_microbatch(is_first_microbatch)  # not above: without a recipe nothing depends on it
         key = tuple([(need.input, need.weight) for need in needs])
         if not torch.compiler.is_compiling() and self._recipe is not recipe:
@@ -140,7 +152,19 @@ class Layer(Named, ParallelModule):
         # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
         caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
         reuses = is_first_microbatch is False
-        call = Call(quantizers, needs, numerics, request, None, None, None, None, False, caches, reuses)
+        call = RunSettings(
+            quantizers=quantizers,
+            needs=needs,
+            numerics=numerics,
+            request=request,
+            scales=None,
+            weight_scales=None,
+            grad_scales=None,
+            grad_state=None,
+            records=False,
+            caches=caches,
+            reuses=reuses,
+        )
         if caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
@@ -148,24 +172,24 @@ class Layer(Named, ParallelModule):
 
     def _note_run(self, recipe: Recipe | None, state: State) -> None:
         """A run inside of backward is one of `torch.utils.checkpoint`."""
-        turn = self._turn
-        if not turn.held[0]:
+        status = self._run_status
+        if not status.held[0]:
             raise ValueError(
                 "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: again, "
                 "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
                 "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
             )
         if torch._C._current_graph_task_id() == -1:
-            turn.is_quantized = recipe is not None
+            status.is_quantized = recipe is not None
             if self._is_fully_sharded and torch.is_grad_enabled():
-                turn.reads_rows_again = turn.reads_rows_again or self._reads_rows_again(recipe)
+                status.reads_rows_again = status.reads_rows_again or self._reads_rows_again(recipe)
         else:
-            check_run_again(turn, recipe, state)
+            check_run_again(status, recipe, state)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
         this run is computed again. A checkpoint is seen by its hooks on what is saved, as are others that have some."""
-        if not self._turn.held[1] and self.gathers_one_direction is None and copies_saved():
+        if not self._run_status.held[1] and self.gathers_one_direction is None and copies_saved():
             raise ValueError(
                 "saved_tensors_hooks inside of what FSDP2 gathers at once may copy what is saved for backward before "
                 "the column-wise copies of weights are there. Enter them around the model, or call "
@@ -173,7 +197,7 @@ class Layer(Named, ParallelModule):
             )
         return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
 
-    def _start_delayed(self, call: Call) -> Call:
+    def _start_delayed(self, call: RunSettings) -> RunSettings:
         request, state = call.request, current_state()
         assert request is not None
         if state.recomputes_in_graph:
@@ -193,7 +217,7 @@ class Layer(Named, ParallelModule):
         has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
             recomputation is not None and recomputation.has_backward
         )
-        is_first = has_backward and not self._turn.has_backward
+        is_first = has_backward and not self._run_status.has_backward
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
         call.scales = self._snapshot(self.scale_fwd) if self._requantizes() else self.scale_fwd
@@ -206,7 +230,7 @@ class Layer(Named, ParallelModule):
             if recomputation is not None:
                 recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
             if is_first and state.depth > 0:
-                self._turn.has_backward = True
+                self._run_status.has_backward = True
             self._await_update(groups, state)
             if has_backward and not is_first:
                 take(self._grad_state(request, groups, False), self.amax_history_fwd)
@@ -217,8 +241,8 @@ class Layer(Named, ParallelModule):
 
     def _await_update(self, groups: tuple[Any, ...], state: State) -> None:
         """Take new forward scales at the end of the region."""
-        if state.depth > 0 and not self._turn.is_pending:
-            self._turn.is_pending = True
+        if state.depth > 0 and not self._run_status.is_pending:
+            self._run_status.is_pending = True
             state.pending = Pending(self, groups, state.pending)
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
@@ -252,7 +276,7 @@ class Layer(Named, ParallelModule):
         with torch.no_grad():
             return delayed_snapshot_(self.amax_history_fwd, scale)
 
-    def _scales_of_weights(self, call: Call) -> Any:
+    def _scales_of_weights(self, call: RunSettings) -> Any:
         """Those that the weights of this call are quantized with, or were when they were kept."""
         if call.skips is not None:
             scales = self.scale_fwd.clone()
@@ -270,7 +294,9 @@ class Layer(Named, ParallelModule):
         """Whether backward quantizes the input again."""
         return self.save_original_input
 
-    def _weights_q(self, call: Call, weights: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
+    def _weights_q(
+        self, call: RunSettings, weights: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
         """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
         # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
         keeps = call.caches and not self._is_fully_sharded
@@ -325,24 +351,24 @@ class Layer(Named, ParallelModule):
         return any(buffer.is_inference() for workspace in kept for _, buffer in workspace._buffers())
 
     def _linear_args(
-        self, call: Call, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
+        self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
     ) -> LinearFwdArgs:
         """The arguments of one GEMM's linear, without x."""
         return LinearFwdArgs(
-            None,
-            weight,
-            bias,
-            None,
-            weight_q,
-            call.needs[gemm],
-            call.quantizers[gemm],
-            call.numerics,
-            self._weight_grad(gemm, weight, gemm),
-            scale_of(call.scales, gemm, "input"),
-            scale_of(call.grad_scales, gemm, "grad_output"),
-            self.save_original_input,
-            None,
-            self._parallel(gemm),
+            x=None,
+            weight=weight,
+            bias=bias,
+            x_q=None,
+            weight_q=weight_q,
+            needs=call.needs[gemm],
+            quantizers=call.quantizers[gemm],
+            numerics=call.numerics,
+            wgrad=self._weight_grad(gemm, weight, gemm),
+            input_scale=scale_of(call.scales, gemm, "input"),
+            grad_scale=scale_of(call.grad_scales, gemm, "grad_output"),
+            saves_original_input=self.save_original_input,
+            grad_state=None,
+            parallel=self._parallel(gemm),
         )
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
@@ -399,9 +425,9 @@ class Layer(Named, ParallelModule):
             self._reset_state()
 
 
-def check_run_again(turn: Turn, recipe: Recipe | None, state: State) -> None:
+def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> None:
     """A run inside of backward: outside of any region it would compute in high precision what was quantized before."""
-    if turn.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
+    if status.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
         raise RuntimeError(
             "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
             "mezzotint.recomputation, which keeps the recipe, or call backward inside the region"

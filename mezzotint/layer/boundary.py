@@ -8,7 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import GradState
-from mezzotint.functional.delayed import ENDING, catch_up, hand_over
+from mezzotint.functional.delayed import SCALE_UPDATES, catch_up, hand_over
 from mezzotint.recipe import slot
 from mezzotint.tensor.float8 import Float8Tensor
 from mezzotint.tensor.quantize import quantize, quantize_scaled
@@ -29,7 +29,7 @@ def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
             return _QuantizeHandedGradient.apply(x, quantizer, state, slot(gemm, "grad_input"))
         return _QuantizeGradient.apply(x, module._boundary_quantizer(gemm, "grad_input"), None)
     quantizer = module._boundary_quantizer(gemm, "grad_input")
-    return _QuantizeGradient.apply(x, quantizer, partial(ENDING.before, module.scale_bwd))
+    return _QuantizeGradient.apply(x, quantizer, partial(SCALE_UPDATES.before, module.scale_bwd))
 
 
 class _Dequantize(torch.autograd.Function):

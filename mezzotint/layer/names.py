@@ -36,7 +36,7 @@ class Named(nn.Module):
 
     def _part(self, name: str) -> str:
         """The name of a submodule while it is made: quantized weights ask a recipe for it there."""
-        return join(self._name, name)
+        return join_path(self._name, name)
 
     def _end_parts(self) -> None:
         """All submodules are made: names that they got from one without a name are paths."""
@@ -46,7 +46,7 @@ class Named(nn.Module):
                     part._set_name(part._name, False)
 
 
-def join(prefix: str, path: str) -> str:
+def join_path(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix and path else prefix or path
 
 
@@ -63,7 +63,7 @@ def name_modules(root: nn.Module, prefix: str = "") -> nn.Module:
         raise TypeError(f"prefix is {type(prefix).__name__}: give a string")
     for path, module in root.named_modules():
         if isinstance(module, Named):
-            module._take_path(join(prefix, path))
+            module._take_path(join_path(prefix, path))
     return root
 
 
@@ -71,6 +71,6 @@ def name_new(module: Any, path: str) -> None:
     """Name what has no name yet, at its place in a container of ours."""
     if not isinstance(module, Named):
         for key, child in module.named_children():
-            name_new(child, join(path, key))
+            name_new(child, join_path(path, key))
     elif not module._name:
         name_modules(module, path)

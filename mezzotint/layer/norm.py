@@ -7,7 +7,7 @@ from torch import nn
 
 from mezzotint.comm.gradients import local_part
 from mezzotint.functional.norm import Residual
-from mezzotint.layer.parameters import Place, resolve_device
+from mezzotint.layer.parameters import PlaceParameter, resolve_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -68,7 +68,7 @@ def need_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def split_norm(module: Any, prefix: str, group: Any, place: Place) -> None:
+def split_norm(module: Any, prefix: str, group: Any, place: PlaceParameter) -> None:
     """Whole on every process, as DTensors."""
     for name in (f"{prefix}weight", f"{prefix}bias"):
         if getattr(module, name) is not None:

@@ -8,7 +8,7 @@ from torch import nn
 from mezzotint.comm.groups import check_group, resolve_size, world_size
 from mezzotint.functional.tensor_parallel import Parallel
 from mezzotint.layer.norm import split_norm
-from mezzotint.layer.parameters import Place
+from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.scaling_state import StatefulModule
 from mezzotint.meeting import follow, forget, meet
 from mezzotint.tensor.partition import Split
@@ -59,7 +59,7 @@ class ParallelModule(StatefulModule):
         super()._load_from_state_dict(*args)
         self._share_weights()
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Split the weights of a module that has them whole. `modes`: of each GEMM. `place(parameter, dim, stride)`:
         what becomes of a parameter that is split along `dim`, or of the whole one (None)."""
         if self.tp_size > 1:

@@ -9,16 +9,16 @@ from torch import nn
 
 from mezzotint.comm.groups import part_of
 
-INIT_STD = 0.023
+DEFAULT_INIT_STD = 0.023
 
 # What becomes of a whole parameter that processes share: split along a dimension, or whole (None). It may be several,
 # one below the other, each of which is split.
-Place = Callable[[nn.Parameter, int | None, int], nn.Parameter]
+PlaceParameter = Callable[[nn.Parameter, int | None, int], nn.Parameter]
 
 
 def default_init(weight: torch.Tensor) -> torch.Tensor:
     """normal(0, 0.023)."""
-    return nn.init.normal_(weight, mean=0.0, std=INIT_STD)
+    return nn.init.normal_(weight, mean=0.0, std=DEFAULT_INIT_STD)
 
 
 def resolve_device(device: Any) -> torch.device:
@@ -43,7 +43,7 @@ def check_features(**sizes: Any) -> None:
             raise ValueError(f"{name} is {size!r}: give a positive int")
 
 
-def check_input(inp: Any, features: int, name: str = "inp") -> None:
+def check_module_input(inp: Any, features: int, name: str = "inp") -> None:
     """A tensor whose last dimension the module takes."""
     if not isinstance(inp, torch.Tensor):
         raise TypeError(f"{name} is {type(inp).__name__}: give a torch.Tensor")

@@ -62,9 +62,18 @@ def resolve_quantizers(
 def resolve_numerics(recipe: Recipe | None, dtype: torch.dtype) -> Numerics:
     """How the three GEMMs compute; without a recipe, in high precision."""
     if recipe is None:
-        return Numerics(dtype, False, False, False, None, False)
+        return Numerics(
+            dtype=dtype, fast_fprop=False, fast_dgrad=False, fast_wgrad=False, override=None, keeps_wgrad=False
+        )
     fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
-    return Numerics(dtype, fast_fprop, fast_dgrad, fast_wgrad, recipe.override(), recipe.keeps_wgrad())
+    return Numerics(
+        dtype=dtype,
+        fast_fprop=fast_fprop,
+        fast_dgrad=fast_dgrad,
+        fast_wgrad=fast_wgrad,
+        override=recipe.override(),
+        keeps_wgrad=recipe.keeps_wgrad(),
+    )
 
 
 def delayed_request(request: Any) -> DelayedScalingRequest:

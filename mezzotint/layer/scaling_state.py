@@ -26,7 +26,7 @@ from mezzotint.functional.traced import read_local
 from mezzotint.layer.parameters import attributes_of, resolve_device, restore_attributes
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
-from mezzotint.region import Turn, current_state, get_autocast_state
+from mezzotint.region import RunStatus, current_state, get_autocast_state
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -57,7 +57,7 @@ def lasting() -> AbstractContextManager[Any]:
 _NUMBERS = itertools.count()
 
 
-def next_number() -> torch.Tensor:
+def next_module_number() -> torch.Tensor:
     """Which module this process makes, int64 [1]. A tensor, on the CPU: an operator in a graph that layers share reads
     it when the graph runs."""
     with lasting():
@@ -78,7 +78,7 @@ class StatefulModule(nn.Module):
         self.num_gemms = 1
         self._workspaces: tuple[Any, ...] | None = None
         self._weight_scales: torch.Tensor | None = None
-        self._turn = Turn()
+        self._run_status = RunStatus()
         self._is_fully_sharded = False
         self._number: torch.Tensor | None = None  # None on the meta device, where a process may plan a model alone
         self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
@@ -100,7 +100,7 @@ class StatefulModule(nn.Module):
 
     def _take_number(self) -> None:
         if self._number is None and not self.scale_fwd.is_meta:
-            self._number = next_number()
+            self._number = next_module_number()
 
     def _reset_state(self) -> None:
         with lasting():
@@ -338,24 +338,24 @@ class StatefulModule(nn.Module):
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         restore_attributes(made, copy.deepcopy(attributes_of(self), memo))
-        made._number = None if made._number is None else next_number()
+        made._number = None if made._number is None else next_module_number()
         return made
 
     def _replicate_for_data_parallel(self) -> Any:
         """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
         replica: Any = super()._replicate_for_data_parallel()
-        replica.__dict__.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
+        replica.__dict__.update(_workspaces=None, _weight_scales=None, _resolved=None, _run_status=RunStatus())
         replica.forward = autocast(*get_autocast_state())(partial(type(self).forward, replica))
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a pickle: a module that this process makes."""
         super().__setstate__(state)
-        self._number = None if self.__dict__.get("_number") is None else next_number()
+        self._number = None if self.__dict__.get("_number") is None else next_module_number()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _turn=Turn())
+        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _run_status=RunStatus())
         return state
 
 

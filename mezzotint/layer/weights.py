@@ -11,7 +11,7 @@ from mezzotint.comm.gradients import local_part
 from mezzotint.comm.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
-    Place,
+    PlaceParameter,
     default_init,
     forked_rng,
     high_precision_init,
@@ -116,7 +116,7 @@ class Weights:
         for size in self.sizes if mode == "column" else ():
             part_of("a part's rows", size // self.stride, tp_size)
 
-    def split_over(self, module: Any, mode: str, tp_size: int, place: Place) -> None:
+    def split_over(self, module: Any, mode: str, tp_size: int, place: PlaceParameter) -> None:
         """Whole parameters become what `place` makes of them: DTensors, of which this process has its part."""
         self._take_part(mode, tp_size)
         dim = 0 if mode == "column" else 1

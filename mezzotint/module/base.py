@@ -10,7 +10,7 @@ from mezzotint.functional.delayed import take
 from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
-from mezzotint.layer.base import Call, Layer, activation_dtype, scale_of
+from mezzotint.layer.base import Layer, RunSettings, activation_dtype, scale_of
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
 from mezzotint.region import current_state, recipe_in_force
@@ -78,7 +78,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             for key, types in (("scaling_fwd", FORWARD_TENSORS), ("scaling_bwd", BACKWARD_TENSORS))
         }
 
-    def _boundary_quantizer(self, gemm: int, tensor_type: str, call: Call | None = None) -> Quantizer:
+    def _boundary_quantizer(self, gemm: int, tensor_type: str, call: RunSettings | None = None) -> Quantizer:
         """Of a tensor that leaves the module quantized: row-wise.
 
         A recomputation (`call`) has the scale of the first run and writes no state.
@@ -126,7 +126,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     # What came back
 
-    def _record(self, call: Call, amaxes: Sequence[torch.Tensor], weight_amaxes: Sequence[torch.Tensor | None]) -> None:
+    def _record(
+        self, call: RunSettings, amaxes: Sequence[torch.Tensor], weight_amaxes: Sequence[torch.Tensor | None]
+    ) -> None:
         """Enter the maxima of this call into the current row of the history: those that a core gave back, one for each
         GEMM whose input has delayed scaling, and those of the weights."""
         if not call.records:

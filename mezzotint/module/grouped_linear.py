@@ -5,18 +5,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.autograd import run_core
 from mezzotint.functional.grouped_linear import (
     GROUPED_LINEAR,
     GroupedLinearFwdArgs,
-    groups_of,
+    group_tensors,
     is_stack,
 )
 from mezzotint.functional.linear import Needs
 from mezzotint.layer.base import activation_dtype, scale_of
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
-from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import (
+    PlaceParameter,
+    check_features,
+    check_module_input,
+    check_parallel,
+    resolve_device,
+    resolve_dtype,
+)
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
@@ -93,7 +100,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             group.tracker, group.tracker_name = get_rng_state_tracker, rng_tracker_name
         self._init_groups(weights, device, dtype, delay_wgrad_compute)
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         raise ValueError("GroupedLinear is not split by styles: give each process some experts (moe/exchange.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
@@ -120,7 +127,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         `m_splits`: rows of each group, a list or a tensor. `out` (…, out) takes the result;
         the gradient of `inp` is written to `dgrad_out` as well where it is given.
         """
-        check_input(inp, self.in_features)
+        check_module_input(inp, self.in_features)
         splits = resolve_splits(m_splits, self.num_gemms)
         weights, biases = self._group_parameters()
         dtype = activation_dtype(inp)
@@ -138,26 +145,26 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             has_grad and any(bias.requires_grad for bias in added),
         )
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
-        groups = groups_of(weights, 2)
+        groups = group_tensors(weights, 2)
         if self._is_calibrating():
             self._calibrate(x.split(list(splits)), groups)
         weights_q, weight_amaxes = self._weights_q(call, groups)
         args = GroupedLinearFwdArgs(
-            x,
-            weights,
-            added,
-            weights_q,
-            splits,
-            needs,
-            call.quantizers,
-            call.numerics,
-            self._weight_grads(weights),
-            tuple([scale_of(call.scales, gemm, "input") for gemm in range(self.num_gemms)]),
-            tuple([scale_of(call.grad_scales, gemm, "grad_output") for gemm in range(self.num_gemms)]),
-            self.save_original_input,
-            call.grad_state,
+            x=x,
+            weights=weights,
+            biases=added,
+            weights_q=weights_q,
+            splits=splits,
+            needs=needs,
+            quantizers=call.quantizers,
+            numerics=call.numerics,
+            wgrads=self._weight_grads(weights),
+            input_scales=tuple([scale_of(call.scales, gemm, "input") for gemm in range(self.num_gemms)]),
+            grad_scales=tuple([scale_of(call.grad_scales, gemm, "grad_output") for gemm in range(self.num_gemms)]),
+            saves_original_input=self.save_original_input,
+            grad_state=call.grad_state,
         )
-        y, *amaxes = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
+        y, *amaxes = run_core(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
         self._record(call, amaxes, weight_amaxes)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:

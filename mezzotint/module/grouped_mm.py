@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
-from mezzotint.functional.autograd import apply
-from mezzotint.functional.grouped_linear import GROUPED_LINEAR, GroupedLinearFwdArgs, groups_of
+from mezzotint.functional.autograd import run_core
+from mezzotint.functional.grouped_linear import GROUPED_LINEAR, GroupedLinearFwdArgs, group_tensors
 from mezzotint.functional.linear import LinearQuantizers, Needs, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.layer.base import activation_dtype
@@ -60,21 +60,21 @@ def multiply_groups(
     count = weight.shape[0]
     none = (None,) * count
     args = GroupedLinearFwdArgs(
-        x,
-        (weight,),
-        () if bias is None else (bias,),
-        _weights_q(groups_of((weight,), 2), quantizers),
-        splits,
-        needs,
-        (quantizers,) * count,
-        resolve_numerics(recipe, dtype),
-        tuple([WeightGrad(weight.dtype, is_slice=True) for _ in range(count)]),
-        none,
-        none,
-        False,
-        None,
+        x=x,
+        weights=(weight,),
+        biases=() if bias is None else (bias,),
+        weights_q=_weights_q(group_tensors((weight,), 2), quantizers),
+        splits=splits,
+        needs=needs,
+        quantizers=(quantizers,) * count,
+        numerics=resolve_numerics(recipe, dtype),
+        wgrads=tuple([WeightGrad(weight.dtype, is_slice=True) for _ in range(count)]),
+        input_scales=none,
+        grad_scales=none,
+        saves_original_input=False,
+        grad_state=None,
     )
-    (y,) = apply(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
+    (y,) = run_core(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
     return y
 
 

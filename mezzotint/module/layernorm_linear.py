@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions
@@ -20,7 +20,7 @@ from mezzotint.layer.norm import (
     reset_norm,
     resolve_branch,
 )
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -130,7 +130,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
-        check_input(inp, self.in_features)
+        check_module_input(inp, self.in_features)
         self._meet(inp)
         self._check_tokens(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
@@ -150,21 +150,21 @@ class LayerNormLinear(TransformerEngineBaseModule):
         call = self._start(dtype, (needs,), is_first_microbatch)
         (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
         args = LayerNormLinearFwdArgs(
-            x,
-            branch,
-            branch_bias,
-            gamma,
-            beta,
-            weight,
-            added,
-            NormOptions(self.eps, self.zero_centered_gamma, self.rms),
-            self._linear_args(call, 0, weight, added, weight_q),
-            self.return_layernorm_output or self._is_calibrating(),
-            self.return_layernorm_output_gathered,
-            residual,
-            call.grad_state,
+            x=x,
+            branch=branch,
+            branch_bias=branch_bias,
+            gamma=gamma,
+            beta=beta,
+            weight=weight,
+            bias=added,
+            norm=NormOptions(self.eps, self.zero_centered_gamma, self.rms),
+            linear=self._linear_args(call, 0, weight, added, weight_q),
+            returns_norm=self.return_layernorm_output or self._is_calibrating(),
+            gathers_norm=self.return_layernorm_output_gathered,
+            residual=residual,
+            grad_state=call.grad_state,
         )
-        y, *rest = apply(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
+        y, *rest = run_core(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
         rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if args.returns_norm else None
         stream = None if residual is None else rest.pop(0)

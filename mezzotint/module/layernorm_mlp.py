@@ -7,7 +7,7 @@ import torch
 
 from mezzotint.comm.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
@@ -22,7 +22,14 @@ from mezzotint.layer.norm import (
     reset_norm,
     resolve_branch,
 )
-from mezzotint.layer.parameters import Place, check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import (
+    PlaceParameter,
+    check_features,
+    check_module_input,
+    check_parallel,
+    resolve_device,
+    resolve_dtype,
+)
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -142,7 +149,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             reset_norm(self, "layer_norm_", self.zero_centered_gamma)
         super().reset_parameters(defer_init)
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         if modes:
             raise ValueError("LayerNormMLP has two weights: use TensorParallel, which splits each its way")
         super().split_over(tp_group, sequence_parallel, place, "column", "row")
@@ -161,7 +168,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
     ) -> torch.Tensor | Any:
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
-        check_input(inp, self.hidden_size)
+        check_module_input(inp, self.hidden_size)
         self._meet(inp)
         self._check_tokens(inp)
         (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
@@ -183,27 +190,27 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         (w1_q, w2_q), weight_amaxes = self._weights_q(call, (w1, w2))
         args = LayerNormMLPFwdArgs(
-            x,
-            branch,
-            branch_bias,
-            gamma,
-            beta,
-            w1,
-            b1,
-            w2,
-            added,
-            NormOptions(self.eps, self.zero_centered_gamma, self.rms),
-            self._linear_args(call, 0, w1, b1, w1_q),
-            self._linear_args(call, 1, w2, added, w2_q),
-            self._activation,
-            self._activation_params,
-            self.checkpoint,
-            self.return_layernorm_output,
-            self.return_layernorm_output_gathered,
-            residual,
-            call.grad_state,
+            x=x,
+            branch=branch,
+            branch_bias=branch_bias,
+            gamma=gamma,
+            beta=beta,
+            fc1_weight=w1,
+            fc1_bias=b1,
+            fc2_weight=w2,
+            fc2_bias=added,
+            norm=NormOptions(self.eps, self.zero_centered_gamma, self.rms),
+            fc1=self._linear_args(call, 0, w1, b1, w1_q),
+            fc2=self._linear_args(call, 1, w2, added, w2_q),
+            activation=self._activation,
+            params=self._activation_params,
+            recomputes=self.checkpoint,
+            returns_norm=self.return_layernorm_output,
+            gathers_norm=self.return_layernorm_output_gathered,
+            residual=residual,
+            grad_state=call.grad_state,
         )
-        y, *rest = apply(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
+        y, *rest = run_core(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
         rest = list(rest)  # a tuple to Dynamo of torch 2.11
         norm_out = rest.pop(0) if self.return_layernorm_output else None
         stream = None if residual is None else rest.pop(0)

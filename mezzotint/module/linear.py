@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.autograd import run_core
 from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized, quantize_gradient
-from mezzotint.layer.parameters import check_features, check_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -121,7 +121,7 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
         kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
         """
-        check_input(inp, self.in_features)
+        check_module_input(inp, self.in_features)
         self._meet(inp)
         self._check_tokens(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
@@ -141,7 +141,7 @@ class Linear(TransformerEngineBaseModule):
         (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
         args = self._linear_args(call, 0, weight, added, weight_q)
         args.x, args.grad_state = x, call.grad_state
-        y, *amaxes = apply(LINEAR, args, needs.input or needs.weight or needs.bias)
+        y, *amaxes = run_core(LINEAR, args, needs.input or needs.weight or needs.bias)
         self._record(call, amaxes, weight_amaxes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))

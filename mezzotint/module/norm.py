@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mezzotint.functional.autograd import apply
-from mezzotint.functional.norm import NORM, NormFwdArgs, NormOptions
+from mezzotint.functional.autograd import run_core
+from mezzotint.functional.norm import NORM_CORE, NormFwdArgs, NormOptions
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import norm_parameters, register_norm, reset_norm, split_norm
-from mezzotint.layer.parameters import Place, check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import PlaceParameter, check_features, check_module_input, resolve_device, resolve_dtype
 from mezzotint.tensor.checks import check_epsilon
 
 
@@ -60,7 +60,7 @@ class _Norm(nn.Module):
         if not defer_init:
             reset_norm(self, "", self.zero_centered_gamma)
 
-    def split_over(self, tp_group: Any, sequence_parallel: bool, place: Place, *modes: str) -> None:
+    def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """The parameters stay whole; with `sequence_parallel` their gradients are sums over the processes."""
         if modes:
             raise ValueError(f"{type(self).__name__} has no weight to split {modes[0]}-wise: use SequenceParallel")
@@ -69,7 +69,7 @@ class _Norm(nn.Module):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Normalised over the last dimensions, `normalized_shape`."""
-        check_input(inp, self.normalized_shape[-1])
+        check_module_input(inp, self.normalized_shape[-1])
         shape, (gamma, beta) = inp.shape, norm_parameters(self, "")
         x = dequantized(inp)
         if len(self.normalized_shape) > 1:
@@ -81,7 +81,7 @@ class _Norm(nn.Module):
         x = x.to(activation_dtype(x))
         needs_grad = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
         options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-        (y,) = apply(NORM, NormFwdArgs(x, gamma, beta, options), needs_grad)
+        (y,) = run_core(NORM_CORE, NormFwdArgs(x, gamma, beta, options), needs_grad)
         return y.reshape(shape)
 
     if TYPE_CHECKING:

@@ -23,7 +23,7 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1  # uint8 [tokens, ⌈experts / 8⌉], the lowest bit first
 
 
-FORMATS = tuple(RoutingMapFormat)
+ROUTING_MAP_FORMATS = tuple(RoutingMapFormat)
 
 
 def _sqrt_softplus(x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _as_map(chosen: torch.Tensor, experts: int, wanted: RoutingMapFormat | int |
 
 
 def _map_format(wanted: RoutingMapFormat | int | str) -> RoutingMapFormat:
-    for known in FORMATS:  # the compiler of torch 2.11 does not go through an enum
+    for known in ROUTING_MAP_FORMATS:  # the compiler of torch 2.11 does not go through an enum
         if wanted == known or (isinstance(wanted, str) and wanted.upper() == known.name):
             return known
     raise ValueError(f"routing_map_format is {wanted!r}: give 'bytemap' or 'bitmap_u8'")

@@ -20,7 +20,7 @@ from mezzotint.ops.fusion import (
     BACKWARD_FUSIONS,
     FORWARD_BACKWARD_FUSIONS,
     FORWARD_FUSIONS,
-    Group,
+    PlacedOperation,
     expand,
     fuse,
 )
@@ -53,8 +53,8 @@ class Pipeline:
     def __init__(
         self,
         basic_ops: list[BasicOperation],
-        forward: list[Group],
-        backward: list[Group],
+        forward: list[PlacedOperation],
+        backward: list[PlacedOperation],
         wiring: Wiring,
         kwargs: list[dict[str, Any]],
         num_params: list[int],
@@ -259,8 +259,8 @@ class OperationFuser:
         if not self._basic_ops:
             raise ValueError("ops is empty: a pipeline needs at least one operation")
         self._wiring = Wiring(self._basic_ops)
-        self._forward_ops: list[Group] = []
-        self._backward_ops: list[Group] = []
+        self._forward_ops: list[PlacedOperation] = []
+        self._backward_ops: list[PlacedOperation] = []
         self._fused_for: Any = None
         self._has_run = False
         for op in self._basic_ops:
@@ -274,12 +274,12 @@ class OperationFuser:
 
     def maybe_fuse_ops(
         self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
-    ) -> tuple[list[Group], list[Group]]:
+    ) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         """Forward groups, and backward groups from the end, of a run with these tensors."""
         params = [op._trained() for op in self._basic_ops]
         return self._groups(recipe, self._first_that_needs_grad(is_grad_enabled, input_, params, extra_inputs))
 
-    def _groups(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
+    def _groups(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         """The same; `first`: the first operation that needs a gradient."""
         if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
             return self._fuse(recipe, first)
@@ -289,14 +289,14 @@ class OperationFuser:
             self._fused_for = (recipe, first)
         return self._forward_ops, self._backward_ops
 
-    def _fuse(self, recipe: Any, first: int) -> tuple[list[Group], list[Group]]:
+    def _fuse(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         forward, backward = fuse(self._ops, recipe)
         # Where backward ends within: operation by operation. A joint fusion's forward, too, which knows its backward.
         ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
         return self._without(forward, ends_within), self._without(backward, ends_within)[::-1]
 
-    def _without(self, groups: list[Group], fused: list[FusibleOperation]) -> list[Group]:
-        made: list[Group] = []
+    def _without(self, groups: list[PlacedOperation], fused: list[FusibleOperation]) -> list[PlacedOperation]:
+        made: list[PlacedOperation] = []
         for op, places in groups:
             if any(op is other for other in fused):
                 made.extend([(self._basic_ops[i], (i,)) for i in places])

@@ -11,7 +11,7 @@ from typing import Any
 from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
 __all__ = [
-    "Group",
+    "PlacedOperation",
     "computes_as",
     "fuse",
     "register_backward_fusion",
@@ -21,7 +21,9 @@ __all__ = [
 ]
 
 Fusion = Callable[..., list[FusibleOperation]]
-Group = tuple[FusibleOperation, tuple[int, ...]]  # an operation and the places of its basic operations in the pipeline
+PlacedOperation = tuple[
+    FusibleOperation, tuple[int, ...]
+]  # an operation and the places of its basic operations in the pipeline
 
 FORWARD_BACKWARD_FUSIONS: list[Fusion] = []
 FORWARD_FUSIONS: list[Fusion] = []
@@ -80,7 +82,7 @@ def computes_as(op: FusibleOperation, *classes: type[FusibleOperation]) -> bool:
     return any(op._computes_as is cls for cls in classes)
 
 
-def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[Group], list[Group]]:
+def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
     """The pipeline's forward and backward, in the order of forward."""
     basic_ops = expand(ops)
     both = _apply(_opened(ops, ops, "forward", "backward"), FORWARD_BACKWARD_FUSIONS, recipe, basic_ops)
@@ -127,8 +129,8 @@ def expand(ops: Sequence[FusibleOperation]) -> list[BasicOperation]:
     return made
 
 
-def _places(ops: list[FusibleOperation]) -> list[Group]:
-    groups: list[Group] = []
+def _places(ops: list[FusibleOperation]) -> list[PlacedOperation]:
+    groups: list[PlacedOperation] = []
     start = 0
     for op in ops:
         count = len(op.basic_ops) if isinstance(op, FusedOperation) else 1

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
-from mezzotint.layer.base import Call, Layer
+from mezzotint.layer.base import Layer, RunSettings
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.resolve import delayed_request
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
@@ -184,7 +184,7 @@ class Run:
 
     __slots__ = ("call",)
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: RunSettings) -> None:
         self.call = call
 
     def begin_backward(self) -> None:
@@ -426,10 +426,22 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         __call__ = forward
 
 
-def _call_of(request: DelayedScalingRequest) -> Call:
+def _call_of(request: DelayedScalingRequest) -> RunSettings:
     """Of an operation whose quantizers are its own affair: delayed scaling's state alone."""
     none: Any = None
-    return Call((), (), none, request, None, None, None, None, False, False, False)
+    return RunSettings(
+        quantizers=(),
+        needs=(),
+        numerics=none,
+        request=request,
+        scales=None,
+        weight_scales=None,
+        grad_scales=None,
+        grad_state=None,
+        records=False,
+        caches=False,
+        reuses=False,
+    )
 
 
 _HANDED_OVER = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")

@@ -10,7 +10,7 @@ import torch
 
 from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.weight import as_storage
-from mezzotint.layer.base import Call, scale_of
+from mezzotint.layer.base import RunSettings, scale_of
 from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled
@@ -46,7 +46,7 @@ class DelayedQuantizer:
         return quantized(tensor, self)
 
 
-def delayed(op: Any, call: Call, gemm: int, tensor_type: str, quantizer: Any) -> Any:
+def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: Any) -> Any:
     """A quantizer with the scale of this run where it takes one, and the place that its amax goes to."""
     if quantizer is None or not quantizer.takes_scale():
         return quantizer

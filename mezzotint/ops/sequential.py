@@ -10,7 +10,7 @@ from mezzotint.layer.names import Named, name_modules, name_new
 from mezzotint.ops.fuser import OperationFuser
 from mezzotint.ops.op import FusedOperation, FusibleOperation
 
-Group = OperationFuser | nn.Module
+Segment = OperationFuser | nn.Module
 
 
 class Sequential(Named):
@@ -119,7 +119,7 @@ class Sequential(Named):
     # Groups
 
     @property
-    def _module_groups(self) -> list[Group]:
+    def _module_groups(self) -> list[Segment]:
         """Runs of operations, each in a fuser, and the other modules between them."""
         modules = list(self)
         if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
@@ -183,7 +183,7 @@ class Sequential(Named):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _num_extra_inputs(self, groups: list[Group]) -> int:
+    def _num_extra_inputs(self, groups: list[Segment]) -> int:
         return sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
 
     def _kwargs_by_module(self, op_kwargs: dict[Any, Any] | None) -> list[dict[str, Any]]:
@@ -209,8 +209,8 @@ def _check_module(module: Any) -> None:
         raise TypeError(f"{type(module).__name__} is no module: give torch.nn.Modules")
 
 
-def _group(modules: list[Any]) -> list[Group]:
-    groups: list[Group] = []
+def _group(modules: list[Any]) -> list[Segment]:
+    groups: list[Segment] = []
     run: list[FusibleOperation] = []
     for module in modules:
         if isinstance(module, FusibleOperation) and not module._is_module:

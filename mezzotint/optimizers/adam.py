@@ -7,7 +7,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.optimizer import adam_
+from mezzotint.kernels.optimizer import Tensors, adam_
 from mezzotint.optimizers.base import (
     FusedOptimizer,
     by_device,
@@ -20,10 +20,18 @@ from mezzotint.optimizers.base import (
     loss_of,
     write_back,
 )
-from mezzotint.optimizers.states import DTYPES, RANGES, Kept, join, pack_, pack_all_, split_, unpack, unpack_all
+from mezzotint.optimizers.states import (
+    RANGES,
+    STATE_DTYPES,
+    Kept,
+    decode_state,
+    join_remainder,
+    pack_,
+    pack_all_,
+    split_,
+    unpack_all,
+)
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
-
-Tensors = list[torch.Tensor]
 
 
 class FusedAdam(FusedOptimizer):
@@ -75,8 +83,8 @@ class FusedAdam(FusedOptimizer):
         if master_weight_dtype not in (torch.float32, torch.float16):
             raise ValueError(f"master_weight_dtype is {master_weight_dtype}: give torch.float32 or torch.float16")
         for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} is {dtype}: give one of {DTYPES}; torch.uint8 is FP8 with a scale")
+            if dtype not in STATE_DTYPES:
+                raise ValueError(f"{name} is {dtype}: give one of {STATE_DTYPES}; torch.uint8 is FP8 with a scale")
         if store_param_remainders and not (master_weights and master_weight_dtype == torch.float32):
             raise ValueError(
                 f"store_param_remainders is True with master_weights={master_weights} and master_weight_dtype="
@@ -152,8 +160,8 @@ class FusedAdam(FusedOptimizer):
         if skip_unscale or data.dtype == torch.float32:
             return data
         if data.dtype == torch.int16:
-            return like(join(mine, local(data)), param)
-        return like(unpack(local(data), state.get(f"{state_name}_scale")), param)
+            return like(join_remainder(mine, local(data)), param)
+        return like(decode_state(local(data), state.get(f"{state_name}_scale")), param)
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
@@ -176,7 +184,7 @@ class FusedAdam(FusedOptimizer):
             )
         value = value.to(data.device)
         if data.dtype != torch.int16:
-            value = join(mine, value) if value.dtype == torch.int16 else value.float()
+            value = join_remainder(mine, value) if value.dtype == torch.int16 else value.float()
             pack_(data, state.get(f"{state_name}_scale"), value)
         elif value.dtype == torch.int16:
             data.copy_(value)
@@ -330,7 +338,9 @@ class FusedAdam(FusedOptimizer):
             if not self._has_master(param):
                 values.append(param)
             else:
-                values.append(join(param, master) if master.dtype == torch.int16 else unpack(master, scale))
+                values.append(
+                    join_remainder(param, master) if master.dtype == torch.int16 else decode_state(master, scale)
+                )
         return values
 
     def _keep_masters(self, params: Tensors, masters: list[Kept], values: Tensors) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.optimizer import sgd_
+from mezzotint.kernels.optimizer import Tensors, sgd_
 from mezzotint.optimizers.base import (
     FusedOptimizer,
     by_device,
@@ -17,8 +17,6 @@ from mezzotint.optimizers.base import (
     loss_of,
     write_back,
 )
-
-Tensors = list[torch.Tensor]
 
 
 class FusedSGD(FusedOptimizer):

@@ -19,13 +19,13 @@ import torch
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.optimizer import join_master
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+STATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 RANGES = {torch.float16: 65504.0, torch.uint8: 448.0}  # of those that have a scale
 NAN_BITS = 0x7FC00000
 Kept = tuple[torch.Tensor, torch.Tensor | None]  # a tensor and its scale
 
 
-def unpack(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def decode_state(data: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """The value in FP32; the tensor itself where it is FP32."""
     if data.dtype == torch.uint8:
         data = data.view(torch.float8_e4m3fn)
@@ -47,7 +47,7 @@ def pack_(data: torch.Tensor, scale: torch.Tensor | None, value: torch.Tensor) -
 
 
 def unpack_all(kept: list[Kept]) -> list[torch.Tensor]:
-    return [unpack(data, scale) for data, scale in kept]
+    return [decode_state(data, scale) for data, scale in kept]
 
 
 def pack_all_(kept: list[Kept], values: list[torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ def _scale_of(amax: torch.Tensor, top: float) -> torch.Tensor:
     return torch.where(amax > 0, power, 1.0)
 
 
-def join(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+def join_remainder(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """BF16 and int16 → the FP32 master."""
     return run_op(join_master, param, remainder)
 

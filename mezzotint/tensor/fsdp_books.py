@@ -108,8 +108,8 @@ def _units(module: Any) -> Iterator[Unit]:
 def check_alike(quantizer: Any, device: torch.device, module: Any, group: Any) -> None:
     """The shards of a module's weight are in one format, or an error on every process: in several ones they would send
     different buffers, and wait. A collective, at the first gather; of two numbers, since a group may be large."""
-    turn = getattr(module, "_turn", None)
-    if turn is None or turn.is_alike or torch.distributed.get_backend(group) == "fake":  # where nobody answers
+    status = getattr(module, "_run_status", None)
+    if status is None or status.is_alike or torch.distributed.get_backend(group) == "fake":  # where nobody answers
         return
     is_own = quantizer is None or quantizer.is_custom()
     text = type(quantizer).__name__ if is_own else repr(quantizer.with_usage(rowwise=True, columnwise=True))
@@ -125,18 +125,18 @@ def check_alike(quantizer: Any, device: torch.device, module: Any, group: Any) -
             f"the shards of a weight are quantized differently on the {len(found)} processes of the group: {listed}. "
             "Give all of them the same recipe"
         )
-    turn.is_alike = True
+    status.is_alike = True
 
 
 def read_directions(shard: Any, module: Any, group: Any) -> tuple[bool, bool]:
     """(row-wise, column-wise): what a gather from the processes of `group` must send of each shard."""
-    is_one, turn = getattr(module, "gathers_one_direction", None), getattr(module, "_turn", None)
+    is_one, status = getattr(module, "gathers_one_direction", None), getattr(module, "_run_status", None)
     if is_one is None:
-        found = _found_directions(unit_of(shard, module), turn, shard.device, group)
+        found = _found_directions(unit_of(shard, module), status, shard.device, group)
     else:
         found = _told_directions(is_one, unit_of(shard, module))
-    if turn is not None:
-        turn.held = found
+    if status is not None:
+        status.held = found
     return found
 
 
@@ -151,7 +151,7 @@ def _told_directions(is_one: bool, unit: Unit | None) -> tuple[bool, bool]:
     return not in_backward(), in_backward()
 
 
-def _found_directions(unit: Unit | None, turn: Any, device: torch.device, group: Any) -> tuple[bool, bool]:
+def _found_directions(unit: Unit | None, status: Any, device: torch.device, group: Any) -> tuple[bool, bool]:
     if unit is None:
         return True, True
     stage = unit.stage()
@@ -160,7 +160,7 @@ def _found_directions(unit: Unit | None, turn: Any, device: torch.device, group:
     if stage != "PRE_BACKWARD":  # by hand; or for a forward that is computed again, whose backward finds it
         return True, True
     if unit.reads_rows_again is None:
-        is_read = turn is None or turn.reads_rows_again is not False
+        is_read = status is None or status.reads_rows_again is not False
         agreed = torch.tensor(float(is_read), device=device)
         torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
         unit.reads_rows_again = bool(agreed)

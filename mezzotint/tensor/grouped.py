@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.grouped_layout import COLUMN, ROW, check_dtype, check_quantizer, describe
+from mezzotint.tensor.grouped_layout import COLUMN, ROW, check_dtype, check_quantizer, member_buffers
 from mezzotint.tensor.grouped_shapes import (
     Shape,
     check_count,
@@ -20,11 +20,11 @@ from mezzotint.tensor.grouped_shapes import (
     differ,
     divide,
     first_dims,
-    join,
+    join_members,
     last_dims,
     logical_shape,
+    member_offsets,
     numel,
-    offsets,
     shapes_of_dims,
     whole_shape,
 )
@@ -37,7 +37,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage, count_write
 
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 class GroupedTensorStorage(QuantizedTensorStorage):
@@ -175,7 +175,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     @property
     def offsets(self) -> list[int]:
         """Elements before each member, and in all: `tensor_offsets` on the host."""
-        return offsets(self.shapes)
+        return member_offsets(self.shapes)
 
     def all_same_first_dim(self) -> bool:
         return not differ(first_dims(self.shapes))
@@ -229,7 +229,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     def _members(self, internal: bool) -> list[Any]:
         quantizer, dtype = self._quantizer, self._dtype
-        sizes = {shape: describe(shape, quantizer, dtype) for shape in self.shapes}
+        sizes = {shape: member_buffers(shape, quantizer, dtype) for shape in self.shapes}
         parts = []
         for slot, (_, kind) in sizes[self.shapes[0]].items():
             whole = getattr(self, slot)
@@ -286,7 +286,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         members = self.split_into_quantized_tensors()
         if self._quantizer is not None:
             members = [member.dequantize(dtype=dtype) for member in members]
-        return join(members, self.shapes).to(dtype)
+        return join_members(members, self.shapes).to(dtype)
 
     def gemm_operand(self, columnwise: bool) -> Operand:
         raise TypeError(
@@ -313,7 +313,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         if self._quantizer is None:
             return
         self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-        kept = describe((1, 1), self._quantizer, self._dtype)
+        kept = member_buffers((1, 1), self._quantizer, self._dtype)
         for slot in ROW + COLUMN:
             if slot not in kept:
                 setattr(self, slot, None)
@@ -365,19 +365,19 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         options = kwargs or {}
-        if func is aten.empty_like.default:
+        if func is _aten.empty_like.default:
             dtype, device = options.get("dtype") or args[0].dtype, options.get("device") or args[0].device
             return _allocate(args[0].shapes, args[0]._quantizer, device, dtype)
-        if func in (aten.new_empty.default, aten.new_zeros.default):
+        if func in (_aten.new_empty.default, _aten.new_zeros.default):
             count = args[0]._count_of(args[1])
-            if count and func is aten.new_zeros.default:
+            if count and func is _aten.new_zeros.default:
                 made = args[0]._new(count)
                 for _, buffer in made._buffers():
                     buffer.zero_()
                 return made
             # Plain: the size does not say how it is grouped.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
-        if func is aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
+        if func is _aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
             with nullcontext() if args[0]._quantizer is None else counting_writes():
                 return args[0].split_into_quantized_tensors()
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -418,7 +418,7 @@ def _sizes(
     """Elements and dtype of each buffer."""
     sizes: dict[str, tuple[int, torch.dtype]] = {}
     for shape in shapes:
-        for slot, (size, kind) in describe(shape, quantizer, dtype).items():
+        for slot, (size, kind) in member_buffers(shape, quantizer, dtype).items():
             before, _ = sizes.get(slot, (0, kind))
             sizes[slot] = before + numel(size), kind
     return sizes
@@ -428,7 +428,7 @@ def _dims(shapes: tuple[Shape, ...]) -> dict[str, list[int] | None]:
     """First and last dimensions and offsets of members, where they differ."""
     first, last = first_dims(shapes), last_dims(shapes)
     dims = {"first_dims": first if differ(first) else None, "last_dims": last if differ(last) else None}
-    return {**dims, "tensor_offsets": offsets(shapes) if differ(first) or differ(last) else None}
+    return {**dims, "tensor_offsets": member_offsets(shapes) if differ(first) or differ(last) else None}
 
 
 def _hold(

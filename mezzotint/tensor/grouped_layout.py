@@ -18,7 +18,9 @@ ROW = ("rowwise_data", "scale_inv", "amax_rowwise")
 COLUMN = ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
 
 
-def describe(shape: Shape, quantizer: Quantizer | None, dtype: torch.dtype) -> dict[str, tuple[Shape, torch.dtype]]:
+def member_buffers(
+    shape: Shape, quantizer: Quantizer | None, dtype: torch.dtype
+) -> dict[str, tuple[Shape, torch.dtype]]:
     """Where each buffer of one member goes, and what it is there, in the quantizer's order."""
     if quantizer is None:
         return {ROW[0]: (shape, dtype)}

@@ -31,7 +31,7 @@ def last_dims(shapes: Sequence[Shape]) -> list[int]:
     return [shape[1] if len(shape) > 1 else 1 for shape in shapes]
 
 
-def offsets(shapes: Sequence[Shape]) -> list[int]:
+def member_offsets(shapes: Sequence[Shape]) -> list[int]:
     """Elements before each member, and in all."""
     ends = [0]
     for shape in shapes:
@@ -47,7 +47,7 @@ def logical_shape(shapes: Sequence[Shape]) -> tuple[int, int]:
     """Of all members as one matrix."""
     first, last = first_dims(shapes), last_dims(shapes)
     if differ(last):
-        return (1, offsets(shapes)[-1]) if differ(first) else (first[0], sum(last))
+        return (1, member_offsets(shapes)[-1]) if differ(first) else (first[0], sum(last))
     return sum(first), last[0]
 
 
@@ -57,7 +57,7 @@ def whole_shape(shapes: Sequence[Shape]) -> Shape:
     return (len(shapes), *shapes[0]) if is_uniform else logical_shape(shapes)
 
 
-def join(members: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> torch.Tensor:
+def join_members(members: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> torch.Tensor:
     """Plain members → one tensor of `whole_shape`."""
     first, last = first_dims(shapes), last_dims(shapes)
     if differ(first) and differ(last):
@@ -68,7 +68,7 @@ def join(members: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> torch.Tens
 
 
 def divide(whole: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """The inverse of `join`."""
+    """The inverse of `join_members`."""
     first, last = first_dims(shapes), last_dims(shapes)
     parts: Sequence[torch.Tensor]
     if differ(first) and differ(last):
@@ -115,7 +115,7 @@ def shapes_of_dims(num_tensors: int, first: Any, last: Any, logical_first: Any, 
     cols = [logical_last] * num_tensors if last is None else _read("last_dims", last, num_tensors)
     shapes = tuple(zip(rows, cols, strict=True))
     if first is not None and last is not None:
-        wanted = (1, offsets(shapes)[-1])
+        wanted = (1, member_offsets(shapes)[-1])
     else:
         wanted = (sum(rows), logical_last) if last is None else (logical_first, sum(cols))
     if (logical_first, logical_last) != wanted:

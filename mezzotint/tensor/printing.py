@@ -36,7 +36,7 @@ def _options(storage: "QuantizedTensorStorage") -> list[str]:
     for attribute, name, default in storage._VALUES:
         value = getattr(storage, attribute)
         if isinstance(value, DType):
-            found[name] = short_name(value)
+            found[name] = element_name(value)
         elif name != "quantizer" and value != default:
             found[name] = value
     return _listed({**found, **_parts(storage)})
@@ -48,7 +48,7 @@ def _parts(storage: "QuantizedTensorStorage") -> dict[str, str]:
     return {direction: type(part).__name__ for direction, part in named if part is not None}
 
 
-def short_name(dtype: DType) -> str:
+def element_name(dtype: DType) -> str:
     """E4M3, E5M2, E2M1."""
     return dtype.name[-4:]
 
@@ -94,6 +94,6 @@ def formats_of(parameters: Iterable[torch.Tensor]) -> str:
 
 def _format(tensor: "QuantizedTensor") -> str:
     """The class, and what tells it from others of it: element type, formats of two directions, or the quantizer."""
-    known = [short_name(value) for value in tensor._plain_values().values() if isinstance(value, DType)]
+    known = [element_name(value) for value in tensor._plain_values().values() if isinstance(value, DType)]
     known = known or list(_parts(tensor).values()) or [type(tensor._quantizer).__name__]
     return f"{type(tensor).__name__}({', '.join(known)})"

@@ -92,7 +92,13 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
     if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
         raise TypeError(f"tensor is {type(tensor).__name__}: give a torch.Tensor or a QuantizedTensorStorage")
     if not isinstance(tensor, QuantizedTensorStorage):
-        return TensorProto(tuple(tensor.shape), tensor.dtype, None, tensor.requires_grad, tensor.device)
+        return TensorProto(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            quantizer=None,
+            requires_grad=tensor.requires_grad,
+            device=tensor.device,
+        )
     if tensor._quantizer is None:
         raise ValueError(f"tensor is {type(tensor).__name__} without a quantizer: update_quantizer(q) first")
     usages = _usages(tensor)
@@ -101,11 +107,11 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
     if quantizer.internal == is_tensor:
         quantizer = quantizer._with_internal(not is_tensor)
     return TensorProto(
-        tuple(tensor.shape),
-        tensor.dtype,
-        quantizer,
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad,
-        tensor.device,
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        quantizer=quantizer,
+        requires_grad=isinstance(tensor, torch.Tensor) and tensor.requires_grad,
+        device=tensor.device,
     )
 
 

@@ -98,7 +98,7 @@ def _common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | N
             return None
         if quantizer.is_custom() or quantizer._parts() is not None:
             return None
-        check_input(x, quantizer)
+        check_quantizable(x, quantizer)
         if torch.compiler.is_compiling():
             guard_usages(quantizer)
         plan = quantizer.for_dtype(x.dtype)._plan()
@@ -149,7 +149,7 @@ def quantize_buffers(
     """`x` → buffers in the quantizer's order."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
-    check_input(x, quantizer)
+    check_quantizable(x, quantizer)
     if torch.compiler.is_compiling():
         guard_usages(quantizer)
     parts = quantizer._parts()
@@ -317,7 +317,7 @@ def update_quantized(
         rowwise=getattr(held, rowwise_names[0]) is not None,
         columnwise=getattr(held, columnwise_names[0]) is not None,
     )
-    check_input(src, quantizer)
+    check_quantizable(src, quantizer)
     buffers = [getattr(held, f"_{n}") for n in quantizer._buffer_names()]
     if buffers[0].device != src.device:
         raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
@@ -405,7 +405,7 @@ class _Quantize(torch.autograd.Function):
         return grad, None
 
 
-def check_input(x: torch.Tensor, quantizer: "Quantizer") -> None:
+def check_quantizable(x: torch.Tensor, quantizer: "Quantizer") -> None:
     """What every format refuses: no tensor, a dtype that is no high precision, no dimension, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")

@@ -21,7 +21,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage, count_write, rebuil
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
@@ -132,10 +132,10 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self.dequantize(dtype=torch.float16)
 
     def view(self, *shape: Any) -> Any:
-        return aten.view.default(self, resolve_shape(shape, self.shape))
+        return _aten.view.default(self, resolve_shape(shape, self.shape))
 
     def reshape(self, *shape: Any) -> Any:
-        return aten.view.default(self, resolve_shape(shape, self.shape))
+        return _aten.view.default(self, resolve_shape(shape, self.shape))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Dequantized, written, and quantized again as a whole: the part may change the scale of the rest."""
@@ -296,7 +296,7 @@ def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda made: targets.get(id(made), made), result) if written else result
 
 
-@_handles(aten.detach.default, aten.alias.default)
+@_handles(_aten.detach.default, _aten.alias.default)
 def _detach(func: Any, tensor: QuantizedTensor) -> Any:
     return _same_part(_with_attributes(tensor._rebuild(), tensor), tensor)
 
@@ -308,14 +308,14 @@ def _same_part(made: Any, tensor: QuantizedTensor) -> Any:
     return made
 
 
-@_handles(aten.as_strided.default)
+@_handles(_aten.as_strided.default)
 def _as_strided(func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """As it is, which FSDP2 asks for of a gathered parameter."""
     same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
     return _with_attributes(tensor._rebuild(), tensor) if same else NotImplemented
 
 
-@_handles(aten.clone.default)
+@_handles(_aten.clone.default)
 def _clone(func: Any, tensor: QuantizedTensor, *, memory_format: Any = None) -> Any:
     cloned: dict[str, Any] = {k: _cloned(getattr(tensor, name)) for name, k in tensor._FLATTEN_TENSOR_BUFFERS}
     return tensor._rebuild(**cloned)
@@ -325,7 +325,7 @@ def _cloned(buffer: torch.Tensor | None) -> torch.Tensor | None:
     return None if buffer is None else buffer.clone()
 
 
-@_handles(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+@_handles(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten._reshape_alias.default)
 def _view(func: Any, tensor: QuantizedTensor, shape: Any, *strides: Any) -> Any:
     shape = resolve_shape((tuple(shape),), tensor.shape)
     if tuple(shape) == tuple(tensor.shape):
@@ -334,7 +334,7 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Any, *strides: Any) -> Any:
     return NotImplemented if fields is None else tensor._rebuild(shape, **fields)
 
 
-@_handles(aten.slice.Tensor)
+@_handles(_aten.slice.Tensor)
 def _slice(
     func: Any,
     tensor: QuantizedTensor,
@@ -357,7 +357,7 @@ def _rows(tensor: QuantizedTensor, start: int, stop: int) -> Any:
     if fields is None:
         return NotImplemented
     made = tensor._rebuild((stop - start, *tensor.shape[1:]), **fields)
-    return _clone(aten.clone.default, made) if made._COPIES_ROWS else made
+    return _clone(_aten.clone.default, made) if made._COPIES_ROWS else made
 
 
 def _check_whole(tensor: QuantizedTensor) -> None:
@@ -370,7 +370,7 @@ def _check_whole(tensor: QuantizedTensor) -> None:
         )
 
 
-@_handles(aten.split.Tensor, aten.split_with_sizes.default)
+@_handles(_aten.split.Tensor, _aten.split_with_sizes.default)
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if dim % tensor.dim() != 0 or tensor.dim() < 2:
         return NotImplemented
@@ -384,7 +384,7 @@ def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
-@_handles(aten.copy_.default)
+@_handles(_aten.copy_.default)
 def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(dst, QuantizedTensor):
         return func(dst, _in_dtype(src, dst.dtype), non_blocking)
@@ -399,7 +399,7 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     return dst
 
 
-@_handles(aten._to_copy.default)
+@_handles(_aten._to_copy.default)
 def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     if dtype is not None and dtype != tensor.dtype:
         return func(_in_dtype(tensor, dtype), dtype=dtype, device=device, **options)
@@ -435,7 +435,7 @@ def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
 
 
-@_handles(aten.new_empty.default, aten.empty_like.default)
+@_handles(_aten.new_empty.default, _aten.empty_like.default)
 def _empty(func: Any, tensor: QuantizedTensor, size: Any = None, **options: Any) -> Any:
     dtype = options.get("dtype") or tensor.dtype
     if tensor._quantizer is None or dtype != tensor.dtype:
@@ -446,7 +446,7 @@ def _empty(func: Any, tensor: QuantizedTensor, size: Any = None, **options: Any)
     return quantizer.make_empty(tensor.shape if size is None else size, dtype=dtype, device=device)
 
 
-@_handles(aten.new_zeros.default)
+@_handles(_aten.new_zeros.default)
 def _zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any:
     """Quantized where a shard of that many rows is of whole blocks: FSDP2 copies the shard into it."""
     quantizer = tensor._quantizer

@@ -25,8 +25,8 @@ from mezzotint.tensor.flatten import qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
-    check_input,
     check_nominal,
+    check_quantizable,
     check_shape,
     quantize,
     quantize_storage,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Quantizer",
     "assemble",
-    "check_input",
+    "check_quantizable",
     "quantize",
     "quantize_storage",
     "rebuild_quantizer",

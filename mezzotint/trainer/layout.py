@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.options import check, option
+from mezzotint.trainer.options import check_options, option
 from mezzotint.trainer.sizes import ModelConfig
 
 
@@ -17,7 +17,7 @@ class Layout:
     ep: int = option(1, "processes that share the experts", at_least=1)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.ep > 1 and self.ep % self.tp:
             raise CommandError(f"--ep is {self.ep}: give a multiple of --tp {self.tp}, whose tokens are split too")
         if self.world % max(self.tp, self.ep):

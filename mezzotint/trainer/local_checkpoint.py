@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from mezzotint.distributed.reading import METADATA
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.files import remove, sync
-from mezzotint.trainer.manifest import ONE, About, check_files, describe, read_about, write_about
+from mezzotint.trainer.manifest import ONE, About, check_files, describe_files, read_about, write_about
 
 WEIGHTS, STATE = "model.safetensors", "state.pt"
 DELAYED = "_extra_state"  # the last part of the names of delayed scaling's state in a state dict
@@ -103,7 +103,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         "position": checkpoint.position,
     }
     torch.save(state, folder / STATE)
-    files = describe(folder, (WEIGHTS, STATE))
+    files = describe_files(folder, (WEIGHTS, STATE))
     for name in files:
         sync(folder / name)
     write_about(folder, About(ONE, checkpoint.step, checkpoint.config, files))
@@ -140,13 +140,13 @@ def load_checkpoint(path: Path, about: About) -> Checkpoint:
     if not all(isinstance(name, str) and name.endswith(DELAYED) for name in state["delayed"]):
         raise as_damaged(path, ValueError(f"{STATE}: delayed has more than delayed scaling's state"))
     return Checkpoint(
-        about.step,
-        about.config,
-        {**weights, **state["delayed"]},
-        state["optimizer"],
-        state["rng"],
-        state["losses"],
-        state["position"],
+        step=about.step,
+        config=about.config,
+        model={**weights, **state["delayed"]},
+        optimizer=state["optimizer"],
+        rng=state["rng"],
+        losses=state["losses"],
+        position=state["position"],
     )
 
 

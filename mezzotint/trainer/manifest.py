@@ -18,7 +18,7 @@ ONE, SEVERAL = "one process", "several processes"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """A file as it was written."""
 
     bytes: int
@@ -32,12 +32,12 @@ class About:
     kind: str  # who wrote it
     step: int
     config: Mapping[str, Any]
-    files: Mapping[str, Entry]
+    files: Mapping[str, FileEntry]
 
 
-def describe(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Files that have been written."""
-    return {name: Entry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
+    return {name: FileEntry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
 
 
 def write_about(folder: Path, about: About) -> None:
@@ -69,7 +69,7 @@ def _about_of(values: Any, folder: Path) -> About:
             raise ValueError(f"{name!r} in files is no name of a file here")
         if _check(entry, dict, name).keys() != {"bytes", "sha256"}:
             raise ValueError(f"{name} has {sorted(entry)}, not bytes and sha256")
-        files[name] = Entry(_check(entry["bytes"], int, name), _check(entry["sha256"], str, name))
+        files[name] = FileEntry(_check(entry["bytes"], int, name), _check(entry["sha256"], str, name))
     return About(kind, step, config, files)
 
 
@@ -82,7 +82,7 @@ def _check(value: Any, kind: type, name: str) -> Any:
 _WORDS = {dict: "an object", int: "a whole number", str: "text"}
 
 
-def check_files(folder: Path, files: Mapping[str, Entry], names: Iterable[str]) -> None:
+def check_files(folder: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> None:
     """These files are as they were written, bit for bit; else a ValueError, or an OSError."""
     for name in names:
         found = (folder / name).stat().st_size

@@ -47,7 +47,7 @@ from mezzotint.trainer.traffic import SentBytes
 # Layers of the model that is run, and the one of them that stands for all that are left out: what FSDP2 keeps from one
 # layer to the next in backward begins with the last but one.
 SAMPLED, MIDDLE = 4, 1
-ALONE, NONE = Layout(), Savings()
+_ONE_RANK, _NO_SAVINGS = Layout(), Savings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +182,8 @@ def plan_step(
     config: ModelConfig,
     recipe: Recipe | None,
     dtype: torch.dtype = torch.float32,
-    layout: Layout = ALONE,
-    savings: Savings = NONE,
+    layout: Layout = _ONE_RANK,
+    savings: Savings = _NO_SAVINGS,
 ) -> StepMemory:
     """A step with AdamW, in eager mode: forward, backward, update. `dtype` is the parameters'."""
     layout.check_model(config)

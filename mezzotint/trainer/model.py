@@ -31,7 +31,7 @@ from mezzotint.trainer.mixture import Mixture
 from mezzotint.trainer.sizes import ModelConfig
 from mezzotint.transformer import TransformerLayer
 
-INIT_STD = 0.02
+MODEL_INIT_STD = 0.02
 
 
 class LanguageModel(nn.Module):
@@ -67,13 +67,15 @@ class LanguageModel(nn.Module):
         self.head: Any = None
         if size > 1:
             split["parallel_mode"] = "column"
-            self.head = Linear(config.hidden, config.vocab, bias=False, init_method=_normal(INIT_STD), **made, **split)
+            self.head = Linear(
+                config.hidden, config.vocab, bias=False, init_method=_normal(MODEL_INIT_STD), **made, **split
+            )
         elif not config.tied:
             self.head = nn.Linear(config.hidden, config.vocab, False, device=device, dtype=dtype)
         with torch.no_grad():
-            nn.init.normal_(self.embedding.weight, std=INIT_STD)
+            nn.init.normal_(self.embedding.weight, std=MODEL_INIT_STD)
             if size == 1 and self.head is not None:
-                nn.init.normal_(self.head.weight, std=INIT_STD)
+                nn.init.normal_(self.head.weight, std=MODEL_INIT_STD)
         if size > 1:
             for name, parameter in self.named_parameters():  # which each process uses on its part of the tokens
                 if "norm" in name.split(".")[-1] or name.endswith(("norm.weight", "router.weight")):
@@ -122,7 +124,7 @@ def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> Trans
         kv_channels=config.channels,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method=_normal(INIT_STD),
+        init_method=_normal(MODEL_INIT_STD),
         # What is added to the stream is small at the start, however many layers add to it.
         output_layer_init_method=_small(config),
         layer_number=number,
@@ -143,14 +145,14 @@ def _make_mixture(config: ModelConfig, **options: Any) -> Mixture:
         config.ffn,
         config.experts,
         config.topk,
-        init_method=_normal(INIT_STD),
+        init_method=_normal(MODEL_INIT_STD),
         output_init_method=_small(config),
         **options,
     )
 
 
 def _small(config: ModelConfig) -> Callable[[torch.Tensor], Any]:
-    return _normal(INIT_STD / math.sqrt(2 * config.layers))
+    return _normal(MODEL_INIT_STD / math.sqrt(2 * config.layers))
 
 
 def _normal(std: float) -> Callable[[torch.Tensor], Any]:

@@ -32,7 +32,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def check(config: Any) -> None:
+def check_options(config: Any) -> None:
     """Types and bounds of the fields, wherever their values are from."""
     for entry in fields(config):
         value, least, bits = getattr(config, entry.name), entry.metadata["at_least"], entry.metadata["bits"]

@@ -1,6 +1,6 @@
 """Recipes as the command line names them: by their short names, and BF16 for none. `recipes.py` has the recipes."""
 
-from mezzotint.recipe_names import RECIPE_CLASSES, short_name
+from mezzotint.recipe_names import RECIPE_CLASSES, recipe_short_name
 from mezzotint.trainer.console import CommandError
 
 BF16 = "bf16"
@@ -9,7 +9,7 @@ NAMES = (BF16, *RECIPE_CLASSES)
 
 def recipe_name(asked: str) -> str:
     """Return the name of what is asked for by it, or by a class, in any case: "nvfp4" for "NVFP4BlockScaling"."""
-    found = BF16 if asked.strip().lower() == BF16 else short_name(asked)
+    found = BF16 if asked.strip().lower() == BF16 else recipe_short_name(asked)
     if found is None:
         raise CommandError(f"there is no recipe {asked!r}: give one of {', '.join(NAMES)}")
     return found

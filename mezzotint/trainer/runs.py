@@ -81,11 +81,11 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate(0)
 
 
-def write_config(folder: Path, config: RunConfig) -> None:
+def write_run_config(folder: Path, config: RunConfig) -> None:
     write_json(folder / CONFIG, config.as_json())
 
 
-def read_config(folder: Path) -> RunConfig:
+def read_run_config(folder: Path) -> RunConfig:
     """Of the run in a folder."""
     if not folder.is_dir():
         raise CommandError(f"{folder} does not exist: leave --resume out to begin a run there, or give another --out")

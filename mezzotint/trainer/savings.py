@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.options import check, option
+from mezzotint.trainer.options import check_options, option
 
 STATES = ("float32", "bfloat16", "float16", "fp8")
 _UNITS = {"B": 1, **{f"{sign}B": 1000**n for n, sign in enumerate("KMGT", 1)}}
@@ -20,7 +20,7 @@ class Savings:
     recompute: bool = option(False, "backward computes what is inside of a layer again, instead of keeping it")
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.optimizer_dtype not in STATES:
             raise CommandError(f"--optimizer-dtype is {self.optimizer_dtype!r}: give one of {', '.join(STATES)}")
 

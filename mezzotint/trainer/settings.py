@@ -7,11 +7,11 @@ from typing import Any
 
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
-from mezzotint.trainer.options import check, flag, option
+from mezzotint.trainer.options import check_options, flag, option
 from mezzotint.trainer.recipe_names import BF16, NAMES, recipe_name
 from mezzotint.trainer.sizes import ModelConfig
 
-ALONE = Layout()
+ONE_RANK_LAYOUT = Layout()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class TrainConfig:
     keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.hold_out > 0.5:
             raise CommandError(f"--hold-out is {self.hold_out}: give a part of the text, at most 0.5")
         if self.eval_every and not self.hold_out:
@@ -63,7 +63,7 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig
     fingerprint: str  # of the text
-    layout: Layout = ALONE
+    layout: Layout = ONE_RANK_LAYOUT
 
     def as_json(self) -> dict[str, Any]:
         parts = {"model": asdict(self.model), "train": asdict(self.train), "layout": asdict(self.layout)}

@@ -25,7 +25,7 @@ from mezzotint.distributed.reading import load_state, read_metadata
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.files import remove, sync
 from mezzotint.trainer.local_checkpoint import as_damaged, checkpoint_path, remove_old
-from mezzotint.trainer.manifest import SEVERAL, About, Entry, describe, write_about
+from mezzotint.trainer.manifest import SEVERAL, About, FileEntry, describe_files, write_about
 from mezzotint.trainer.world import World, on_first, together
 
 
@@ -70,9 +70,9 @@ def save_shared(
         except (CheckpointException, OSError) as error:
             raise _unwritable(path, error) from None
 
-    def look() -> dict[str, Entry]:
+    def look() -> dict[str, FileEntry]:
         """At this process's share of the files, which all have written."""
-        return describe(aside, sorted(file.name for file in aside.iterdir())[world.rank :: world.size])
+        return describe_files(aside, sorted(file.name for file in aside.iterdir())[world.rank :: world.size])
 
     def finish() -> None:
         try:

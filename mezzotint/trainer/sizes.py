@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.options import check, flag, is_a, option, words
+from mezzotint.trainer.options import check_options, flag, is_a, option, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class ModelConfig:
     topk: int = option(2, "experts of a token", at_least=1)
 
     def __post_init__(self) -> None:
-        check(self)
+        check_options(self)
         if self.head_dim is None and self.hidden % self.heads:
             raise CommandError(f"hidden is {self.hidden}: give a multiple of heads={self.heads}, or head_dim")
         if self.channels % 2:

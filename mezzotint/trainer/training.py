@@ -38,10 +38,10 @@ from mezzotint.trainer.machine import check_compiler, find_device
 from mezzotint.trainer.manifest import SEVERAL, About
 from mezzotint.trainer.mesh import Meshes, make_meshes, make_model, reduce_gradients
 from mezzotint.trainer.model import LanguageModel
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import RunConfig
 from mezzotint.trainer.shared_checkpoint import load_into, read_stored, save_shared, start_state, state_of
-from mezzotint.trainer.world import ALONE, World, together
+from mezzotint.trainer.world import ONE_RANK_WORLD, World, together
 
 BETAS = (0.9, 0.95)
 
@@ -49,7 +49,7 @@ BETAS = (0.9, 0.95)
 class Training:
     """A run after `step` steps; of several processes, this one's part of it."""
 
-    def __init__(self, config: RunConfig, text: Text, world: World = ALONE) -> None:
+    def __init__(self, config: RunConfig, text: Text, world: World = ONE_RANK_WORLD) -> None:
         self.config, self.world, self.step = config, world, 0
         train, layout = config.train, config.layout
         if train.compile and config.model.experts:
@@ -60,7 +60,7 @@ class Training:
             )
         layout.check_model(config.model)
         self.device = find_device(train.device)
-        self.recipe = RECIPES[train.recipe]
+        self.recipe = COMMAND_RECIPES[train.recipe]
         self.meshes = make_meshes(layout, self.device.type) if layout.world > 1 else None
         self.replica, self.replicas = 0, 1
         if self.meshes is not None:
@@ -183,13 +183,15 @@ class Training:
     def take(self) -> Checkpoint:
         """Everything that the next step depends on, in one process."""
         return Checkpoint(
-            self.step,
-            self.config.as_json(),
-            self.model.state_dict(),
-            {name: start_state(self.optimizer, parameter) for name, parameter in self.model.named_parameters()},
-            self._rng(),
-            self.losses[: self.step].clone(),
-            self.batches.position,
+            step=self.step,
+            config=self.config.as_json(),
+            model=self.model.state_dict(),
+            optimizer={
+                name: start_state(self.optimizer, parameter) for name, parameter in self.model.named_parameters()
+            },
+            rng=self._rng(),
+            losses=self.losses[: self.step].clone(),
+            position=self.batches.position,
         )
 
     def restore(self, checkpoint: Checkpoint, path: Path) -> None:

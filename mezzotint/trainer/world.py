@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mezzotint.comm.agreement import check_agreed
 from mezzotint.trainer.console import CommandError, is_one_of_many
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class World:
         return self.rank == 0
 
 
-ALONE = World()
+ONE_RANK_WORLD = World()
 
 
 def find_world() -> World:
@@ -41,7 +41,7 @@ def find_world() -> World:
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", "0"))
     if not is_one_of_many():
-        return ALONE
+        return ONE_RANK_WORLD
     world = World(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK", "0"))
     if world.rank >= world.size:
         raise CommandError(f"RANK is {world.rank} of WORLD_SIZE {world.size}: {_START}", is_own=True)
@@ -86,14 +86,14 @@ def joined(world: World, device: str, timeout: int) -> Iterator[None]:
     dist.destroy_process_group()  # and not after errors of this process alone: it would wait for the others
 
 
-def together(world: World, work: Callable[[], T]) -> T:
+def together(world: World, work: Callable[[], _T]) -> _T:
     """What `work` gives on this process. Where it fails on one, it fails on all, by its error."""
     result, error = _attempt(world, work)
     _share(world, error)
     return result
 
 
-def on_first(world: World, work: Callable[[], T]) -> T:
+def on_first(world: World, work: Callable[[], _T]) -> _T:
     """What `work` gives on the first process, on all of them."""
     result, error = _attempt(world, work) if world.is_first else (None, None)
     return _share(world, error, result)

@@ -12,7 +12,7 @@ from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import LiveBytes, SavedBytes, storage_of
 from mezzotint.trainer.mesh import make_meshes, make_model, make_optimizer, reduce_gradients
 from mezzotint.trainer.model import LanguageModel
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.sizes import ModelConfig
 from mezzotint.trainer.traffic import SentBytes
 from tests.worlds import Result
@@ -69,7 +69,7 @@ def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
 
 
 def cases(rank: int) -> Result:
-    return {name: measure(config, layout, RECIPES[recipe]) for name, (config, layout, recipe) in CASES.items()}
+    return {name: measure(config, layout, COMMAND_RECIPES[recipe]) for name, (config, layout, recipe) in CASES.items()}
 
 
 def one_process(rank: int) -> Result:

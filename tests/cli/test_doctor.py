@@ -8,7 +8,7 @@ import torch
 from mezzotint import hw
 from mezzotint.cli import doctor as module
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from tests.cli.tools import run, works
 
 Capture = pytest.CaptureFixture[str]
@@ -24,7 +24,7 @@ def test_every_recipe_is_right_here(capsys: Capture) -> None:
     assert {"python", "triton", "CUDA of torch", "driver"} <= report["versions"].keys()
     checks = report["checks"]
     assert [(check["recipe"], check["mode"]) for check in checks] == [
-        (name, mode) for name in RECIPES for mode in ("eager", "compiled")
+        (name, mode) for name in COMMAND_RECIPES for mode in ("eager", "compiled")
     ]
     for check in checks:
         assert check["same_bits"] is (True if check["mode"] == "compiled" else None)
@@ -38,7 +38,14 @@ def test_every_recipe_is_right_here(capsys: Capture) -> None:
 
 def test_tables(capsys: Capture) -> None:
     said = works(capsys, "doctor", "--no-compile", "--device=cpu")
-    for word in (*RECIPES, *hw.FORMAT_KINDS, "reference", torch.__version__, "Blackwell", "Not run on hardware"):
+    for word in (
+        *COMMAND_RECIPES,
+        *hw.FORMAT_KINDS,
+        "reference",
+        torch.__version__,
+        "Blackwell",
+        "Not run on hardware",
+    ):
         assert word in said
     assert "compiled" not in said.split("one Linear")[1].split("Not run")[0]
 
@@ -48,9 +55,9 @@ def test_wrong_numbers_are_found(capsys: Capture, monkeypatch: pytest.MonkeyPatc
 
     def run_off(recipe: object, device: torch.device, mode: str) -> object:
         made, wanted = real(recipe, device, mode)  # type: ignore[arg-type]
-        if recipe is RECIPES["mxfp8"]:
+        if recipe is COMMAND_RECIPES["mxfp8"]:
             made["wgrad"] = made["wgrad"] * 1.2
-        if recipe is RECIPES["block"]:
+        if recipe is COMMAND_RECIPES["block"]:
             made["fprop"] = made["fprop"] * float("nan")
         return made, wanted
 

@@ -16,7 +16,7 @@ from mezzotint.cli.main import main
 from mezzotint.trainer.console import EXTRA, make_console
 from mezzotint.trainer.progress import Reporter
 from mezzotint.trainer.recipe_names import recipe_name, recipe_names
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import TrainConfig
 from tests.cli.tools import ROOT, fails, run_python, works
 
@@ -170,7 +170,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recipes_in_any_case(asked: str) -> None:
     assert recipe_name(asked) == TrainConfig(recipe=asked).recipe == "mxfp8"
     assert recipe_names(f"BF16,{asked},mxfp8") == ["bf16", "mxfp8"]
-    assert recipe_names("ALL") == list(RECIPES)
+    assert recipe_names("ALL") == list(COMMAND_RECIPES)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from mezzotint.recomputation import checkpoint
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.memory import LiveBytes, buffers_of, plan_step
 from mezzotint.trainer.model import LanguageModel
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.savings import Savings, parse_size
 from mezzotint.trainer.sizes import MODELS, NEEDED, ModelConfig, find_model
 from tests.cli.tools import fails, one_thread, run, works, write_text
@@ -80,14 +80,14 @@ def test_shapes(shape: str, recipe: str) -> None:
     check(SHAPES[shape], recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_recipes(recipe: str) -> None:
     check(SMALL, recipe)
 
 
 def check(config: ModelConfig, name: str) -> None:
     """Within a hundredth; a tenth is promised."""
-    recipe = RECIPES[name]
+    recipe = COMMAND_RECIPES[name]
     with one_thread():
         planned = plan_step(config, recipe)
         assert planned.saved == pytest.approx(measure_saved(config, recipe), rel=0.01)
@@ -103,28 +103,31 @@ BUSY = replace(SMALL, batch=16)  # activations are most of its memory
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
 def test_recomputation(recipe: str) -> None:
-    planned, usual = plan_step(BUSY, RECIPES[recipe], savings=Savings(recompute=True)), plan_step(BUSY, RECIPES[recipe])
+    planned, usual = (
+        plan_step(BUSY, COMMAND_RECIPES[recipe], savings=Savings(recompute=True)),
+        plan_step(BUSY, COMMAND_RECIPES[recipe]),
+    )
     assert planned.saved_per_layer == 2 * BUSY.batch * BUSY.sequence * BUSY.hidden  # its input, BF16
     assert planned.peak < 0.8 * usual.peak
     model = LanguageModel(BUSY)
     for layer in model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     with one_thread():
-        peak = measure_step(model, torch.optim.AdamW(model.parameters(), fused=True), BUSY, RECIPES[recipe])
+        peak = measure_step(model, torch.optim.AdamW(model.parameters(), fused=True), BUSY, COMMAND_RECIPES[recipe])
     assert planned.peak == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_quantized_weights(recipe: str) -> None:
-    planned = plan_step(SMALL, RECIPES[recipe], savings=Savings(quantized_weights=True))
-    with mz.quantized_model_init(recipe=RECIPES[recipe]):
+    planned = plan_step(SMALL, COMMAND_RECIPES[recipe], savings=Savings(quantized_weights=True))
+    with mz.quantized_model_init(recipe=COMMAND_RECIPES[recipe]):
         model = LanguageModel(SMALL)
     held = [part for tensor in (*model.parameters(), *model.buffers()) for part in buffers_of(tensor)]
     assert planned.weights == pytest.approx(sum(tensor.nbytes for tensor in held), rel=0.01)
-    assert planned.weights < plan_step(SMALL, RECIPES[recipe]).weights
+    assert planned.weights < plan_step(SMALL, COMMAND_RECIPES[recipe]).weights
     optimizer = FusedAdam(model.parameters(), master_weights=True)
     with one_thread():
-        assert planned.peak == pytest.approx(measure_step(model, optimizer, SMALL, RECIPES[recipe]), rel=0.01)
+        assert planned.peak == pytest.approx(measure_step(model, optimizer, SMALL, COMMAND_RECIPES[recipe]), rel=0.01)
     states = [
         value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
     ]
@@ -179,9 +182,9 @@ def test_sizes_in_words() -> None:
 
 def test_nothing_is_left_behind() -> None:
     """Modules keep things; none of them is a fake one afterwards."""
-    plan_step(SMALL, RECIPES["delayed"])
+    plan_step(SMALL, COMMAND_RECIPES["delayed"])
     with one_thread():
-        loss = forward(LanguageModel(SMALL), SMALL, RECIPES["delayed"])
+        loss = forward(LanguageModel(SMALL), SMALL, COMMAND_RECIPES["delayed"])
         loss.backward()
     assert type(loss) is torch.Tensor
     assert loss.item() > 0
@@ -198,7 +201,7 @@ def test_nothing_is_left_behind() -> None:
     ],
 )
 def test_models_that_are_published(name: str, parameters: int) -> None:
-    planned = plan_step(MODELS[name], RECIPES["mxfp8"])
+    planned = plan_step(MODELS[name], COMMAND_RECIPES["mxfp8"])
     assert planned.parameters == parameters
     assert planned.peak > planned.weights + planned.gradients + planned.optimizer
 

@@ -14,7 +14,7 @@ from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import plan_step
 from mezzotint.trainer.mesh import fake_world
 from mezzotint.trainer.model import LanguageModel
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.sizes import MODELS
 from mezzotint.trainer.traffic import SentBytes
 from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
@@ -34,7 +34,7 @@ def test_a_world_of_four(world: World, name: str) -> None:
     """Within a twentieth. Routers spread their tokens as they like: what is sent is compared in the mean."""
     config, layout, recipe = CASES[name]
     with one_thread():
-        planned = plan_step(config, RECIPES[recipe], layout=layout)
+        planned = plan_step(config, COMMAND_RECIPES[recipe], layout=layout)
     counted = [made[name] for made in results(world, "cases")]
     assert counted[0]["sent"].keys() == planned.sent.keys()
     for kind, size in planned.sent.items():
@@ -58,7 +58,7 @@ def test_a_split_model_is_the_model(world: World, name: str) -> None:
 
 def test_worlds_far_larger_than_the_machine() -> None:
     """Tensor parallel divides what a layer has, FSDP2 what a replica holds, and neither the bytes of a whole batch."""
-    config, recipe = replace(MODELS["llama3-70b"], layers=3), RECIPES["mxfp8"]
+    config, recipe = replace(MODELS["llama3-70b"], layers=3), COMMAND_RECIPES["mxfp8"]
     layouts = [Layout(), Layout(world=8, tp=8), Layout(world=1024, tp=8), Layout(world=1024, tp=8, fsdp=True)]
     alone, split, copies, shards = (plan_step(config, recipe, layout=layout) for layout in layouts)
     embedding = config.vocab * config.hidden

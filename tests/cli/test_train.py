@@ -16,7 +16,7 @@ import torch
 from mezzotint.trainer.local_checkpoint import WEIGHTS, find_checkpoints
 from mezzotint.trainer.loop import Training, catch_signals
 from mezzotint.trainer.meter import Meter
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import TrainConfig
 from tests.cli.runs import make_training, rewind, scalars
 from tests.cli.test_main import closed_pipe
@@ -28,7 +28,7 @@ Capture = pytest.CaptureFixture[str]
 # Learning
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_the_loss_falls(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
     said = works(capsys, "train", *options, f"--recipe={recipe}", "--lr=0.01")
     found = losses(tmp_path / "run")
@@ -169,7 +169,7 @@ def test_a_missing_compiler_is_said_before_it_is_needed(
 # Going on
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
     """Delayed scaling has state in the modules, NVFP4 takes random numbers: weights and losses, bit for bit."""
     folder = tmp_path / "run"

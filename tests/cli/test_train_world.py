@@ -17,8 +17,8 @@ from mezzotint.cli.main import main
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.data import Batches, Text
 from mezzotint.trainer.local_checkpoint import find_checkpoints
-from mezzotint.trainer.recipes import RECIPES
-from mezzotint.trainer.world import ALONE, losing_none
+from mezzotint.trainer.recipes import COMMAND_RECIPES
+from mezzotint.trainer.world import ONE_RANK_WORLD, losing_none
 from mezzotint.trainer.world import World as Processes
 from tests.cli.tools import ROOT, environment, fails, losses, one_thread, read, write_text
 from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, SHARDS, STEPS, WIDE
@@ -118,7 +118,7 @@ def assert_close(folder: Path, name: str, one: Path, bound: float) -> None:
     assert norms(folder / name) == pytest.approx(norms(one), rel=0.03)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_shards_are_one_process(worlds: dict[int, World], folder: Path, recipe: str) -> None:
     """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head. Of losses of 5.4 that
     makes up to 0.0021, by the CPU."""
@@ -315,7 +315,7 @@ def test_a_loss_that_is_no_number(worlds: dict[int, World]) -> None:
 
 def test_errors_that_are_no_loss_stay_as_they_are() -> None:
     second = Processes(rank=1, size=2)
-    for world, error in ((second, RuntimeError("shapes")), (ALONE, RuntimeError("gloo"))):
+    for world, error in ((second, RuntimeError("shapes")), (ONE_RANK_WORLD, RuntimeError("gloo"))):
         with pytest.raises(RuntimeError, match=str(error)), losing_none(world):
             raise error
     with (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mezzotint.cli.main import main
 from mezzotint.trainer import data
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.recipes import RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.training import Training
 from tests.cli.tools import TINY
 from tests.worlds import Result
@@ -56,7 +56,7 @@ def resume(name: str, *options: str) -> Result:
 
 def recipes(rank: int) -> Result:
     """Shards of weights, in every recipe."""
-    return {name: begin(f"two {name}", "--fsdp", f"--recipe={name}", "--steps=3", *WIDE) for name in RECIPES}
+    return {name: begin(f"two {name}", "--fsdp", f"--recipe={name}", "--steps=3", *WIDE) for name in COMMAND_RECIPES}
 
 
 def layouts_of_two(rank: int) -> Result:

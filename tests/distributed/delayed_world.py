@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import mezzotint as mz
 from mezzotint import ops, recipe
-from mezzotint.functional.delayed import ENDING
+from mezzotint.functional.delayed import SCALE_UPDATES
 from tests.distributed.parallel import Sent, differing, draw, make, world
 from tests.recipes import STATE
 from tests.worlds import Result, attempt
@@ -108,7 +108,7 @@ def endings(rank: int) -> Result:
             calls.append(counted.calls.get("all_reduce float32", 0))
         differ = [f"{name} of step {i}" for i in range(3) for name in differing(states[i], states[3 + i])]
         found[way] = {"wrong": differ, "buffers": len(states[0]), "calls": calls}
-    found["waiting"] = len(ENDING.waiting)
+    found["waiting"] = len(SCALE_UPDATES.waiting)
     return found
 
 
@@ -188,7 +188,7 @@ def graphs(rank: int) -> Result:
             "graphs": counter.frame_count,
             "breaks": len(counters["graph_break"]),
         }
-    found["waiting"] = len(ENDING.waiting)
+    found["waiting"] = len(SCALE_UPDATES.waiting)
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzotint.functional.activation import (
-    ACTIVATION,
+    ACTIVATION_CORE,
     ActivationFwdArgs,
     activate,
     activation_gradient,
@@ -13,7 +13,7 @@ from mezzotint.functional.activation import (
     activation_setup,
     resolve_activation,
 )
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.autograd import run_core
 from mezzotint.kernels.activation import activation_scale_gradient, is_gated
 from mezzotint.tensor.quantize import quantize_scaled
 from tests.quantizer_formats import Format, assert_same_bytes, over_formats
@@ -40,7 +40,7 @@ def test_gradients(name: str, dtype: torch.dtype) -> None:
     scales = draw(SHAPE[:-1], 2, dtype).requires_grad_()
     args, dy = arguments(name, scales)
     x = args.x.requires_grad_()
-    (y,) = apply(ACTIVATION, args, True)
+    (y,) = run_core(ACTIVATION_CORE, args, True)
     dx, ds = torch.autograd.grad(y, (x, scales), dy)
     with torch.no_grad():
         plain = activate(ActivationFwdArgs(x, args.name, args.params)).float()
@@ -78,7 +78,7 @@ def test_compiled(scaled: bool) -> None:
 
     def step(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         args = ActivationFwdArgs(x, "swiglu", (), scales=scales)
-        return apply(ACTIVATION, args, True)[0]
+        return run_core(ACTIVATION_CORE, args, True)[0]
 
     results = []
     for run in (step, torch.compile(step, fullgraph=True)):

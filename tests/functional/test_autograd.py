@@ -20,7 +20,7 @@ from mezzotint.functional import (
     norm,
     tensor_parallel,
 )
-from mezzotint.functional.autograd import Core, GradState, Saved, apply, flatten, unflatten
+from mezzotint.functional.autograd import Core, GradState, Saved, flatten, run_core, unflatten
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from tests.quantizer_formats import USAGES, Format, assert_same_bytes, buffers, over_formats, snapshot
 from tests.quantizer_formats import sample as values
@@ -384,7 +384,7 @@ def scale_core(seen: list[Any]) -> Core:
 def test_apply() -> None:
     seen: list[Any] = []
     x, others = torch.randn(4, requires_grad=True), [torch.randn(4, requires_grad=True) for _ in range(3)]
-    y, extra = apply(scale_core(seen), ScaleArgs(x, tuple(others), 2.0), True)
+    y, extra = run_core(scale_core(seen), ScaleArgs(x, tuple(others), 2.0), True)
     assert y.requires_grad
     assert not extra.requires_grad
     assert len(y.grad_fn._input_metadata) == 1  # autograd makes no gradient of zeros for the extra
@@ -405,9 +405,9 @@ def test_apply_without_gradients() -> None:
     """No setup, nothing saved, nothing that requires a gradient."""
     seen: list[Any] = []
     x = torch.randn(4, requires_grad=True)
-    y, _ = apply(scale_core(seen), ScaleArgs(x.detach(), (x.detach(),), 2.0), False)
+    y, _ = run_core(scale_core(seen), ScaleArgs(x.detach(), (x.detach(),), 2.0), False)
     assert not y.requires_grad
     with torch.no_grad():
-        y, _ = apply(scale_core(seen), ScaleArgs(x, (x,), 2.0), True)
+        y, _ = run_core(scale_core(seen), ScaleArgs(x, (x,), 2.0), True)
     assert not y.requires_grad
     assert seen == []

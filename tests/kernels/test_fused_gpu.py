@@ -12,7 +12,7 @@ import torch
 from mezzotint.kernels.norm import norm_stats
 from mezzotint.kernels.quantize_ops import fused
 from mezzotint.kernels.triton import _jit_source
-from mezzotint.kernels.triton._jit_source import WAYS
+from mezzotint.kernels.triton._jit_source import SOURCE_MODES
 from tests.formats import HIGH, VARIANTS, Variant, variants_of
 from tests.kernels.test_fused import check, draw, sources
 from tests.values import as_view, raw
@@ -57,8 +57,8 @@ def test_fused_is_one_after_the_other(variant: Variant, case: str) -> None:
     ],
 )
 def test_every_way(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
-    """Whichever `WAYS` may name; halves are whole tiles, and rows are cut."""
-    monkeypatch.setattr(_jit_source, "WAYS", {**WAYS, name: dict.fromkeys(WAYS[name], how)})
+    """Whichever `SOURCE_MODES` may name; halves are whole tiles, and rows are cut."""
+    monkeypatch.setattr(_jit_source, "SOURCE_MODES", {**SOURCE_MODES, name: dict.fromkeys(SOURCE_MODES[name], how)})
     formats = {"current": "float8", "delayed": "float8_scaled", "rowwise": "float8_rowwise", "block": "float8_block"}
     variant = variants_of(formats.get(name, name))[0]
     for shape in ((256, 1024), (72, 2048)):

@@ -1,6 +1,6 @@
 """FP8 quantizations that take their producer in, in Triton's interpreter, on the CPU, against the reference's bytes.
 
-Every way that `WAYS` may name. The cast itself is PTX on a GPU and torch's here. The rest is the same: what a source
+Every mode of `SOURCE_MODES`. The cast itself is PTX on a GPU and torch's here. The rest is the same: what a source
 reads, halves, tiles, every index.
 The interpreter is chosen before Triton is imported: another process.
 """
@@ -51,10 +51,10 @@ def cases(shape: tuple[int, int], dtype: torch.dtype) -> Iterator[tuple[str, tup
 
 
 def compare(launch: Any, op: Any, source: str, args: tuple[Any, ...], options: tuple[Any, ...], how: str) -> None:
-    from mezzotint.kernels.quantize_ops import Made, fused
+    from mezzotint.kernels.quantize_ops import SourceCall, fused
     from tests.values import raw
 
-    class Taken(Made):
+    class Taken(SourceCall):
         def tensor(self) -> torch.Tensor:
             assert how == "before" or self.shape == SHAPES[-1], (op.name(), source, how)
             return super().tensor()
@@ -66,7 +66,7 @@ def compare(launch: Any, op: Any, source: str, args: tuple[Any, ...], options: t
         launch(Taken(source, args[:-1], sums), got[:-1], None, *options)
         total, _ = got.pop().double(), want.pop()
         if sums is not None:
-            summed = Made(source, args[:-1]).tensor().double()
+            summed = SourceCall(source, args[:-1]).tensor().double()
             assert ((total - summed.sum(0)).abs() <= summed.abs().sum(0) * 2.0**-20).all()
     else:
         launch(Taken(source, args), got, None, *options)
@@ -136,7 +136,7 @@ def main() -> None:
     from mezzotint.kernels.triton import _jit_source, float8, float8_block, float8_rowwise, mxfp8
 
     as_on_a_gpu()
-    scale, ways = torch.tensor([3.0]), _jit_source.WAYS
+    scale, ways = torch.tensor([3.0]), _jit_source.SOURCE_MODES
     tested: tuple[tuple[str, Any, Any, tuple[Any, ...]], ...] = (
         ("current", float8.quantize, float8_quantize, (None, E4M3, False, 0.0)),
         ("delayed", float8.quantize_scaled, float8_quantize_scaled, (scale, E5M2)),
@@ -150,7 +150,7 @@ def main() -> None:
         for source, args in cases(shape, dtype):
             for name, launch, op, options in tested:
                 for how in ("inside", "first", "before") if name in TWO_PASSES else ("inside", "before"):
-                    _jit_source.WAYS = {**ways, name: dict.fromkeys(ways[name], how)}
+                    _jit_source.SOURCE_MODES = {**ways, name: dict.fromkeys(ways[name], how)}
                     for usage in USAGES[how == "before" or shape != SHAPES[0] :]:
                         compare(launch, op, source, args, (*options, *usage), how)
 

@@ -9,7 +9,7 @@ import torch
 from mezzotint.constants import E4M3
 from mezzotint.kernels import grouped_gemm as file
 from mezzotint.kernels.gemm import Operand, gemm
-from mezzotint.kernels.grouped_gemm import grouped_gemm, grouped_gemm_packed, join, offsets
+from mezzotint.kernels.grouped_gemm import group_ends, grouped_gemm, grouped_gemm_packed, join_rows
 from mezzotint.kernels.operand import KINDS
 from tests.operands import quantize
 
@@ -140,18 +140,18 @@ def test_results_share_one_buffer() -> None:
 def test_join() -> None:
     x = torch.randn(12, 8)
     parts = list(x.split([4, 3, 5]))
-    joined = join(parts, False)
+    joined = join_rows(parts, False)
     assert joined is not None
     assert joined.data_ptr() == x.data_ptr()
     assert torch.equal(joined, x)
-    assert torch.equal(join(parts[1:], False), x[4:])  # type: ignore[arg-type]
+    assert torch.equal(join_rows(parts[1:], False), x[4:])  # type: ignore[arg-type]
     for apart in ([parts[0], parts[2]], [parts[1], parts[0]], [parts[0], parts[1].clone()], [x.t(), x.t()]):
-        assert join(apart, False) is None
-        assert torch.equal(join(apart, True), torch.cat(apart))  # type: ignore[arg-type]
+        assert join_rows(apart, False) is None
+        assert torch.equal(join_rows(apart, True), torch.cat(apart))  # type: ignore[arg-type]
 
 
 def test_offsets() -> None:
-    got = offsets([3, 5, 1], torch.device("cpu"))
+    got = group_ends([3, 5, 1], torch.device("cpu"))
     assert got.dtype == torch.int32
     assert got.tolist() == [3, 8, 9]
 

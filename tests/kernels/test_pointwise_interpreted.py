@@ -86,7 +86,7 @@ def check_norm(shape: tuple[int, ...], dtype: torch.dtype, view: str, rms: bool)
 def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name: str) -> None:
     from mezzotint.kernels import activation as reference
     from mezzotint.kernels.elements import amax as amax_of
-    from mezzotint.kernels.quantize_ops import Made
+    from mezzotint.kernels.quantize_ops import SourceCall
     from mezzotint.kernels.triton import activation as kernels
     from tests.values import as_view
 
@@ -101,8 +101,8 @@ def check_activation(shape: tuple[int, ...], dtype: torch.dtype, view: str, name
         dx = kernels.backward(dy, x, None, name, [], scales)
         same(dx, reference.activation_backward_reference(dy, x, None, name, [], scales), case)
         for made, want in (
-            (Made("activation", (x, None, name, [], scales)), y),
-            (Made("activation_backward", (dy, x, None, name, [], scales)), dx),
+            (SourceCall("activation", (x, None, name, [], scales)), y),
+            (SourceCall("activation_backward", (dy, x, None, name, [], scales)), dx),
         ):
             got, amax = kernels.write_with_amax(made)
             same(got, want, case)

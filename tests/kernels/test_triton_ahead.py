@@ -19,10 +19,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import mezzotint.kernels.triton as package
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton import norm, pointwise
 from mezzotint.kernels.triton._jit import ahead
-from mezzotint.kernels.triton._jit_source import WAYS, way, what
+from mezzotint.kernels.triton._jit_source import SOURCE_MODES, source_kind, source_mode
 from mezzotint.kernels.triton._launch import Fast
 
 CAPABILITIES = (89, 90, 100, 120)
@@ -114,40 +114,43 @@ def test_a_residual_leaves_the_order_of_sums(dtype: str, width: int) -> None:
 def test_what_a_quantization_takes_in() -> None:
     """By measurement (`dev/LOG.md`): a norm always, an activation and its gradient where they are computed once."""
     x, sums = torch.empty(4, 512), torch.empty(512)
-    norm = Made("norm", (x, None, None, None, None, False, True))
-    assert {way(norm, quantization) for quantization in WAYS} == {"inside"}
+    norm = SourceCall("norm", (x, None, None, None, None, False, True))
+    assert {source_mode(norm, quantization) for quantization in SOURCE_MODES} == {"inside"}
     for name, is_gated in (("gelu", False), ("swiglu", True)):
-        forward = Made("activation", (x, None, name, (), None))
-        backward = Made("activation_backward", (x, x, None, name, (), None))
-        summed = Made("activation_backward", backward.args, sums)
-        assert {way(forward, quantization, 128) for quantization in ("delayed", "block", "mxfp8")} == {"inside"}
+        forward = SourceCall("activation", (x, None, name, (), None))
+        backward = SourceCall("activation_backward", (x, x, None, name, (), None))
+        summed = SourceCall("activation_backward", backward.args, sums)
+        assert {source_mode(forward, quantization, 128) for quantization in ("delayed", "block", "mxfp8")} == {"inside"}
         for quantization in ("delayed", "mxfp8"):
-            assert way(backward, quantization, 128) == "inside"
-            assert way(summed, quantization, 128) == ("inside" if is_gated else "before")
-        assert way(backward, "block", 128) == ("before" if is_gated else "inside")
-        assert way(summed, "block", 128) == "before"
-        assert way(forward, "current", 128) == "first"
-        assert {way(made, "current", 128) for made in (backward, summed)} == {"inside" if is_gated else "first"}
-        assert {way(made, "rowwise", 128) for made in (forward, backward, summed)} == {"first"}
+            assert source_mode(backward, quantization, 128) == "inside"
+            assert source_mode(summed, quantization, 128) == ("inside" if is_gated else "before")
+        assert source_mode(backward, "block", 128) == ("before" if is_gated else "inside")
+        assert source_mode(summed, "block", 128) == "before"
+        assert source_mode(forward, "current", 128) == "first"
+        assert {source_mode(made, "current", 128) for made in (backward, summed)} == {"inside" if is_gated else "first"}
+        assert {source_mode(made, "rowwise", 128) for made in (forward, backward, summed)} == {"first"}
 
 
 def test_what_has_one_way() -> None:
     """Tensors, empty ones, halves that are no whole tiles."""
     x, nothing = torch.empty(4, 512), torch.empty(0, 512)
-    for quantization in WAYS:
-        assert way(x, quantization, 128) == "before"
-        assert way(Made("activation", (nothing, None, "gelu", (), None)), quantization, 128) == "before"
+    for quantization in SOURCE_MODES:
+        assert source_mode(x, quantization, 128) == "before"
+        assert source_mode(SourceCall("activation", (nothing, None, "gelu", (), None)), quantization, 128) == "before"
         for tile in (0, 96, 512):
-            assert way(Made("activation_backward", (x, x, None, "geglu", (), None)), quantization, tile) == "before"
+            assert (
+                source_mode(SourceCall("activation_backward", (x, x, None, "geglu", (), None)), quantization, tile)
+                == "before"
+            )
 
 
 def test_the_table_is_whole() -> None:
     """Every source has a row, in every column; only two passes have a first one."""
     x = torch.empty(4, 8)
-    made = [Made("norm", (x, None, None, None, None, False, True))]
+    made = [SourceCall("norm", (x, None, None, None, None, False, True))]
     for name in ("relu", "reglu"):
-        made.append(Made("activation", (x, None, name, (), None)))
-        made += [Made("activation_backward", (x, x, None, name, (), None), sums) for sums in (None, x)]
-    for quantization, ways in WAYS.items():
-        assert set(ways) == {what(source) for source in made}
+        made.append(SourceCall("activation", (x, None, name, (), None)))
+        made += [SourceCall("activation_backward", (x, x, None, name, (), None), sums) for sums in (None, x)]
+    for quantization, ways in SOURCE_MODES.items():
+        assert set(ways) == {source_kind(source) for source in made}
         assert "first" not in ways.values() or quantization in ("current", "rowwise")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mezzotint as mz
-from mezzotint.functional.activation import ACTIVATION, ActivationFwdArgs
-from mezzotint.functional.autograd import apply
+from mezzotint.functional.activation import ACTIVATION_CORE, ActivationFwdArgs
+from mezzotint.functional.autograd import run_core
 from tests.recipes import (
     GROUPS,
     IN,
@@ -80,7 +80,7 @@ def test_layernorm_mlp(recipe: str, activation: str) -> None:
     name, params = whole._activation, whole._activation_params
 
     def chain(x: torch.Tensor) -> torch.Tensor:
-        (hidden,) = apply(ACTIVATION, ActivationFwdArgs(fc1(x), name, params), True)
+        (hidden,) = run_core(ACTIVATION_CORE, ActivationFwdArgs(fc1(x), name, params), True)
         return fc2(hidden)
 
     for seed in range(2):

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzotint as mz
-from mezzotint.functional.grouped_linear import groups_of
+from mezzotint.functional.grouped_linear import group_tensors
 from tests.quantizer_formats import assert_same_bytes
 from tests.recipes import GROUPS, OPTIONS, RECIPES, VARIANTS, assert_equal, gradient, run, sample, splits, step
 
@@ -31,7 +31,7 @@ def layer(groups: int = GROUPS, init: Any = None, **options: Any) -> Any:
     if made.use_bias and not made._parameters["bias" if made._bias_names == ("bias",) else "bias0"].is_meta:
         with torch.no_grad():
             for group, value in enumerate(torch.randn(groups, OUT)):
-                groups_of(made._group_parameters()[1], 1)[group].copy_(value)
+                group_tensors(made._group_parameters()[1], 1)[group].copy_(value)
     return made
 
 
@@ -47,7 +47,7 @@ def joined(found: dict[str, Any], groups: int = GROUPS) -> dict[str, Any]:
 
 def weights(module: Any) -> list[Any]:
     """Of each group."""
-    return list(groups_of(tuple([p.detach() for p in module._group_parameters()[0]]), 2))
+    return list(group_tensors(tuple([p.detach() for p in module._group_parameters()[0]]), 2))
 
 
 # Forward, gradients, state
@@ -132,7 +132,7 @@ def test_the_gradient_is_written_as_one(recipe: str) -> None:
 
 def test_groups_are_slices() -> None:
     module = layer(**ONE)
-    for place, slice_ in enumerate(groups_of((module.weight,), 2)):
+    for place, slice_ in enumerate(group_tensors((module.weight,), 2)):
         assert slice_.data_ptr() == module.weight[place].data_ptr()
         assert not slice_.requires_grad
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from mezzotint.optimizers import FusedAdam
-from mezzotint.optimizers.states import join
+from mezzotint.optimizers.states import join_remainder
 
 SHAPES = ((8, 40), (7,), (0, 4), (2, 3, 5))
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -264,7 +264,7 @@ def test_states_by_hand() -> None:
     optimizer.set_scaled_state(param, "master_param", master)
     assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), master)
     assert torch.equal(param, master.bfloat16())
-    assert torch.equal(join(param.detach(), optimizer.state[param]["master_param"]), master)
+    assert torch.equal(join_remainder(param.detach(), optimizer.state[param]["master_param"]), master)
     with pytest.raises(ValueError, match="state_name is 'momentum'"):
         optimizer.set_scaled_state(param, "momentum", master)
     with pytest.raises(ValueError, match=r"unscaled_state has shape \(2,\)"):

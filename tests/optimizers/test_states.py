@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzotint.optimizers.states import RANGES, join, pack_, split_, unpack
+from mezzotint.optimizers.states import RANGES, decode_state, join_remainder, pack_, split_
 from tests.exact import decode, encode
 
 
@@ -29,7 +29,9 @@ def test_scale_and_codes(dtype: torch.dtype, factor: float) -> None:
     ratio = value.double() / float(scale)
     if dtype == torch.uint8:
         assert np.array_equal(data.numpy(), encode(ratio.float().numpy(), "e4m3"))
-        assert np.array_equal(unpack(data, scale).numpy(), (decode(data.numpy(), "e4m3") * float(scale)).astype("f4"))
+        assert np.array_equal(
+            decode_state(data, scale).numpy(), (decode(data.numpy(), "e4m3") * float(scale)).astype("f4")
+        )
     else:
         assert torch.equal(data, ratio.half())
 
@@ -41,22 +43,22 @@ def test_stored_again_without_loss(dtype: torch.dtype) -> None:
     for spread in torch.cat([torch.rand(200), torch.tensor([1.0, 1.0001, 0.5001, 2.0])]).tolist():
         value = torch.randn(64)
         value[0] = RANGES[dtype] * spread
-        once = unpack(*packed(value, dtype))
-        assert torch.equal(unpack(*packed(once, dtype)), once)
+        once = decode_state(*packed(value, dtype))
+        assert torch.equal(decode_state(*packed(once, dtype)), once)
 
 
 @pytest.mark.parametrize("dtype", RANGES)
 def test_nothing_and_not_a_number(dtype: torch.dtype) -> None:
     data, scale = packed(torch.zeros(4), dtype)
     assert float(scale) == 1.0
-    assert not unpack(data, scale).any()
+    assert not decode_state(data, scale).any()
     packed(torch.zeros(0), dtype)
     data, scale = packed(torch.tensor(3.0), dtype)
     assert data.shape == ()
-    assert torch.equal(unpack(data, scale), torch.tensor(3.0))
-    value = unpack(*packed(torch.tensor([torch.nan, 1.0]), dtype))
+    assert torch.equal(decode_state(data, scale), torch.tensor(3.0))
+    value = decode_state(*packed(torch.tensor([torch.nan, 1.0]), dtype))
     assert value[0].isnan()
-    huge = unpack(*packed(torch.tensor([torch.inf, -torch.inf]), dtype))
+    huge = decode_state(*packed(torch.tensor([torch.inf, -torch.inf]), dtype))
     assert (huge.abs() > 1e35).all()
 
 
@@ -67,7 +69,7 @@ def test_remainders_are_the_rest_of_the_bits() -> None:
     master = master[~master.isnan()]
     param, remainder = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     split_(param, remainder, master)
-    assert torch.equal(join(param, remainder).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(join_remainder(param, remainder).view(torch.int32), master.view(torch.int32))
     is_tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(param[~is_tie], master.bfloat16()[~is_tie])
     away = (master.view(torch.int32)[is_tie] >> 16) + 1
@@ -80,4 +82,4 @@ def test_a_nan_stays_one() -> None:
     param, remainder = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16)
     split_(param, remainder, master)
     assert param.isnan().all()
-    assert join(param, remainder).isnan().all()
+    assert join_remainder(param, remainder).isnan().all()

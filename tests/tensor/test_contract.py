@@ -61,7 +61,11 @@ def test_proto_is_real_is_fake(fmt: Format, rowwise: bool, columnwise: bool, int
             if fmt.is_value:
                 assert context_of(real) == context_of(fake) == context_of(made) == proto.create_metadata(), shape
                 assert to_tensor_proto(real) == TensorProto(
-                    shape, dtype, fmt.quantizer(rowwise, columnwise, internal), False, torch.device("cpu")
+                    shape=shape,
+                    dtype=dtype,
+                    quantizer=fmt.quantizer(rowwise, columnwise, internal),
+                    requires_grad=False,
+                    device=torch.device("cpu"),
                 )
             bytes_held = sum(b.numel() * b.element_size() for b in buffers(real).values())
             assert proto.num_bytes() == bytes_held
@@ -92,7 +96,9 @@ def test_proto_owns_its_quantizer(fmt: Format) -> None:
 def test_proto_of_plain_tensors() -> None:
     x = torch.randn(3, 4, dtype=torch.float16, requires_grad=True)
     proto = to_tensor_proto(x)
-    assert proto == TensorProto((3, 4), torch.float16, None, True, torch.device("cpu"))
+    assert proto == TensorProto(
+        shape=(3, 4), dtype=torch.float16, quantizer=None, requires_grad=True, device=torch.device("cpu")
+    )
     assert not proto.is_quantized
     assert proto.inner_names() == ["data"]
     assert proto.num_bytes() == 24

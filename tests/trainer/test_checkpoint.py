@@ -30,7 +30,9 @@ def make(step: int) -> Checkpoint:
     model = {"layer.weight": weight, "layer._extra_state": torch.randn(5, 2, generator=generator)}
     rng = {"cpu": generator.get_state()}
     state = {"layer.weight": optimizer.state[weight]}
-    return Checkpoint(step, {"seed": 0}, model, state, rng, torch.rand(step), 7 * step)
+    return Checkpoint(
+        step=step, config={"seed": 0}, model=model, optimizer=state, rng=rng, losses=torch.rand(step), position=7 * step
+    )
 
 
 def load(path: Path) -> Checkpoint:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mezzotint.cli.main import main
 from mezzotint.trainer.files import hash_of, write_json
 from mezzotint.trainer.local_checkpoint import STATE, WEIGHTS, find_checkpoints
-from mezzotint.trainer.manifest import ABOUT, describe
+from mezzotint.trainer.manifest import ABOUT, describe_files
 from mezzotint.trainer.runs import locked
 from tests.cli.tools import TINY, contents, fails, losses, one_thread, read, run_python, works, write_text
 
@@ -158,7 +158,8 @@ def test_configurations_that_are_no_objects(capsys: Capture, run: Path, text: st
 def rehash(path: Path) -> None:
     about = read(path / ABOUT)
     files = {
-        name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in describe(path, about["files"]).items()
+        name: {"bytes": entry.bytes, "sha256": entry.sha256}
+        for name, entry in describe_files(path, about["files"]).items()
     }
     write_json(path / ABOUT, about | {"files": files})
 

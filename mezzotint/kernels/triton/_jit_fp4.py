@@ -8,9 +8,6 @@ the sums of errors are then elementwise, in registers. Each function gives the b
 # mypy: disable-error-code="assignment, var-annotated"
 # In a kernel a tuple grows: its type does, too.
 
-from collections.abc import Sequence
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -549,17 +546,3 @@ def scale_index_in(i0, i, j0, j, tiles, SIZE: tl.constexpr, SWIZZLED: tl.constex
             return common + (wide_product(i >> 7, tiles) * 512 + index)
     else:
         return wide_product(i0, tiles * 4) + j0 + (wide_product(i, tiles * 4) + j)
-
-
-def ahead(kernel: Any, pointers: Sequence[str | None], **constants: Any) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """A case of ahead-of-time compilation: element types of the leading arguments in order; the others are counts."""
-    signature = {}
-    for index, name in enumerate(kernel.arg_names):
-        if index >= len(pointers):
-            if name not in constants:
-                signature[name] = "i32"
-        elif pointers[index] is None:
-            constants[name] = None
-        else:
-            signature[name] = f"*{pointers[index]}"
-    return kernel, signature, constants

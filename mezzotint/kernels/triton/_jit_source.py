@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.kernels.activation import GATED, is_gated
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._jit import INTERPRETED, as_rows, load_tile, narrow, rounded
 
 _LOG2E = tl.constexpr(1.44269502162933349609375)  # the FP32 number
@@ -265,18 +265,18 @@ class Input(NamedTuple):
 
 # Where a quantization computes a source: "inside" each of its passes, and nothing is written; in the "first" of two,
 # which writes it for the second to read; "before", by a launch of the source's own.
-Way = Literal["inside", "first", "before"]
+SourceMode = Literal["inside", "first", "before"]
 
 _ACTIVATIONS = ("activation", "gradient", "gated", "gated gradient", "gated gradient, sums")
-_INSIDE: dict[str, Way] = {"norm": "inside", **dict.fromkeys(_ACTIVATIONS, "inside"), "gradient, sums": "before"}
-_WRITTEN: dict[str, Way] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "first")}
-_BEFORE: dict[str, Way] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "before")}
+_INSIDE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys(_ACTIVATIONS, "inside"), "gradient, sums": "before"}
+_WRITTEN: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "first")}
+_BEFORE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "before")}
 
 # Quantization → what is quantized → the fastest way, as measured on an H200 (`dev/LOG.md`). A norm is cheap. An
 # activation pays inside where it is computed once; twice, only a gated gradient under a scale that needs no second look
 # at rows and columns does. A gradient with sums holds the partial sums of a tile as well, two halves under 1x128 scales
 # too much of everything.
-WAYS: dict[str, dict[str, Way]] = {
+SOURCE_MODES: dict[str, dict[str, SourceMode]] = {
     "delayed": _INSIDE,
     "current": _WRITTEN | {"gated gradient": "inside", "gated gradient, sums": "inside"},
     "block": _INSIDE | {"gated gradient": "before", "gated gradient, sums": "before"},
@@ -287,18 +287,19 @@ WAYS: dict[str, dict[str, Way]] = {
 }
 
 
-def way(x: torch.Tensor | Made, quantization: str, tile: int = 0) -> Way:
-    """That of `WAYS`. Nothing but a tensor has one: not what is empty, nor halves that do not make tiles this wide."""
-    if not isinstance(x, Made) or 0 in x.shape:
+def source_mode(x: torch.Tensor | SourceCall, quantization: str, tile: int = 0) -> SourceMode:
+    """Return how a quantization takes its input in, by `SOURCE_MODES`. A tensor is written before, and so is a source
+    that is empty, or whose halves do not make tiles this wide."""
+    if not isinstance(x, SourceCall) or 0 in x.shape:
         return "before"
-    kind = what(x)
+    kind = source_kind(x)
     if kind.startswith("gated gradient") and (tile == 0 or x.shape[-1] % (2 * tile)):
         return "before"
-    return WAYS[quantization][kind]
+    return SOURCE_MODES[quantization][kind]
 
 
-def what(made: Made) -> str:
-    """What `WAYS` calls it."""
+def source_kind(made: SourceCall) -> str:
+    """Return the key of `SOURCE_MODES` for a source."""
     if made.source == "norm":
         return "norm"
     if made.source == "activation":
@@ -307,17 +308,17 @@ def what(made: Made) -> str:
     return kind if made.sums is None else f"{kind}, sums"
 
 
-def read(x: torch.Tensor | Made, way: Way = "before") -> Input:
+def read(x: torch.Tensor | SourceCall, mode: SourceMode = "before") -> Input:
     """A tensor, or the source as it is taken in."""
-    if isinstance(x, Made):
-        if way != "before":
+    if isinstance(x, SourceCall):
+        if mode != "before":
             return sourced(x)
         x = x.tensor()
     x = as_rows(x)
     return Input(x, *x.shape)
 
 
-def sourced(made: Made) -> Input:
+def sourced(made: SourceCall) -> Input:
     """The source, computed by whoever reads it."""
     args, (*_, K) = made.args, made.shape
     if made.source == "norm":

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._jit import ahead, raise_amax, store_tile, tile_of
 from mezzotint.kernels.triton._jit_source import Input, load_input, sourced
 from mezzotint.kernels.triton._launch import Fast
@@ -94,7 +94,7 @@ def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
     tl.store(out + c, tl.sum(total, 0).to(out.dtype.element_ty), mask=c < K)
 
 
-def write(made: Made) -> torch.Tensor:
+def write(made: SourceCall) -> torch.Tensor:
     """What the source makes, in its shape and dtype."""
     out = made.args[made.source == "activation_backward"].new_empty(made.shape)
     make(sourced(made), out, None)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._jit import ahead, as_rows, raise_amax, tile_of
 from mezzotint.kernels.triton._jit_source import larger, load, produce, produce_halves, read, sourced
 from mezzotint.kernels.triton._launch import Fast
@@ -85,7 +85,7 @@ def forward(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _write(Made("activation", (x, bias, name, params, scales)))
+    return _write(SourceCall("activation", (x, bias, name, params, scales)))
 
 
 def backward(
@@ -96,10 +96,10 @@ def backward(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _write(Made("activation_backward", (dy, x, bias, name, params, scales)))
+    return _write(SourceCall("activation_backward", (dy, x, bias, name, params, scales)))
 
 
-def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
+def write_with_amax(made: SourceCall) -> tuple[torch.Tensor, torch.Tensor]:
     """What a source makes, and its amax, FP32 [1], taken on the way."""
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     out = _write(made, amax)
@@ -108,20 +108,20 @@ def write_with_amax(made: Made) -> tuple[torch.Tensor, torch.Tensor]:
     return out, amax
 
 
-def amax_of(made: Made) -> torch.Tensor:
+def amax_of(made: SourceCall) -> torch.Tensor:
     """FP32 [1], of what a source makes; nothing else is written."""
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     _launch(made, None, amax)
     return amax
 
 
-def _write(made: Made, amax: torch.Tensor | None = None) -> torch.Tensor:
+def _write(made: SourceCall, amax: torch.Tensor | None = None) -> torch.Tensor:
     out = made.args[made.source == "activation_backward"].new_empty(made.shape)
     _launch(made, out, amax)
     return out
 
 
-def _launch(made: Made, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
+def _launch(made: SourceCall, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
     """One launch; of a gated gradient one that makes both halves."""
     source = sourced(made)
     if source.kind is None or source.kind[0] != "halves":
@@ -149,7 +149,7 @@ def scale_gradient(dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequenc
     if dy.numel() == 0:
         return x.new_zeros(x.shape[:-1], dtype=torch.float32)
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    source, dy = sourced(Made("activation", (x, None, name, params, None))), as_rows(dy)
+    source, dy = sourced(SourceCall("activation", (x, None, name, params, None))), as_rows(dy)
     options = tile_config(source.K)
     _scale_gradient_kernel[(cdiv(source.M, options["BM"]),)](
         source.x,

@@ -21,7 +21,7 @@ import torch
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import as_rows, for_inf, natural_span
 from mezzotint.kernels.triton._jit_float8 import (
@@ -33,7 +33,7 @@ from mezzotint.kernels.triton._jit_float8 import (
     tile_config,
 )
 from mezzotint.kernels.triton._jit_groups import are_alike, in_launches, pack
-from mezzotint.kernels.triton._jit_source import Input, Way, read, way
+from mezzotint.kernels.triton._jit_source import Input, SourceMode, read, source_mode
 from mezzotint.kernels.triton._produce import finish_source
 from mezzotint.kernels.triton.activation import amax_of, write_with_amax
 from mezzotint.kernels.triton.float8_amax import (
@@ -166,7 +166,7 @@ def _cast_groups(
 
 
 def quantize(
-    x: torch.Tensor | Made,
+    x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     amax: torch.Tensor | None,
@@ -182,10 +182,10 @@ def quantize(
         x = as_rows(x)  # what the cast sees: a copy is contiguous where x was not
     given = amax is not None
     alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
-    how: Way = "before"
-    if isinstance(x, Made):
-        how = way(x, "delayed" if given or alone else "current", _width(config))
-    if isinstance(x, Made) and how == "first":
+    how: SourceMode = "before"
+    if isinstance(x, SourceCall):
+        how = source_mode(x, "delayed" if given or alone else "current", _width(config))
+    if isinstance(x, SourceCall) and how == "first":
         (x, amax), how, given = write_with_amax(x), "before", True
     source = read(x, how)
     if alone:
@@ -199,7 +199,7 @@ def quantize(
         elif source.kind[0] == "norm":
             amax = source_partials(source)
         else:
-            assert isinstance(x, Made)
+            assert isinstance(x, SourceCall)
             amax, given = amax_of(x), True
     _cast(
         source,
@@ -221,14 +221,17 @@ def quantize(
 _ONE_PROGRAM = 1 << 14  # elements: more than any tile has
 
 
-def _fits_one_program(x: torch.Tensor | Made, rowwise: bool, columnwise: bool) -> bool:
+def _fits_one_program(x: torch.Tensor | SourceCall, rowwise: bool, columnwise: bool) -> bool:
     """Whether the program of the cast sees all of x, and can take the amax itself: no first launch."""
     *rows, K = x.shape
-    M, options = math.prod(rows), tile_config(rowwise, wide=isinstance(x, Made))  # the smaller, whatever it is made of
+    M, options = (
+        math.prod(rows),
+        tile_config(rowwise, wide=isinstance(x, SourceCall)),
+    )  # the smaller, whatever it is made of
     tile, flat = options["BM"] >= M and options["BN"] >= K, flat_config()["BLOCK"] >= M * K
     if M * K == 0 or columnwise:
         return M * K > 0 and tile
-    if isinstance(x, Made):
+    if isinstance(x, SourceCall):
         return tile and flat  # whether it is taken in or not
     return flat if x.is_contiguous() else tile
 
@@ -239,7 +242,7 @@ def _width(config: dict[str, int] | None) -> int:
 
 
 def quantize_scaled(
-    x: torch.Tensor | Made,
+    x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     scale: torch.Tensor,
@@ -254,7 +257,7 @@ def quantize_scaled(
     else:
         clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
-    source = read(x, way(x, "delayed", _width(config)))
+    source = read(x, source_mode(x, "delayed", _width(config)))
     _cast(source, out, noop, scale, rowwise, columnwise, config, **constants)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, FP8_BLOCK, cdiv
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import (
     ahead,
@@ -31,7 +31,7 @@ from mezzotint.kernels.triton._jit import (
     tile_of,
 )
 from mezzotint.kernels.triton._jit_groups import are_alike, chosen, in_launches, own_rows, pack
-from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, store_sums, way
+from mezzotint.kernels.triton._jit_source import load_halves, load_input, read, source_mode, store_sums
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, finish_source
 
@@ -185,7 +185,7 @@ def _square_kernel(
 
 
 def quantize(
-    x: torch.Tensor | Made,
+    x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     dtype: int,
@@ -196,7 +196,7 @@ def quantize(
     columnwise: bool,
     config: dict[str, Any] | None = None,
 ) -> None:
-    source = read(x, way(x, "block", 0 if two_d else FP8_BLOCK))
+    source = read(x, source_mode(x, "block", 0 if two_d else FP8_BLOCK))
     M, K = source.M, source.K
     if M * K == 0 or not out:
         return

@@ -19,7 +19,7 @@ import torch
 from mezzotint.constants import cdiv, rup
 from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.float8_rowwise import check_amaxes
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import for_inf, natural_span
 from mezzotint.kernels.triton._jit_groups import are_alike, in_launches, pack
@@ -34,14 +34,14 @@ from mezzotint.kernels.triton._jit_rowwise import (
     rows_kernel,
     tile_config,
 )
-from mezzotint.kernels.triton._jit_source import Input, read, way
+from mezzotint.kernels.triton._jit_source import Input, read, source_mode
 from mezzotint.kernels.triton._produce import finish_source, sum_columns
 
 TAKES_SOURCES = True
 
 
 def quantize(
-    x: torch.Tensor | Made,
+    x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     row_amax: torch.Tensor | None,
@@ -58,7 +58,7 @@ def quantize(
     row_amax = None if row_amax is None else row_amax.contiguous()
     kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
     width = max(partial_config()["BN"], (config or tile_config(rowwise, halves=True)).get("BN", 0))
-    how = way(x, kind, width if columnwise else 0)
+    how = source_mode(x, kind, width if columnwise else 0)
     source = read(x, how)
     x, M, K = source.x, source.M, source.K
     data, row_inv = out[:2] if rowwise else (None, None)

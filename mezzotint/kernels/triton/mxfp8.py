@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import E4M3, E5M2, cdiv, rup
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._jit import (
     ahead,
     cast_fp8,
@@ -31,7 +31,15 @@ from mezzotint.kernels.triton._jit import (
     swizzled,
     tile_of,
 )
-from mezzotint.kernels.triton._jit_source import load, load_input, produce, produce_halves, read, store_sums, way
+from mezzotint.kernels.triton._jit_source import (
+    load,
+    load_input,
+    produce,
+    produce_halves,
+    read,
+    source_mode,
+    store_sums,
+)
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import (
     ACTIVATION,
@@ -280,7 +288,7 @@ def _dequantize_kernel(
 
 
 def quantize(
-    x: torch.Tensor | Made,
+    x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
     dtype: int,
@@ -292,7 +300,7 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     halves = config or tile_config(two_d, rowwise, columnwise, halves=True)
-    source = read(x, way(x, "mxfp8", halves["BN"] * halves["num_warps"] if columnwise else 0))
+    source = read(x, source_mode(x, "mxfp8", halves["BN"] * halves["num_warps"] if columnwise else 0))
     x, M, K = source.x, source.M, source.K
     if M * K == 0 or not out:
         return

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.norm import norm_add_stats_reference, norm_stats_reference
-from mezzotint.kernels.quantize_ops import Made
+from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._jit import ahead, as_rows
 from mezzotint.kernels.triton._jit_source import Input, load
 from mezzotint.kernels.triton._launch import Fast
@@ -235,7 +235,7 @@ def apply(
     zero_centered: bool,
     rms: bool,
 ) -> torch.Tensor:
-    return write(Made("norm", (x, mu, rs, gamma, beta, zero_centered, rms)))
+    return write(SourceCall("norm", (x, mu, rs, gamma, beta, zero_centered, rms)))
 
 
 def backward(

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
-from mezzotint.kernels.triton._jit import as_rows
-from mezzotint.kernels.triton._jit_fp4 import ahead, decode_e2m1, decode_e4m3, philox_key, scale_index
+from mezzotint.kernels.triton._jit import ahead, as_rows
+from mezzotint.kernels.triton._jit_fp4 import decode_e2m1, decode_e4m3, philox_key, scale_index
 from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows, tensor_scales
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton.nvfp4_amax import PARTIALS, amax, partials, vectors
@@ -348,9 +348,9 @@ def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int)
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
     two_d, four = bool(options.get("TWO_D")), options.get("FOUR", 0)
     config = tile_config(8192, 8192, rowwise, columnwise, rht, two_d, four)
-    row, col = ("u8" if wanted else None for wanted in (rowwise, columnwise))
-    row_amax, col_amax = ("fp32" if wanted else None for wanted in (rowwise, columnwise))
-    pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else None, "fp32"]
+    row, col = ("u8" if wanted else "-" for wanted in (rowwise, columnwise))
+    row_amax, col_amax = ("fp32" if wanted else "-" for wanted in (rowwise, columnwise))
+    pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else "-", "fp32"]
     constants = {
         "count": None,
         "E4M3_MAX": 448,
@@ -369,7 +369,7 @@ def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int)
         "COL_BP": PARTIALS,
         "SPAN": span(config) if options.get("TWO_D") else 1,
     }
-    return ahead(_quantize_kernel, pointers, **config, **constants | options)
+    return ahead(_quantize_kernel, " ".join(pointers), **config, **constants | options)
 
 
 AHEAD = [
@@ -382,7 +382,7 @@ AHEAD = [
     *(
         ahead(
             _dequantize_kernel,
-            ["u8", "u8", "fp32", dtype],
+            f"u8 u8 fp32 {dtype}",
             E4M3_MAX=448,
             SWIZZLED=swizzled,
             TRANSPOSED=transposed,

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels.triton._jit import as_rows
-from mezzotint.kernels.triton._jit_fp4 import absmax, ahead, hadamard_absmax, narrow_absmax, wide_product
+from mezzotint.kernels.triton._jit import ahead, as_rows
+from mezzotint.kernels.triton._jit_fp4 import absmax, hadamard_absmax, narrow_absmax, wide_product
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton.float8 import PARTIALS, amax_partials
 
@@ -188,7 +188,7 @@ def amax(
 AHEAD = [
     ahead(
         _amax_tile_kernel,
-        ["bf16", "fp32", "fp32", None],
+        "bf16 fp32 fp32 -",
         RHT=True,
         SIGN_MASK=0xD7E8,
         ROW_SCALED=False,
@@ -197,12 +197,12 @@ AHEAD = [
     ),
     ahead(
         _amax_tile_kernel,
-        ["fp16", "fp32", "fp32", None],
+        "fp16 fp32 fp32 -",
         RHT=False,
         SIGN_MASK=0,
         ROW_SCALED=True,
         EVEN=False,
         **tile_config(),
     ),
-    ahead(_amax_finish_kernel, ["fp32"] * 4, BP=PARTIALS, num_warps=4),
+    ahead(_amax_finish_kernel, "fp32 fp32 fp32 fp32", BP=PARTIALS, num_warps=4),
 ]

@@ -62,7 +62,13 @@ class Activation(BasicOperation):
         """Output, and the input as backward gets it."""
         x: Any = plain(input_)
         self.output_width(x)
-        args = ActivationFwdArgs(_halves(x, self.glu_interleave_size), self.activation, self.params, None, scales)
+        args = ActivationFwdArgs(
+            x=_halves(x, self.glu_interleave_size),
+            name=self.activation,
+            params=self.params,
+            grad_state=None,
+            scales=scales,
+        )
         if quantizer is None:
             y = activate(args)
         else:
@@ -226,7 +232,7 @@ class ScaledActivation(Activation):
         self, input_: Any, *, basic_op_extra_inputs: Any, next_op_input_quantizer: Any, **given: Any
     ) -> Any:
         scales = basic_op_extra_inputs[0][0]
-        check_scales(scales, input_.shape[:-1])
+        check_row_scales(scales, input_.shape[:-1])
         y, x = self._compute(input_, scales, next_op_input_quantizer)
         return y, [()], (x, scales)
 
@@ -243,7 +249,7 @@ class ScaledActivation(Activation):
         return dx, [()], [(scales_gradient(args, dy),)]
 
 
-def check_scales(scales: torch.Tensor, leading: Any) -> None:
+def check_row_scales(scales: torch.Tensor, leading: Any) -> None:
     """One for each row."""
     if not isinstance(scales, torch.Tensor):
         raise TypeError(f"the scales are {type(scales).__name__}: give a torch.Tensor")

@@ -22,7 +22,7 @@ from mezzotint.functional.linear import (
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
-from mezzotint.layer.base import Call
+from mezzotint.layer.base import RunSettings
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.weights import Weights
 from mezzotint.ops.op import BasicOperation, OperationContext, Run
@@ -37,7 +37,7 @@ class LinearRun(Run):
 
     __slots__ = ("grad_output", "input", "weight_q")
 
-    def __init__(self, call: Call, weight_q: Any, input_: Any, grad_output: Any) -> None:
+    def __init__(self, call: RunSettings, weight_q: Any, input_: Any, grad_output: Any) -> None:
         super().__init__(call)
         self.weight_q, self.input, self.grad_output = weight_q, input_, grad_output
 
@@ -224,16 +224,16 @@ def in_dtype(numerics: Numerics, dtype: torch.dtype) -> Numerics:
     if numerics.dtype == dtype:
         return numerics
     return Numerics(
-        dtype,
-        numerics.fast_fprop,
-        numerics.fast_dgrad,
-        numerics.fast_wgrad,
-        numerics.override,
-        numerics.keeps_wgrad,
+        dtype=dtype,
+        fast_fprop=numerics.fast_fprop,
+        fast_dgrad=numerics.fast_dgrad,
+        fast_wgrad=numerics.fast_wgrad,
+        override=numerics.override,
+        keeps_wgrad=numerics.keeps_wgrad,
     )
 
 
-def enter_weights(op: Any, call: Call, amaxes: Sequence[torch.Tensor | None]) -> None:
+def enter_weights(op: Any, call: RunSettings, amaxes: Sequence[torch.Tensor | None]) -> None:
     """The maxima of the weights, into delayed scaling's history."""
     slots = [slot(gemm, "weight") for gemm, amax in enumerate(amaxes) if amax is not None]
     if call.records and slots:

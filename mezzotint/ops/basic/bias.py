@@ -9,7 +9,7 @@ from mezzotint.comm.groups import local_size
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
-from mezzotint.layer.parameters import check_features, check_input, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_module_input, resolve_device, resolve_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 
@@ -56,7 +56,7 @@ class Bias(BasicOperation):
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         x = plain(input_)
-        check_input(x, self.local_size, "input")
+        check_module_input(x, self.local_size, "input")
         return run_op(add, x, self.bias), ()
 
     def op_forward_save_ctx(

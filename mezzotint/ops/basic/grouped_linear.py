@@ -11,10 +11,10 @@ from mezzotint.functional.grouped_linear import (
     GroupedLinearFwdArgs,
     GroupedLinearMade,
     as_parameters,
+    group_tensors,
     grouped_linear_backward,
     grouped_linear_forward,
     grouped_linear_setup,
-    groups_of,
     is_stack,
 )
 from mezzotint.functional.linear import Needs
@@ -25,7 +25,7 @@ from mezzotint.layer.base import scale_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
 from mezzotint.layer.splits import check_rows, resolve_splits
-from mezzotint.ops.basic.activation import check_scales
+from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
@@ -126,7 +126,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
         )
         call = self._start(weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
-        weights_q, amaxes = self._weights_q(call, groups_of(weights, 2))
+        weights_q, amaxes = self._weights_q(call, group_tensors(weights, 2))
         enter_weights(self, call, amaxes)
         return LinearRun(call, weights_q, None, None)
 
@@ -140,19 +140,19 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         weights, biases = self._group_parameters()
         call, groups = run.call, range(self.num_groups)
         return GroupedLinearFwdArgs(
-            x,
-            weights,
-            () if self.scale_bias else biases,
-            run.weight_q,
-            splits,
-            call.needs[0],
-            call.quantizers,
-            in_dtype(call.numerics, x.dtype),
-            self._weight_grads(weights),
-            tuple([scale_of(call.scales, group, "input") for group in groups]),
-            tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
-            self.save_original_input,
-            call.grad_state,
+            x=x,
+            weights=weights,
+            biases=() if self.scale_bias else biases,
+            weights_q=run.weight_q,
+            splits=splits,
+            needs=call.needs[0],
+            quantizers=call.quantizers,
+            numerics=in_dtype(call.numerics, x.dtype),
+            wgrads=self._weight_grads(weights),
+            input_scales=tuple([scale_of(call.scales, group, "input") for group in groups]),
+            grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
+            saves_original_input=self.save_original_input,
+            grad_state=call.grad_state,
         )
 
     def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:
@@ -170,8 +170,8 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         self.enter_inputs(run, made.amaxes)
         if self.scale_bias:
             scales = basic_op_extra_inputs[0][1]
-            check_scales(scales, input_.shape[:-1])
-            biases = groups_of(self._group_parameters()[1], 1)
+            check_row_scales(scales, input_.shape[:-1])
+            biases = group_tensors(self._group_parameters()[1], 1)
             y = run_op(scaled_bias, y, scales.reshape(-1), list(biases), list(args.splits))
         quantized = tuple([x if isinstance(x, QuantizedTensorStorage) else None for x in made.xs_q])
         return y.view(*input_.shape[:-1], y.shape[1]), [()], quantized
@@ -206,7 +206,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             dx, grads = self.gradients(ctx, dy)
             return dx, [grads], [(None,)]
         scales, biases = scaled[0], tuple(scaled[1:])
-        each = list(groups_of(biases, 1))
+        each = list(group_tensors(biases, 1))
         ds, *dbs = run_op(scaled_bias_backward, as_matrix(dy), scales.reshape(-1), each, list(saved.splits))
         dx, grads = self.gradients(ctx, dy, as_parameters(tuple(dbs), is_stack(biases, 1)))
         return dx, [grads], [(None, ds.view(scales.shape))]

@@ -61,20 +61,20 @@ def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
         bias = None if args.bias is None else args.bias[start:stop]
         parts.append(
             LinearFwdArgs(
-                args.x,
-                args.weight,
-                bias,
-                args.x_q,
-                weight,
-                args.needs,
-                args.quantizers,
-                args.numerics,
-                args.wgrad,
-                args.input_scale,
-                args.grad_scale,
-                args.saves_original_input,
-                None,
-                args.parallel,
+                x=args.x,
+                weight=args.weight,
+                bias=bias,
+                x_q=args.x_q,
+                weight_q=weight,
+                needs=args.needs,
+                quantizers=args.quantizers,
+                numerics=args.numerics,
+                wgrad=args.wgrad,
+                input_scale=args.input_scale,
+                grad_scale=args.grad_scale,
+                saves_original_input=args.saves_original_input,
+                grad_state=None,
+                parallel=args.parallel,
             )
         )
     return parts

@@ -16,7 +16,7 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.functional.grouped_linear import grouped_linear_forward
 from mezzotint.kernels._lib import as_matrix
-from mezzotint.ops.basic.activation import Activation, ScaledActivation, check_scales
+from mezzotint.ops.basic.activation import Activation, ScaledActivation, check_row_scales
 from mezzotint.ops.basic.grouped_linear import GroupedLinear
 from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
@@ -39,11 +39,17 @@ class GroupedMLP(FusedOperation):
         hidden, made = grouped_linear_forward(args1)
         fc1.enter_inputs(run1, made.amaxes)
         for scale in scales:
-            check_scales(scale, input_.shape[:-1])
+            check_row_scales(scale, input_.shape[:-1])
         # Of the activation's shape; its x is made below, group by group.
         args2 = fc2.args(hidden[:, : activation.output_width(hidden)], splits2, run2)
         quantizers = [q.input for q in args2.quantizers]
-        act = ActivationFwdArgs(hidden, activation.activation, activation.params, None, scales[0] if scales else None)
+        act = ActivationFwdArgs(
+            x=hidden,
+            name=activation.activation,
+            params=activation.params,
+            grad_state=None,
+            scales=scales[0] if scales else None,
+        )
         xs_q, amaxes = [], []
         for group, part in enumerate(_split(act, args2.splits)):
             x_q, amax = activation_quantized(part, quantizers[group], args2.input_scales[group])
