@@ -18,12 +18,26 @@ endif
 PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
 
-.PHONY: help test check gpu bench train docs clean
+.PHONY: help smoke test test-all check gpu bench train docs clean
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
 
-test: $(SETUP) ## the tests that need no GPU
+# Files that are quick, of every layer from casts to the trainer; what compiles is left to `make test`.
+SMOKE := $(addprefix tests/, test_layers.py kernels/test_elements.py kernels/test_vectors.py kernels/test_delayed.py \
+    kernels/test_norm.py comm tensor/test_contract.py optimizers/test_states.py test_recipe.py test_regions.py \
+    functional/test_linear.py test_quantization.py test_delayed_scaling.py module/test_signatures.py \
+    module/test_options.py module/test_boundary.py ops/test_basic.py ops/test_fuser.py attention/test_dot_product.py \
+    moe/test_permutation.py moe/test_router.py test_cross_entropy.py convert/test_choice.py compat/test_shims.py \
+    trainer/test_data.py)
+
+smoke: $(SETUP) ## the heart of every layer, in less than a minute
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not compile" $(SMOKE) $(ARGS)
+
+test: $(SETUP) ## the tests that need no GPU, without what is slow: what to run before a commit
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slow" $(ARGS)
+
+test-all: $(SETUP) ## those, and all that is exhaustive and slow: what CI runs
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 check: $(SETUP) ## lint, format, types; ARGS goes to the linter

@@ -4,6 +4,7 @@
 * A skipped test is a failed test, unless its reason starts with one of `ALLOWED_SKIPS`: a skip that nobody
   looks at hides that something is no longer tested.
 * A test marked `compile` starts and ends with a fresh compiler state.
+* Of a test marked `cover` some cases are `slow`: see `pairs.py`.
 * Hypothesis draws the same examples every time.
 """
 
@@ -14,13 +15,33 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.pairs import cover
+
 ALLOWED_SKIPS: tuple[str, ...] = ()
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("ci")
 
 
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Cases of tests marked `cover(n)` that are not needed for every combination of n values of parameters."""
+    by_test: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("cover") is not None:
+            by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for functions in by_test.values():
+        mark = functions[0].get_closest_marker("cover")
+        assert mark is not None
+        # The id of each `parametrize`; a private name, that pytest 8 and 9 have.
+        kept = cover([tuple(function.callspec._idlist) for function in functions], *mark.args)
+        for index, function in enumerate(functions):
+            if index not in kept:
+                function.add_marker("slow")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_slow(items)
     if torch.cuda.is_available():
         return
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

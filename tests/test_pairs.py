@@ -1,0 +1,34 @@
+"""The cases that are left of a cross product."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.pairs import cover
+
+AXES = ("abcd", "12345678", "xy")
+CASES = list(product(*AXES))
+
+
+def combinations_of(cases: list[tuple[str, ...]], strength: int) -> set[tuple[str, ...]]:
+    return {part for case in cases for part in combinations(case, strength)}
+
+
+@pytest.mark.parametrize(("strength", "count"), [(1, 8), (2, 32), (3, 64)])
+def test_every_combination_is_there(strength: int, count: int) -> None:
+    chosen = [CASES[index] for index in sorted(cover(CASES, strength))]
+    assert combinations_of(chosen, strength) == combinations_of(CASES, strength)
+    assert len(chosen) == count
+
+
+def test_what_does_not_occur_is_not_asked_for() -> None:
+    assert cover([("a", 1), ("b", 2)], 2) == {0, 1}
+    assert cover([], 2) == set()
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(2))
+def test_the_others_are_slow(a: int, b: int, request: pytest.FixtureRequest) -> None:
+    is_slow = request.node.get_closest_marker("slow") is not None
+    assert is_slow == ((a, b) not in [(0, 0), (1, 1), (2, 0)])
