@@ -18,6 +18,11 @@ class DType(IntEnum):
     kFloat4E2M1 = 10
 
 
+def mantissa_bits(dtype: DType) -> int:
+    """Bits of mantissa of an FP8 or narrower type, as its name ends: 3 of E4M3."""
+    return int(dtype.name[-1])
+
+
 # Plain ints for traced code: an enum member is one more guard, an int is a constant.
 E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)

@@ -1,7 +1,7 @@
 """What this machine can do natively, what it emulates, and why. Lazy: importing touches no device.
 
-`GEMM_BACKENDS` is the one table of matrix products: `kernels/gemm.py` dispatches on it and `report()` prints
-it, so that what is said is what runs.
+`gemm_backends()` is the one table of matrix products, made of the formats' records: `kernels/gemm.py` dispatches on it
+and `report()` prints it, so that what is said is what runs.
 """
 
 import platform
@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-CC = tuple[int, int]  # CUDA compute capability (major, minor)
+from mezzotint.formats import CC, FORMATS, HIGH, Backend, format_of
 
 ANY = "*"
 FOREVER: CC = (99, 0)
@@ -69,41 +69,22 @@ def cuda_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """One row: which code multiplies operands of these kinds, on which GPUs."""
-
-    kind_a: str  # an operand kind of `kernels/operand.py`, or ANY
-    kind_b: str
-    cc: tuple[CC, CC]  # the first compute capability, and the first one that it no longer serves
-    name: str  # the function in `kernels/gemm.py`'s BACKENDS
-    how: str  # "native" | "emulated" | "reference"
-    why: str
-    cuda: tuple[int, int] = (0, 0)  # oldest CUDA build of PyTorch that has it
-
-
-_UNTRIED = "not run on real hardware"
+UNTRIED = "not run on real hardware"
 _DEQUANTIZED = "dequantized to the other operand's dtype, torch.mm"
 
+# The functions of these are in `kernels/gemm.py`, those of the formats' own rows in the rows.
+_PLAIN = (
+    Backend(HIGH, HIGH, EVERY, "plain", "native", "torch.mm in the operands' dtype"),
+    Backend(HIGH, ANY, EVERY, "plain", "emulated", _DEQUANTIZED),
+    Backend(ANY, HIGH, EVERY, "plain", "emulated", _DEQUANTIZED),
+)
+EMULATED = Backend(ANY, ANY, ((8, 0), FOREVER), "emulated", "emulated", "exact values in BF16, BF16 tensor cores")
 REFERENCE = Backend(ANY, ANY, EVERY, "reference", "reference", "plain torch in FP32, the specification")
 
-# The first row that fits is taken.
-GEMM_BACKENDS: tuple[Backend, ...] = (
-    Backend("high", "high", EVERY, "plain", "native", "torch.mm in the operands' dtype"),
-    Backend("high", ANY, EVERY, "plain", "emulated", _DEQUANTIZED),
-    Backend(ANY, "high", EVERY, "plain", "emulated", _DEQUANTIZED),
-    Backend("tensor", "tensor", ADA, "tensor", "native", "torch._scaled_mm, a scale per tensor"),
-    Backend("row", "row", HOPPER, "row", "native", "torch._scaled_mm, cuBLAS outer-vector scales", (12, 9)),
-    Backend("row", "row", GEFORCE_BLACKWELL, "row_unit", "native", f"scales after an FP32 product; {_UNTRIED}"),
-    Backend("row", "row", ADA, "row16", "native", f"torch._scaled_mm, CUTLASS, 16-bit outputs; {_UNTRIED}"),
-    Backend("block1d", "block1d", HOPPER, "block", "native", "cuBLAS 1x128 by 1x128", (12, 9)),
-    Backend("block1d", "block2d", HOPPER, "block", "native", "cuBLAS 1x128 by 128x128", (12, 9)),
-    Backend("block2d", "block1d", HOPPER, "block", "native", "cuBLAS 128x128 by 1x128", (12, 9)),
-    Backend("mx", "mx", BLACKWELL, "mx", "native", f"cuBLAS 1x32 E8M0; {_UNTRIED}", (12, 8)),
-    Backend("nv", "nv", BLACKWELL, "nv", "native", f"cuBLAS 1x16 E4M3 on FP4; {_UNTRIED}", (12, 8)),
-    Backend(ANY, ANY, ((8, 0), FOREVER), "emulated", "emulated", "exact values in BF16, BF16 tensor cores"),
-    REFERENCE,
-)
+
+def gemm_backends() -> tuple[Backend, ...]:
+    """Every row. The first that fits is taken."""
+    return (*_PLAIN, *(row for made in FORMATS.values() for row in made.backends), EMULATED, REFERENCE)
 
 
 @cache
@@ -112,23 +93,19 @@ def gemm_backend(kind_a: str, kind_b: str, cc: CC | None, cuda: tuple[int, int] 
     cuda = cuda_version() if cuda is None else cuda
     if cc is None:
         return REFERENCE
-    for row in GEMM_BACKENDS:
+    for row in gemm_backends():
         fits = row.kind_a in (kind_a, ANY) and row.kind_b in (kind_b, ANY)
         if fits and row.cc[0] <= cc < row.cc[1] and row.cuda <= cuda:
             return row
     return REFERENCE
 
 
-# Format → the kinds that each of its products multiplies, as D = A·Bᵀ takes them.
 _PRODUCTS = ("fprop", "dgrad", "wgrad")
-FORMAT_KINDS: dict[str, tuple[tuple[str, str], ...]] = {
-    "high_precision": (("high", "high"),) * 3,
-    "float8": (("tensor", "tensor"),) * 3,
-    "float8_rowwise": (("row", "row"),) * 3,
-    "float8_block": (("block1d", "block2d"), ("block1d", "block2d"), ("block1d", "block1d")),
-    "mxfp8": (("mx", "mx"),) * 3,
-    "nvfp4": (("nv", "nv"),) * 3,
-}
+
+
+def _format_kinds() -> dict[str, tuple[tuple[str, str], ...]]:
+    """Format → the kinds that each of its products multiplies, as D = A·Bᵀ takes them."""
+    return {"high_precision": ((HIGH, HIGH),) * 3, **{name: made.products for name, made in FORMATS.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +126,7 @@ def report(cc: CC | str | None = "current", cuda: tuple[int, int] | None = None)
         cuda = FOREVER  # asked about a GPU from a machine without one: of a PyTorch that has everything
     device = "rocm" if isinstance(cc, str) and is_rocm() and torch.cuda.is_available() else _name(at)
     rows = []
-    for name, pairs in FORMAT_KINDS.items():
+    for name, pairs in _format_kinds().items():
         if name != "high_precision":
             rows.append(Row(name, "quantize", device, *_quantize(at)))
         for operation, (kind_a, kind_b) in zip(_PRODUCTS, pairs, strict=True):
@@ -175,21 +152,22 @@ def available(
 ) -> tuple[bool, str]:
     """Whether the format runs here, and how its forward product does; with `native`, whether all three of its products
     are those of the hardware, and else what they would need."""
-    if name not in FORMAT_KINDS:
-        return False, f"unknown format {name!r}: one of {', '.join(FORMAT_KINDS)}"
+    kinds = _format_kinds()
+    if name not in kinds:
+        return False, f"unknown format {name!r}: one of {', '.join(kinds)}"
     rows = [row for row in report(cc, cuda) if row.format == name and row.operation != "quantize"]
     lacking = [row for row in rows if row.how != "native"] if native else []
     found = (lacking or rows)[0]
     reason = f"{found.how} on {found.device}: {found.why}"
     if not lacking:
         return True, reason
-    return False, f"{reason}; {_native_needs(*FORMAT_KINDS[name][_PRODUCTS.index(found.operation)])}"
+    return False, f"{reason}; {_native_needs(*kinds[name][_PRODUCTS.index(found.operation)])}"
 
 
 def _native_needs(kind_a: str, kind_b: str) -> str:
     """Which hardware multiplies operands of these kinds."""
     spans = []
-    for row in GEMM_BACKENDS:
+    for row in gemm_backends():
         if row.how == "native" and (row.kind_a, row.kind_b) == (kind_a, kind_b):
             (low, high), (major, minor) = row.cc, row.cuda
             span = f"{low[0]}.{low[1]}" + ("" if high == FOREVER else f" (below {high[0]}.{high[1]})")
@@ -199,22 +177,21 @@ def _native_needs(kind_a: str, kind_b: str) -> str:
     return f"native products need an NVIDIA GPU of compute capability {', or '.join(spans)}"
 
 
-_TITLES = {"tensor": "FP8", "row": "row-wise FP8", "block1d": "FP8 block", "block2d": "FP8 block"} | {
-    "mx": "MXFP8",
-    "nv": "NVFP4",
-}
+def _title(kind: str) -> str:
+    made = format_of(kind)
+    return kind if made is None else made.title
 
 
 @cache
 def tell_emulated(kind_a: str, kind_b: str, cc: CC | None) -> None:
     """Warn, once in a process, that a GPU has no product of these kinds. Of code that runs, never of code that is
     traced: a product calls it, not a module."""
-    title = " by ".join(dict.fromkeys(_TITLES.get(kind, kind) for kind in (kind_a, kind_b)))
+    title = " by ".join(dict.fromkeys(map(_title, (kind_a, kind_b))))
     where = f"{'rocm' if cc is None else _name(cc)}: {gemm_backend(kind_a, kind_b, cc).why}"
     warnings.warn(
         f"{title} products are emulated on this GPU ({where}): the numbers are those of the format, but a step takes "
         f"more time than in BF16; {_native_needs(kind_a, kind_b)}. "
-        "is_mxfp8_available(native=True) and its siblings ask for those. To silence this: "
+        "is_fp8_available(native=True) and its siblings ask for those. To silence this: "
         'warnings.filterwarnings("ignore", category=mezzotint.EmulationWarning)',
         EmulationWarning,
         stacklevel=2,

@@ -118,6 +118,9 @@ class DelayedScalingRequest(QuantizerRequest):
 class Recipe:
     """Base of all recipes."""
 
+    # In figures. Those of ours are Okabe and Ito's, which colour-blind readers can tell apart.
+    colour: ClassVar[str] = "grey"
+
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
         """How the tensor of this role is quantized."""
         raise NotImplementedError(f"{type(self).__name__} does not say how tensors are quantized")
@@ -174,6 +177,8 @@ class Recipe:
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, from the maxima of past iterations."""
+
+    colour = "#E69F00"
 
     margin: int = 0
     fp8_format: Format = Format.HYBRID
@@ -235,6 +240,8 @@ class _Float8Scaling(Recipe):
 class Float8CurrentScaling(_Float8Scaling):
     """FP8 with one scale per tensor, from the tensor itself."""
 
+    colour = "#56B4E9"
+
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams | None = None  # split accumulation: forward off, backward on
@@ -260,6 +267,8 @@ class Float8CurrentScaling(_Float8Scaling):
 @dataclass(frozen=True)
 class Float8RowwiseScaling(_Float8Scaling):
     """FP8 with one scale per row and per column, from the tensor itself."""
+
+    colour = "#009E73"
 
     use_power_2_scales: bool = True
     fp8_format: Format = Format.E4M3
@@ -288,6 +297,8 @@ class Float8RowwiseScaling(_Float8Scaling):
 @dataclass(frozen=True)
 class Float8BlockScaling(_Float8Scaling):
     """FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights."""
+
+    colour = "#CC79A7"
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
@@ -343,6 +354,8 @@ class Float8BlockScaling(_Float8Scaling):
 class MXFP8BlockScaling(Recipe):
     """FP8 with one E8M0 scale per 32 elements."""
 
+    colour = "#0072B2"
+
     margin: int = 0
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
@@ -370,6 +383,8 @@ class NVFP4BlockScaling(Recipe):
     Input and gradient go through a Hadamard transform for the weight gradient, gradients are rounded
     stochastically, weights are scaled by 16x16 tiles; each can be disabled.
     """
+
+    colour = "#D55E00"
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False

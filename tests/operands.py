@@ -3,15 +3,20 @@ dequantization: element types by table, scales by index, swizzled bytes by the d
 
 import torch
 
+from mezzotint import formats, hw
 from mezzotint.constants import E2M1, E4M3, FP8_TORCH
 from mezzotint.kernels.float8 import float8_quantize
 from mezzotint.kernels.float8_block import float8_block_quantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
+from mezzotint.kernels.gemm import GENERAL
 from mezzotint.kernels.mxfp8 import mxfp8_quantize
 from mezzotint.kernels.nvfp4 import nvfp4_quantize
-from mezzotint.kernels.operand import KINDS, Operand
+from mezzotint.kernels.operand import Operand
 
-QUANTIZED = tuple(kind for kind in KINDS if kind != "high")
+QUANTIZED = tuple(formats.KINDS)
+KINDS = (formats.HIGH, *QUANTIZED)
+# Row of the table of products → the function that it calls.
+BACKENDS = {row.name: row.product or GENERAL[row.name] for row in hw.gemm_backends()}
 
 # Relative Frobenius error of a product of two normal matrices: what the format owns, some 1.5 times what is seen.
 FORMAT_ERROR = {"high": 0.01, "tensor": 0.06, "row": 0.06, "block1d": 0.06, "block2d": 0.06, "mx": 0.06, "nv": 0.20}

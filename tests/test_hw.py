@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mezzotint import hw
+from mezzotint.formats import FORMATS, HIGH, KINDS
 
 CAPABILITIES = [None, (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
 NEW = (13, 0)  # a PyTorch built with this CUDA has every row
@@ -13,7 +14,7 @@ NEW = (13, 0)  # a PyTorch built with this CUDA has every row
 
 @pytest.mark.parametrize("cc", CAPABILITIES)
 def test_every_pair_of_kinds_has_a_backend(cc: tuple[int, int] | None) -> None:
-    kinds = ("high", "tensor", "row", "block1d", "block2d", "mx", "nv")
+    kinds = (HIGH, *KINDS)
     for kind_a in kinds:
         for kind_b in kinds:
             row = hw.gemm_backend(kind_a, kind_b, cc, NEW)
@@ -56,7 +57,7 @@ def test_choice(kinds: tuple[str, str], cc: tuple[int, int] | None, cuda: tuple[
 def test_report_has_every_operation_once(cc: tuple[int, int] | None) -> None:
     rows = hw.report(cc, NEW)
     keys = [(row.format, row.operation) for row in rows]
-    assert len(keys) == len(set(keys)) == 4 * len(hw.FORMAT_KINDS) - 1
+    assert len(keys) == len(set(keys)) == 4 * len(FORMATS) + 3
     assert {row.device for row in rows} == {"cpu" if cc is None else f"sm_{cc[0]}{cc[1]}"}
     how = {row.how for row in rows}
     assert how == {"reference"} if cc is None else how <= {"native", "emulated", "reference"}
@@ -86,13 +87,13 @@ def test_report_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_was_never_run_says_so() -> None:
-    for row in hw.GEMM_BACKENDS:
+    for row in hw.gemm_backends():
         tried_on = ("reference", "plain", "emulated", "tensor", "row", "block")
         assert ("not run on real hardware" in row.why) == (row.name not in tried_on)
 
 
 @pytest.mark.parametrize("cc", CAPABILITIES)
-@pytest.mark.parametrize("name", hw.FORMAT_KINDS)
+@pytest.mark.parametrize("name", ["high_precision", *FORMATS])
 def test_every_format_is_available(name: str, cc: tuple[int, int] | None) -> None:
     runs, reason = hw.available(name, cc)
     assert runs
@@ -107,7 +108,7 @@ def test_an_unknown_format_is_not() -> None:
 
 
 @pytest.mark.parametrize("cc", CAPABILITIES)
-@pytest.mark.parametrize("name", hw.FORMAT_KINDS)
+@pytest.mark.parametrize("name", ["high_precision", *FORMATS])
 def test_native_is_what_every_product_is(name: str, cc: tuple[int, int] | None) -> None:
     runs, reason = hw.available(name, cc, native=True, cuda=NEW)
     ways = [row.how for row in hw.report(cc, NEW) if row.format == name and row.operation != "quantize"]

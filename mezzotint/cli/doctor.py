@@ -17,32 +17,30 @@ from rich.console import Console
 from rich.table import Table
 
 from mezzotint import hw
+from mezzotint.constants import mantissa_bits
+from mezzotint.formats import FORMATS
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import FORWARD_TENSORS, DelayedScalingRequest, QuantizerRole, Recipe, element
 from mezzotint.tensor.opaque import why_unregistered
 from mezzotint.trainer.console import CommandError, make_console
 from mezzotint.trainer.machine import check_compiler, find_device, versions
-from mezzotint.trainer.recipe_names import BF16
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 SIZE = 256
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-# Bits of mantissa: of input, weight, gradient.
-_E4M3, _E5M2, _E2M1, _BF16 = 3, 2, 1, 7
-MANTISSA = {
-    BF16: (_BF16, _BF16, _BF16),
-    "delayed": (_E4M3, _E4M3, _E5M2),
-    "current": (_E4M3, _E4M3, _E5M2),
-    "rowwise": (_E4M3, _E4M3, _E4M3),
-    "block": (_E4M3, _E4M3, _E4M3),
-    "mxfp8": (_E4M3, _E4M3, _E4M3),
-    "nvfp4": (_E2M1, _E2M1, _E2M1),
-}
-UNTRIED = (
-    "Not run on hardware so far: the paths of Blackwell GPUs (compute capability 10.0 and 12.0), the native MXFP8 and "
-    "NVFP4 products among them, and of Ada (8.9)."
-)
+ROLES = ("input", "weight", "grad_output")
+BF16_MANTISSA = 7
+
+
+def untried() -> str:
+    """What no test has run on the hardware that it is for."""
+    native = {made.title: [row.why for row in made.backends] for made in FORMATS.values() if made.backends}
+    titles = [title for title, reasons in native.items() if all(hw.UNTRIED in why for why in reasons)]
+    return (
+        "Not run on hardware so far: the paths of Blackwell GPUs (compute capability 10.0 and 12.0), the native "
+        f"{' and '.join(titles)} products among them, and of Ada (8.9)."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +77,7 @@ def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = Fals
             "formats": [asdict(row) for row in rows],
             "checks": [{**asdict(check), "is_good": check.is_good} for check in checks],
             "why_quantizers_are_no_constants": why_unregistered(),
-            "untried": UNTRIED,
+            "untried": untried(),
             "is_good": is_good,
         }
         print(json.dumps(report, indent=1))
@@ -88,21 +86,31 @@ def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = Fals
     return 0 if is_good else 1
 
 
-def bounds_of(name: str) -> dict[str, float]:
-    x, w, grad = (2.0 ** -(bits + 1) for bits in MANTISSA[name])
+def bounds_of(recipe: Recipe | None) -> dict[str, float]:
+    x, w, grad = (2.0 ** -(mantissa_of(recipe, role) + 1) for role in ROLES)
     return {"fprop": math.hypot(x, w), "dgrad": math.hypot(grad, w), "wgrad": math.hypot(grad, x)}
+
+
+def mantissa_of(recipe: Recipe | None, tensor_type: str) -> int:
+    """Bits of mantissa of a tensor under a recipe."""
+    if recipe is None:
+        return BF16_MANTISSA
+    asked: Any = recipe.quantizer(QuantizerRole("linear", tensor_type))
+    if isinstance(asked, DelayedScalingRequest):
+        return mantissa_bits(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
+    return mantissa_bits(asked.dtype)
 
 
 def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
     """Eager, then compiled."""
-    checks, eager = [], None
+    checks, eager, recipe = [], None, COMMAND_RECIPES[name]
     for mode in ("eager", "compiled") if compiled else ("eager",):
         errors: dict[str, float] = {}
         same_bits, problem = None, None
         try:
             if mode == "compiled":
                 check_compiler(device)
-            made, wanted = _run(COMMAND_RECIPES[name], device, mode)
+            made, wanted = _run(recipe, device, mode)
             errors = {key: _error(value, wanted[key]) for key, value in made.items()}
             if eager is not None:
                 same_bits = all(torch.equal(value, eager[key]) for key, value in made.items())
@@ -112,7 +120,14 @@ def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
         except Exception as error:  # whatever it is, it is what the user came for
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         checks.append(
-            Check(recipe=name, mode=mode, errors=errors, bounds=bounds_of(name), same_bits=same_bits, problem=problem)
+            Check(
+                recipe=name,
+                mode=mode,
+                errors=errors,
+                bounds=bounds_of(recipe),
+                same_bits=same_bits,
+                problem=problem,
+            )
         )
     return checks
 
@@ -166,7 +181,7 @@ def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check]
     reason = why_unregistered()
     if reason is not None:
         console.print(f"quantizers are no constants in graphs here, nor arguments of custom ops: {reason}")
-    console.print(UNTRIED, highlight=False)
+    console.print(untried(), highlight=False)
 
 
 def _merged(rows: list[hw.Row]) -> list[tuple[str, str, str, str]]:

@@ -11,10 +11,7 @@ from mezzotint.trainer.loop import Result
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 STYLE: Any = {"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False}
-# Okabe and Ito's, which colour-blind readers can tell apart.
-COLOURS = dict(
-    zip(COMMAND_RECIPES, ("black", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00"), strict=True)
-)
+COLOURS = {name: "black" if recipe is None else recipe.colour for name, recipe in COMMAND_RECIPES.items()}
 
 
 def draw(path: Path, title: str, results: Sequence[Result], last: int) -> None:

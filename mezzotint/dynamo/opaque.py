@@ -6,26 +6,10 @@ from typing import Any
 
 from mezzotint.dynamo.trace import trace_quantizers
 from mezzotint.tensor.flatten import qualified_name
-from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQuantizer
-from mezzotint.tensor.float8_block import Float8BlockQuantizer
-from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
-from mezzotint.tensor.hybrid import HybridQuantizer
-from mezzotint.tensor.identity import IdentityQuantizer
-from mezzotint.tensor.mxfp8 import MXFP8Quantizer
-from mezzotint.tensor.nvfp4 import NVFP4Quantizer
 from mezzotint.tensor.opaque import register_value
-from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.quantizer import Quantizer, value_classes
 
-_BUILT_IN = (
-    Float8CurrentScalingQuantizer,
-    Float8ScaledQuantizer,
-    Float8RowwiseQuantizer,
-    Float8BlockQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    IdentityQuantizer,
-    HybridQuantizer,
-)
+_BUILT_IN = value_classes()
 
 # Methods of ours that take or give tensors: the compiler traces into them. All others are questions, whose answer is a
 # constant to it where what they are asked with is one.

@@ -12,11 +12,15 @@ before, for the amax.
 
 import torch
 
-from mezzotint.constants import FP8_MAX
+from mezzotint.constants import FP8_MAX, FP8_TORCH
+from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
+from mezzotint.hw import ADA
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf
 from mezzotint.kernels.elements import amax as reduce_amax
 from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax, scaled
+from mezzotint.kernels.operand import Operand, codes_alone
 from mezzotint.kernels.quantize_ops import quantize_ops
+from mezzotint.kernels.scaled_mm import FP8_PAIRS, multiply_fp8
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -118,4 +122,53 @@ float8_dequantize = leaf(
     fake=_dequantize_fake,
     cpu=float8_dequantize_reference,
     cuda="float8:dequantize",
+)
+
+
+def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    assert op.scale is not None
+    return float8_dequantize(op.data.contiguous(), op.scale, op.dtype, False, dtype)
+
+
+def _scales(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    assert a.scale is not None
+    assert b.scale is not None
+    return a.scale, b.scale
+
+
+def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """By `torch._scaled_mm`, one scale per tensor."""
+    multiply_fp8(out, a, b, *_scales(a, b), bias, fast_accum)
+
+
+_KIND = "tensor"  # data: codes (R, C); scale: FP32 [1]
+FLOAT8 = register_format(
+    QuantizedFormat(
+        name="float8",
+        title="FP8",
+        kinds=(
+            OperandKind(
+                name=_KIND,
+                elements=tuple(FP8_TORCH),
+                scale_shape=lambda rows, size, transposed: (1,),
+                dequantize=_dequantize_operand,
+                exact=codes_alone,
+                factor=lambda op: op.scale,
+            ),
+        ),
+        products=((_KIND, _KIND),) * 3,
+        backends=(
+            Backend(
+                _KIND,
+                _KIND,
+                ADA,
+                "tensor",
+                "native",
+                "torch._scaled_mm, a scale per tensor",
+                product=_product,
+                pairs=FP8_PAIRS,
+                scales=_scales,
+            ),
+        ),
+    )
 )

@@ -14,9 +14,13 @@ a multiple of 16 bytes long. A ragged last block counts the elements that exist;
 
 import torch
 
-from mezzotint.constants import FP8_BLOCK, FP8_MAX, cdiv, rup
+from mezzotint.constants import E4M3, FP8_BLOCK, FP8_MAX, FP8_TORCH, cdiv, rup
+from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
+from mezzotint.hw import HOPPER
+from mezzotint.kernels import operand, scaled_mm
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape, padded
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, mul_blocks_, scale_from_amax, scaled
+from mezzotint.kernels.operand import Operand
 from mezzotint.kernels.quantize_ops import quantize_ops
 
 
@@ -126,4 +130,71 @@ float8_block_dequantize = leaf(
     fake=_dequantize_fake,
     cpu=float8_block_dequantize_reference,
     cuda="float8_block:dequantize",
+)
+
+
+_RUNS, _TILES = "block1d", "block2d"  # 1x128 and 128x128: data codes (R, C), scales of the shape above
+_BLOCK_ROWS = 8  # the GEMM asks for multiples of so many rows of A under 1x128 scales
+
+
+def _kind(name: str) -> OperandKind:
+    two_d = name == _TILES
+
+    def dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+        assert op.scale is not None
+        return float8_block_dequantize(op.data.contiguous(), op.scale.contiguous(), op.dtype, two_d, False, dtype)
+
+    return OperandKind(
+        name=name,
+        elements=tuple(FP8_TORCH),
+        scale_shape=lambda rows, size, transposed: float8_block_scale_shape(rows, size, two_d),
+        dequantize=dequantize_operand,
+    )
+
+
+def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """1x128 and 128x128 scales on Hopper, promoted to FP32 every 128: `fast_accum` does not apply.
+
+    cuBLAS's layouts are ours transposed: 1x128 (rows, ceil(C/128)) with strides (1, rows), 128x128 (L, ceil(rows/128))
+    with strides (1, L), L = rup(ceil(C/128), 4). `_scaled_mm` would take the latter without the padding to 4 and
+    misread it (pytorch/pytorch#166752): `_scaled_mm_v2` does not.
+    """
+    x, scale_x, recipe_x = _side(a, _BLOCK_ROWS)
+    y, scale_y, recipe_y = _side(b, scaled_mm.ALIGN)
+    target, dtype, inside, after = scaled_mm.plan_output(out, x, y, bias)
+    none = [scaled_mm.NO_SWIZZLE]
+    scales = [scale_x], [recipe_x], none, [scale_y], [recipe_y], none
+    product = scaled_mm.scaled_mm_v2(x, y.t(), *scales, inside, dtype, out=target)
+    scaled_mm.cut_to(out, product, after)
+
+
+def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Codes, the scale as the op reads it, and what it is."""
+    assert op.scale is not None
+    is_tile = op.kind == _TILES
+    height = rup(operand.rows(op), FP8_BLOCK if is_tile else multiple)
+    x = scaled_mm.fp8_codes(op, height, rup(operand.codes(op), FP8_BLOCK))
+    if is_tile:
+        return x, op.scale.contiguous().t(), scaled_mm.BLOCK_128X128
+    return x, scaled_mm.filled(op.scale, op.scale.shape[0], height).t(), scaled_mm.BLOCK_1X128
+
+
+def _backend(kind_a: str, kind_b: str, why: str) -> Backend:
+    """Block scales take E4M3 alone."""
+    pairs = frozenset({(E4M3, E4M3)})
+    return Backend(kind_a, kind_b, HOPPER, "block", "native", why, (12, 9), _product, pairs)
+
+
+FLOAT8_BLOCK = register_format(
+    QuantizedFormat(
+        name="float8_block",
+        title="FP8 block",
+        kinds=(_kind(_RUNS), _kind(_TILES)),
+        products=((_RUNS, _TILES), (_RUNS, _TILES), (_RUNS, _RUNS)),
+        backends=(
+            _backend(_RUNS, _RUNS, "cuBLAS 1x128 by 1x128"),
+            _backend(_RUNS, _TILES, "cuBLAS 1x128 by 128x128"),
+            _backend(_TILES, _RUNS, "cuBLAS 128x128 by 1x128"),
+        ),
+    )
 )

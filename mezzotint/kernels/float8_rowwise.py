@@ -10,12 +10,19 @@ row amax where x is some of the columns.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from mezzotint.constants import FP8_MAX
+from mezzotint.constants import E4M3, FP8_MAX, FP8_TORCH, rup
+from mezzotint.formats import CC, Backend, OperandKind, QuantizedFormat, register_format
+from mezzotint.hw import ADA, GEFORCE_BLACKWELL, HOPPER, UNTRIED
+from mezzotint.kernels import operand, scaled_mm
 from mezzotint.kernels._lib import Buffers, as_columns, as_matrix, leaf, matrix_shape
 from mezzotint.kernels.elements import amax, cast_fp8, decode_fp8, div, scale_from_amax, scaled
+from mezzotint.kernels.finish import finish
+from mezzotint.kernels.grouped_gemm import group_ends, join_rows
+from mezzotint.kernels.operand import Operand, codes_alone
 from mezzotint.kernels.quantize_ops import quantize_ops
 
 
@@ -122,4 +129,93 @@ float8_rowwise_dequantize = leaf(
     fake=_dequantize_fake,
     cpu=float8_rowwise_dequantize_reference,
     cuda="float8_rowwise:dequantize",
+)
+
+
+def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    assert op.scale is not None
+    return float8_rowwise_dequantize(op.data.contiguous(), op.scale, op.dtype, False, dtype)
+
+
+def _scales(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    assert a.scale is not None
+    assert b.scale is not None
+    return a.scale.view(-1, 1), b.scale.view(1, -1)
+
+
+def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """By `torch._scaled_mm`, one scale per row of each operand."""
+    scale_a, scale_b = _scales(a, b)
+    scale_a = scaled_mm.filled(scale_a.view(1, -1), 1, operand.rows(a)).view(-1, 1)
+    scale_b = scaled_mm.filled(scale_b, 1, rup(operand.rows(b), scaled_mm.ALIGN))
+    scaled_mm.multiply_fp8(out, a, b, scale_a, scale_b, bias, fast_accum)
+
+
+def _product_16(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """As `_product` where the kernel writes 16-bit outputs only."""
+    fits = out.dtype != torch.float32 and (bias is None or bias.dtype == out.dtype)
+    (_product if fits else _product_unit)(out, a, b, bias, fast_accum)
+
+
+def _product_unit(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """As `_product` where no kernel takes a scale per row: codes alone, to FP32, and the scales on the product."""
+    one = torch.ones(1, dtype=torch.float32, device=out.device)
+    product = torch.empty_like(out, dtype=torch.float32)
+    scaled_mm.multiply_fp8(product, a, b, one, one, None, fast_accum)
+    finish(out, product, operand.factors(a, b), bias)
+
+
+def _grouped(a: list[Operand], b: list[Operand], cc: CC, may_copy: bool, fast_accum: bool) -> torch.Tensor | None:
+    """By `torch._scaled_grouped_mm`: E4M3 on Hopper, ragged in the rows of A by 16s. Its weight gradient is slower than
+    GEMM after GEMM."""
+    if not a[0].dtype == b[0].dtype == E4M3 or cc >= (10, 0):
+        return None
+    sizes, width = [operand.rows(op) for op in a], operand.codes(a[0])
+    if any(operand.codes(op) != width for op in a) or any(n % 16 for n in (width, operand.rows(b[0]), *sizes)):
+        return None
+    x, y = join_rows([op.data for op in a], may_copy), join_rows([op.data for op in b], may_copy)
+    if x is None or y is None:
+        return None
+    scale_x, scale_y = (torch.cat([op.scale for op in side if op.scale is not None]) for side in (a, b))
+    return torch._scaled_grouped_mm(
+        x.view(torch.float8_e4m3fn),
+        y.view(torch.float8_e4m3fn).view(len(b), operand.rows(b[0]), -1).transpose(1, 2),
+        scale_x,
+        scale_y.view(len(b), -1),
+        offs=group_ends(sizes, x.device),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast_accum,
+    )
+
+
+_KIND = "row"  # data: codes (R, C); scale: FP32 [R]
+
+
+def _backend(cc: tuple[CC, CC], name: str, why: str, product: Any, cuda: CC = (0, 0)) -> Backend:
+    scales = None if product is _product_unit else _scales
+    return Backend(_KIND, _KIND, cc, name, "native", why, cuda, product, scaled_mm.FP8_PAIRS, scales)
+
+
+FLOAT8_ROWWISE = register_format(
+    QuantizedFormat(
+        name="float8_rowwise",
+        title="row-wise FP8",
+        kinds=(
+            OperandKind(
+                name=_KIND,
+                elements=tuple(FP8_TORCH),
+                scale_shape=lambda rows, size, transposed: (rows,),
+                dequantize=_dequantize_operand,
+                exact=codes_alone,
+                factor=lambda op: op.scale,
+                grouped=_grouped,
+            ),
+        ),
+        products=((_KIND, _KIND),) * 3,
+        backends=(
+            _backend(HOPPER, "row", "torch._scaled_mm, cuBLAS outer-vector scales", _product, (12, 9)),
+            _backend(GEFORCE_BLACKWELL, "row_unit", f"scales after an FP32 product; {UNTRIED}", _product_unit),
+            _backend(ADA, "row16", f"torch._scaled_mm, CUTLASS, 16-bit outputs; {UNTRIED}", _product_16),
+        ),
+    )
 )

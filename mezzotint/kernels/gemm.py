@@ -1,16 +1,15 @@
 """The one matrix product: D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ, over operands that say what they are.
 
 quantized · quantized: the FP32 product of exact values (`operand.exact`), times the scales that stand outside
-    of the sum (`operand.factors`), plus bias in FP32, cast once. Scales per tensor and per row stand outside,
-    and NVFP4's: alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). Row-scaled NVFP4 takes the
-    unit first and then the amaxes, as one product where one of them is a scalar.
+    of the sum (`operand.factors`), plus bias in FP32, cast once. Scales per tensor and per row stand outside; each
+    format's file says which of its scales do.
 high · high: torch.mm in the operands' dtype (FP32 accumulation). Where the output has another dtype or a bias
     is added, or where it has no fast BF16 product, the CPU multiplies in FP32 and casts once; a GPU writes FP32,
     or adds the bias inside the GEMM.
     FP32 operands follow torch's TF32 setting.
 high · quantized: the quantized one is dequantized to the other's dtype first.
 
-Which code runs is a row of `hw.GEMM_BACKENDS`: PyTorch's scaled GEMMs (`scaled_mm.py`) where the GPU has them,
+Which code runs is a row of `hw.gemm_backends()`: PyTorch's scaled GEMMs (`scaled_mm.py`) where the GPU has them,
 else the exact values in BF16 on BF16 tensor cores, else, and on the CPU, the reference. They differ in the order
 of FP32 additions alone: Hopper's block-scaled GEMM promotes every 128 and scales each partial sum, and
 `fast_accum` lets its FP8 tensor cores keep about 14 bits in between. FP8 blocks whose scales are no powers of
@@ -26,7 +25,8 @@ from typing import Any
 import torch
 
 from mezzotint import hw
-from mezzotint.constants import E5M2, HIGH_PRECISION
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.formats import HIGH, Backend
 from mezzotint.kernels import scaled_mm
 from mezzotint.kernels._lib import LIBRARY, is_plain, leaf
 from mezzotint.kernels.finish import finish
@@ -39,7 +39,7 @@ from mezzotint.kernels.operand import (
     rows,
 )
 
-__all__ = ["BACKENDS", "Operand", "gemm", "gemm_reference", "write_product"]
+__all__ = ["GENERAL", "Operand", "gemm", "gemm_reference", "write_product"]
 
 Bias = torch.Tensor | None
 Product = Callable[[torch.Tensor, Operand, Operand, Bias, bool], None]  # writes D into the first
@@ -47,7 +47,7 @@ Product = Callable[[torch.Tensor, Operand, Operand, Bias, bool], None]  # writes
 
 def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool = False) -> None:
     """The specification, in plain torch."""
-    if a.kind == "high" or b.kind == "high":
+    if a.kind == HIGH or b.kind == HIGH:
         x, y = _same_dtype(a, b)
         if bias is None and out.dtype == x.dtype and not hw.multiplies_slowly(x):
             torch.mm(x, y.t(), out=out)
@@ -91,26 +91,16 @@ def _mm_fp32(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """Both matrices in the unquantized one's dtype, or in what two unequal ones promote to."""
-    if a.kind == b.kind == "high" and a.data.dtype == b.data.dtype:
+    if a.kind == b.kind == HIGH and a.data.dtype == b.data.dtype:
         return a.data, b.data
-    high = [op.data.dtype for op in (a, b) if op.kind == "high"]
+    high = [op.data.dtype for op in (a, b) if op.kind == HIGH]
     dtype = torch.promote_types(high[0], high[-1])
     size = contraction(a, b)
     return dequantize_operand(a, size, dtype)[:, :size], dequantize_operand(b, size, dtype)[:, :size]
 
 
-BACKENDS: dict[str, Product] = {
-    "reference": gemm_reference,
-    "plain": _plain,
-    "emulated": _emulated,
-    "tensor": scaled_mm.tensor,
-    "row": scaled_mm.row,
-    "row16": scaled_mm.row16,
-    "row_unit": scaled_mm.row_unit,
-    "block": scaled_mm.block,
-    "mx": scaled_mm.mx,
-    "nv": scaled_mm.nv,
-}
+# By the names of their rows: products that are of no format.
+GENERAL: dict[str, Product] = {"reference": gemm_reference, "plain": _plain, "emulated": _emulated}
 
 
 def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
@@ -126,16 +116,16 @@ def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum:
     if contraction(a, b) == 0:
         finish(out.zero_(), out, [], bias)
         return
-    product = choose(a, b)
-    if product is _emulated or (product is gemm_reference and a.data.is_cuda):
+    backend = choose(a, b)
+    if backend is hw.EMULATED or (backend is hw.REFERENCE and a.data.is_cuda):
         _tell(a, b)
-    product(out, a, b, bias, fast_accum)
+    (backend.product or GENERAL[backend.name])(out, a, b, bias, fast_accum)
 
 
 def _tell(a: Operand, b: Operand) -> None:
     """Warn that the GPU has no product of these kinds; not where it lacks that of two element types only."""
     cc = capability_of(a.data)
-    if "high" not in (a.kind, b.kind) and hw.gemm_backend(a.kind, b.kind, cc).how != "native":
+    if HIGH not in (a.kind, b.kind) and hw.gemm_backend(a.kind, b.kind, cc).how != "native":
         hw.tell_emulated(a.kind, b.kind, cc)
 
 
@@ -144,12 +134,12 @@ def capability_of(x: torch.Tensor) -> hw.CC | None:
     return hw.capability(x.device.index) if x.is_cuda else None
 
 
-def choose(a: Operand, b: Operand) -> Product:
-    """The backend of these operands on their device."""
+def choose(a: Operand, b: Operand) -> Backend:
+    """The row of these operands on their device."""
     backend = hw.gemm_backend(a.kind, b.kind, capability_of(a.data))
-    if backend.how == "native" and (a.dtype == b.dtype == E5M2 or (E5M2 in (a.dtype, b.dtype) and "block" in a.kind)):
-        return _emulated  # no GPU multiplies E5M2 by E5M2, and block scales take E4M3 alone
-    return BACKENDS[backend.name]
+    if backend.pairs and (a.dtype, b.dtype) not in backend.pairs:
+        return hw.EMULATED
+    return backend
 
 
 # The ops take an operand's fields one by one, in the order of the dataclass.
@@ -249,7 +239,7 @@ def gemm(
     Operands are as storages make them: nothing is checked here (`check_pair`, `check_output`), and plain eager code
     goes through no op.
     """
-    if not is_plain(a.data):
+    if torch.compiler.is_compiling() or not is_plain(a.data):
         if accumulate is None:
             return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
         _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)

@@ -10,7 +10,7 @@ Sizes are known on the host (they are shapes), so no kernel reads past them and 
 On a GPU:
 
     torch._grouped_mm          BF16 in and out, no bias, sizes in multiples of 8, 9.0 ≤ cc < 11.0
-    torch._scaled_grouped_mm   E4M3 with a scale per row, BF16 out, no bias, ragged in Ra_i by 16s, cc 9.0
+    a kind's own               `formats.OperandKind.grouped`: BF16 out, no bias
     one GEMM after another     everything else
 
 The first two want the groups joined in one buffer. Neighbours in memory (a split tensor, a stacked parameter)
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.constants import E4M3
+from mezzotint.formats import HIGH, KINDS
 from mezzotint.kernels._lib import leaf
 from mezzotint.kernels.gemm import Bias, capability_of, check_output, write_product
 from mezzotint.kernels.operand import Operand, as_stored, check_pair, codes, rows
@@ -37,15 +37,16 @@ def _joined_gemm(a: list[Operand], b: list[Operand], fast_accum: bool) -> torch.
     if cc is None or not (9, 0) <= cc < (11, 0):
         return None
     is_small = sum(rows(op) for op in a) <= SMALL_GROUP * len(a)
-    if a[0].kind == b[0].kind == "high":
+    if a[0].kind == b[0].kind == HIGH:
         if any(op.data.dtype != torch.bfloat16 for op in (*a, *b)):
             return None
         product = _fprop(a, b, False)
         product = _wgrad(a, b) if product is None else product
         return _fprop(a, b, True) if product is None and is_small else product
-    if a[0].kind == b[0].kind == "row" and a[0].dtype == b[0].dtype == E4M3 and cc < (10, 0):
-        return _fprop_rowwise(a, b, is_small, fast_accum)
-    return None
+    if a[0].kind != b[0].kind:
+        return None
+    grouped = KINDS[a[0].kind].grouped
+    return None if grouped is None else grouped(a, b, cc, is_small, fast_accum)
 
 
 def _fprop(a: list[Operand], b: list[Operand], may_copy: bool) -> torch.Tensor | None:
@@ -57,26 +58,6 @@ def _fprop(a: list[Operand], b: list[Operand], may_copy: bool) -> torch.Tensor |
         return None
     y = y.view(len(b), rows(b[0]), -1).transpose(1, 2)
     return torch._grouped_mm(x, y, offs=group_ends([rows(op) for op in a], x.device), out_dtype=torch.bfloat16)
-
-
-def _fprop_rowwise(a: list[Operand], b: list[Operand], may_copy: bool, fast_accum: bool) -> torch.Tensor | None:
-    """As `_fprop` for E4M3 with a scale per row. Its weight gradient is slower than GEMM after GEMM."""
-    sizes = [rows(op) for op in a]
-    if len({codes(op) for op in a}) > 1 or any(size % 16 for size in (codes(a[0]), rows(b[0]), *sizes)):
-        return None
-    x, y = join_rows([op.data for op in a], may_copy), join_rows([op.data for op in b], may_copy)
-    if x is None or y is None:
-        return None
-    scale_x, scale_y = (torch.cat([op.scale for op in side if op.scale is not None]) for side in (a, b))
-    return torch._scaled_grouped_mm(
-        x.view(torch.float8_e4m3fn),
-        y.view(torch.float8_e4m3fn).view(len(b), rows(b[0]), -1).transpose(1, 2),
-        scale_x,
-        scale_y.view(len(b), -1),
-        offs=group_ends(sizes, x.device),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=fast_accum,
-    )
 
 
 def _wgrad(a: list[Operand], b: list[Operand]) -> torch.Tensor | None:

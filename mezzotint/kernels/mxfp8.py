@@ -16,7 +16,10 @@ exists. One read of x.
 
 import torch
 
-from mezzotint.constants import FP8_EMAX, FP8_MAX, MX_BLOCK, cdiv, rup
+from mezzotint import hw
+from mezzotint.constants import FP8_EMAX, FP8_MAX, FP8_TORCH, MX_BLOCK, cdiv, rup
+from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
+from mezzotint.kernels import operand, scaled_mm
 from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, padded
 from mezzotint.kernels.elements import (
     amax,
@@ -28,6 +31,7 @@ from mezzotint.kernels.elements import (
     mul_blocks_,
     scaled,
 )
+from mezzotint.kernels.operand import Operand
 from mezzotint.kernels.quantize_ops import quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
@@ -123,4 +127,70 @@ mxfp8_dequantize = leaf(
     fake=lambda data, scale_inv, dtype, swizzled, columnwise, out_dtype: data.new_empty(data.shape, dtype=out_dtype),
     cpu=mxfp8_dequantize_reference,
     cuda="mxfp8:dequantize",
+)
+
+
+def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Exact in BF16, but below 2^-133."""
+    assert op.scale is not None
+    value = mxfp8_dequantize(op.data.contiguous(), op.scale.contiguous(), op.dtype, op.swizzled, op.transposed, dtype)
+    return value.t() if op.transposed else value
+
+
+def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """By `torch._scaled_mm`. Not run on real hardware; tests on the CPU read its layouts."""
+    x, scale_x = _side(a)
+    y, scale_y = _side(b)
+    target, dtype, inside, after = scaled_mm.plan_output(out, x, y, bias)
+    product = scaled_mm.scaled_mm(x, y.t(), scale_x, scale_y, bias=inside, out_dtype=dtype, out=target)
+    scaled_mm.cut_to(out, product, after)
+
+
+def _side(op: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (R, C) and swizzled scale bytes. cc 10.x reads either order of the codes, 12.x does not."""
+    assert op.scale is not None
+    height, width = rup(operand.rows(op), scaled_mm.ALIGN), rup(operand.codes(op), MX_BLOCK)
+    if op.transposed:
+        x = scaled_mm.fp8_codes(op, width, height).t()
+        if (hw.capability(op.data.device.index) or (0, 0)) >= (12, 0):
+            x = x.contiguous()
+    else:
+        x = scaled_mm.fp8_codes(op, height, width)
+    scale = op.scale.contiguous()
+    return x, (scale if op.swizzled else swizzle(scale, op.transposed)).view(torch.float8_e8m0fnu)
+
+
+def _operand_scale_shape(rows: int, size: int, transposed: bool) -> tuple[int, int]:
+    return mxfp8_scale_shape(size, rows, True) if transposed else mxfp8_scale_shape(rows, size, False)
+
+
+_KIND = "mx"  # data: codes (R, C), or `transposed` (C, R); scale: E8M0 bytes of the shape above
+MXFP8 = register_format(
+    QuantizedFormat(
+        name="mxfp8",
+        title="MXFP8",
+        kinds=(
+            OperandKind(
+                name=_KIND,
+                elements=tuple(FP8_TORCH),
+                scale_shape=_operand_scale_shape,
+                dequantize=_dequantize_operand,
+                may_transpose=True,
+            ),
+        ),
+        products=((_KIND, _KIND),) * 3,
+        backends=(
+            Backend(
+                _KIND,
+                _KIND,
+                hw.BLACKWELL,
+                "mx",
+                "native",
+                f"cuBLAS 1x32 E8M0; {hw.UNTRIED}",
+                cuda=(12, 8),
+                product=_product,
+                pairs=scaled_mm.FP8_PAIRS,
+            ),
+        ),
+    )
 )

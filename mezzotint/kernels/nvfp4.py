@@ -21,9 +21,14 @@ Options, all of one function over rows:
 Two reads of x: the amax, then one cast that writes both directions.
 """
 
+from dataclasses import replace
+
 import torch
 
-from mezzotint.constants import E4M3, FP4_MAX, FP32_MAX, NVFP4_BLOCK, cdiv, rup
+from mezzotint import hw
+from mezzotint.constants import E2M1, E4M3, FP4_MAX, FP32_MAX, NVFP4_BLOCK, cdiv, rup
+from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
+from mezzotint.kernels import operand, scaled_mm
 from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape
 from mezzotint.kernels.elements import (
     amax,
@@ -36,7 +41,9 @@ from mezzotint.kernels.elements import (
     round_e2m1_stochastic,
     unpack_fp4,
 )
+from mezzotint.kernels.finish import finish
 from mezzotint.kernels.hadamard import hadamard16
+from mezzotint.kernels.operand import Operand
 from mezzotint.kernels.philox import philox_bytes
 from mezzotint.kernels.quantize_ops import quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
@@ -266,4 +273,106 @@ nvfp4_dequantize = leaf(
     fake=_dequantize_fake,
     cpu=nvfp4_dequantize_reference,
     cuda="nvfp4:dequantize",
+)
+
+
+def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    assert op.scale is not None
+    assert op.amax is not None
+    data, scale = op.data.contiguous(), op.scale.contiguous()
+    return nvfp4_dequantize(data, scale, op.amax, op.e4m3_max, op.swizzled, False, operand.codes(op), dtype)[:, :size]
+
+
+def _exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """amax = 6E cancels the unit 1/(6E): dequantize then gives code · block scale, 6 bits wide, exact in BF16."""
+    unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
+    return _dequantize_operand(replace(op, amax=unit), size, torch.bfloat16).to(dtype)
+
+
+def _factor(op: Operand) -> torch.Tensor:
+    assert op.amax is not None
+    return op.amax * (1.0 / (FP4_MAX * op.e4m3_max))
+
+
+def _pair_factors(a: Operand, b: Operand) -> list[torch.Tensor | float]:
+    """alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). Row-scaled, the unit comes first and then the
+    amaxes, as one product where one of them is a scalar."""
+    assert a.amax is not None
+    assert b.amax is not None
+    unit = 1.0 / (FP4_MAX * FP4_MAX * a.e4m3_max * b.e4m3_max)
+    if a.amax.numel() == 1 and b.amax.numel() == 1:
+        return [(a.amax * b.amax) * unit]
+    column, row = a.amax.view(-1, 1), b.amax.view(1, -1)
+    if a.amax.numel() == 1 or b.amax.numel() == 1:
+        return [unit, column * row]
+    return [unit, column, row]
+
+
+def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
+    """By `_scaled_mm_v2`, one E4M3 scale per 16 codes and one factor on the product. Not run on real hardware; tests on
+    the CPU read its layouts.
+
+    cuBLAS's factor is the product of the two given ones: (amax_a · amax_b) and the unit, so that it rounds as
+    the format says. Row-scaled operands and FP16 outputs go through FP32.
+    """
+    assert a.amax is not None
+    assert b.amax is not None
+    size = rup(max(a.data.shape[1], b.data.shape[1]), scaled_mm.ALIGN)
+    x, scale_x = _side(a, operand.rows(a), size)
+    y, scale_y = _side(b, rup(operand.rows(b), scaled_mm.ALIGN), size)
+    row_scaled = a.amax.numel() > 1 or b.amax.numel() > 1
+    factor = 1.0 / (FP4_MAX * FP4_MAX * a.e4m3_max * b.e4m3_max)
+    unit = torch.full((1,), factor, dtype=torch.float32, device=x.device)
+    top = torch.ones_like(unit) if row_scaled else a.amax * b.amax
+    direct = out if out.dtype != torch.float16 and not row_scaled else torch.empty_like(out, dtype=torch.float32)
+    target, dtype, inside, after = scaled_mm.plan_output(direct, x, y, None if direct is not out else bias)
+    kinds = [scaled_mm.BLOCK_1X16, scaled_mm.PER_TENSOR]
+    order = [scaled_mm.SWIZZLE_32_4_4, scaled_mm.NO_SWIZZLE]
+    scales = [scale_x, top], kinds, order, [scale_y, unit], kinds, order
+    scaled_mm.cut_to(direct, scaled_mm.scaled_mm_v2(x, y.t(), *scales, inside, dtype, out=target), after)
+    if direct is not out:
+        finish(out, direct, operand.factors(a, b)[1:] if row_scaled else [], bias)
+
+
+def _side(op: Operand, height: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed codes (height, size bytes) and swizzled scale bytes."""
+    assert op.scale is not None
+    x = scaled_mm.filled(op.data, height, size).view(torch.float4_e2m1fn_x2)
+    scale = op.scale.contiguous()
+    return x, (scale if op.swizzled else swizzle(scale)).view(torch.float8_e4m3fn)
+
+
+_KIND = "nv"  # data: two codes a byte (R, ceil(C/2)); scale: E4M3 bytes of the shape above; amax: FP32 [1] or [R]
+NVFP4 = register_format(
+    QuantizedFormat(
+        name="nvfp4",
+        title="NVFP4",
+        kinds=(
+            OperandKind(
+                name=_KIND,
+                elements=(E2M1,),
+                scale_shape=lambda rows, size, transposed: nvfp4_scale_shape(rows, size),
+                dequantize=_dequantize_operand,
+                exact=_exact,
+                factor=_factor,
+                pair_factors=_pair_factors,
+                packed=(2, 1),
+                multiple=NVFP4_BLOCK,
+                has_amax=True,
+            ),
+        ),
+        products=((_KIND, _KIND),) * 3,
+        backends=(
+            Backend(
+                _KIND,
+                _KIND,
+                hw.BLACKWELL,
+                "nv",
+                "native",
+                f"cuBLAS 1x16 E4M3 on FP4; {hw.UNTRIED}",
+                cuda=(12, 8),
+                product=_product,
+            ),
+        ),
+    )
 )

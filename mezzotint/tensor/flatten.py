@@ -54,8 +54,9 @@ class Flattenable:
 
     @classmethod
     def _restore_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Values that were pickled as plain ints, with their enums again."""
-        return {k: DType(v) if k in ("fp8_dtype", "fp4_dtype") else v for k, v in values.items()}
+        """Values that were pickled as plain ints, with their enums again: those whose default is one."""
+        enums = {kwarg for _, kwarg, default in cls._VALUES if isinstance(default, DType)}
+        return {k: DType(v) if k in enums else v for k, v in values.items()}
 
     def get_metadata(self) -> dict[str, Any]:
         """Constructor kwargs that make the same object: buffers and values."""

@@ -117,6 +117,8 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
 class Float8CurrentScalingQuantizer(Quantizer):
     """The scale follows from the amax of the tensor at hand. `device` and given tensors are accepted and not used."""
 
+    _by_value = True
+
     dtype: DType
     with_amax_reduction: bool
     amax_reduction_group: Any
@@ -198,6 +200,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 class Float8ScaledQuantizer(Quantizer):
     """FP8 by a scale, FP32 [1], that comes with each call: what a core knows of delayed scaling. A value."""
+
+    _by_value = True
 
     dtype: DType
 

@@ -119,6 +119,8 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
 class Float8BlockQuantizer(Quantizer):
     """1x128 blocks (`block_scaling_dim=1`, activations and gradients) or 128x128 tiles (2, weights)."""
 
+    _by_value = True
+
     dtype: DType
     amax_epsilon: float
     force_pow_2_scales: bool

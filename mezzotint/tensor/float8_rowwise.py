@@ -86,6 +86,8 @@ class Float8RowwiseTensor(Float8RowwiseTensorStorage, QuantizedTensor):
 class Float8RowwiseQuantizer(Quantizer):
     """One FP32 scale per row (and column), from its amax; powers of two by default."""
 
+    _by_value = True
+
     dtype: DType
     force_pow_2_scales: bool
     amax_epsilon: float

@@ -125,6 +125,8 @@ class HybridQuantizer(Quantizer):
     """Two quantizers. `columnwise_source`: quantize the column-wise copy from the source, or from what the row-wise
     copy dequantizes to."""
 
+    _by_value = True
+
     rowwise_quantizer: Quantizer
     columnwise_quantizer: Quantizer
     columnwise_source: str

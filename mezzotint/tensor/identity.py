@@ -67,6 +67,8 @@ class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
 class IdentityQuantizer(Quantizer):
     """Passes tensors through as a copy, cast to `dtype` where one is given."""
 
+    _by_value = True
+
     dtype_name: str | None
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:

@@ -133,6 +133,8 @@ class MXFP8Quantizer(Quantizer):
     `optimize_for_gemm` gives scales in the GEMM's byte order.
     """
 
+    _by_value = True
+
     dtype: DType
     with_2d_quantization: bool
     scale_rule: str

@@ -201,6 +201,8 @@ class NVFP4Quantizer(Quantizer):
     has its random signs: two flags. `stochastic_rounding` draws from torch's generator.
     """
 
+    _by_value = True
+
     dtype: DType
     with_rht: bool
     with_post_rht_amax: bool

@@ -60,7 +60,9 @@ class Quantizer(metaclass=OpaqueMeta):
 
     custom: ClassVar[bool] = False  # brings its own `quantize` and `qgemm`
 
-    _by_value: ClassVar[bool] = False  # registered, or a base is: equal where all attributes are
+    _by_value: ClassVar[bool] = (
+        False  # this class says so, or was registered, or a base: equal where all attributes are
+    )
     _registered_as: ClassVar[str | None] = None  # the class, this one or a base, that the compiler knows as a value
     # Attributes that are no part of what it is; a subclass adds those that its `_rebuild_derived_state` sets.
     _DERIVED: ClassVar[frozenset[str]] = frozenset({"_memo", "_names"})
@@ -480,6 +482,11 @@ class Quantizer(metaclass=OpaqueMeta):
 
 
 _QUANTIZERS: dict[str, type[Quantizer]] = {}
+
+
+def value_classes() -> tuple[type[Quantizer], ...]:
+    """The classes that say of themselves that they are values: the formats of this package."""
+    return tuple(cls for cls in _QUANTIZERS.values() if vars(cls).get("_by_value"))
 
 
 def rebuild_quantizer(name: str, fields: dict[str, Any], dtypes: tuple[str, ...] = ("dtype",)) -> Quantizer:

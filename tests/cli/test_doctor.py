@@ -7,6 +7,7 @@ import torch
 
 from mezzotint import hw
 from mezzotint.cli import doctor as module
+from mezzotint.formats import FORMATS
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from tests.cli.tools import run, works
@@ -38,14 +39,7 @@ def test_every_recipe_is_right_here(capsys: Capture) -> None:
 
 def test_tables(capsys: Capture) -> None:
     said = works(capsys, "doctor", "--no-compile", "--device=cpu")
-    for word in (
-        *COMMAND_RECIPES,
-        *hw.FORMAT_KINDS,
-        "reference",
-        torch.__version__,
-        "Blackwell",
-        "Not run on hardware",
-    ):
+    for word in (*COMMAND_RECIPES, *FORMATS, "reference", torch.__version__, "Blackwell", "Not run on hardware"):
         assert word in said
     assert "compiled" not in said.split("one Linear")[1].split("Not run")[0]
 

@@ -53,7 +53,7 @@ def test_fused_is_one_after_the_other(variant: Variant, case: str) -> None:
     ("name", "how"),
     [
         *product(("current", "rowwise"), ("inside", "first", "before")),
-        *product(("delayed", "block", "mxfp8"), ("inside", "before")),
+        *product(("delayed", "block", "blocks of 32"), ("inside", "before")),
     ],
 )
 def test_every_way(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:

@@ -10,8 +10,7 @@ from mezzotint.constants import E4M3
 from mezzotint.kernels import grouped_gemm as file
 from mezzotint.kernels.gemm import Operand, gemm
 from mezzotint.kernels.grouped_gemm import group_ends, grouped_gemm, grouped_gemm_packed, join_rows
-from mezzotint.kernels.operand import KINDS
-from tests.operands import quantize
+from tests.operands import KINDS, quantize
 
 F32, B16 = torch.float32, torch.bfloat16
 OUT, INTO = 24, 40

@@ -6,9 +6,8 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels import scaled_mm
-from mezzotint.kernels.gemm import BACKENDS
 from tests import scaled_mm_model
-from tests.operands import product_and_bound, quantize, to
+from tests.operands import BACKENDS, product_and_bound, quantize, to
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -160,6 +159,7 @@ def test_fast_accumulation_is_what_was_asked_for(name: str, fast_accum: bool, mo
     a, b = quantize(torch.randn(32, 64), kind), quantize(torch.randn(48, 64), kind)
     for dtype in (F32, B16):
         BACKENDS[name](torch.empty(32, 48, dtype=dtype), a, b, None, fast_accum)
-    made = scaled_mm.as_one_call(BACKENDS[name], a, b, None, B16, fast_accum)
+    row = next(row for row in hw.gemm_backends() if row.name == name)
+    made = scaled_mm.as_one_call(row, a, b, None, B16, fast_accum)
     assert seen == [fast_accum] * (2 if made is None else 3)
     assert (made is None) == (name == "row_unit")

@@ -120,8 +120,9 @@ def test_what_a_quantization_takes_in() -> None:
         forward = SourceCall("activation", (x, None, name, (), None))
         backward = SourceCall("activation_backward", (x, x, None, name, (), None))
         summed = SourceCall("activation_backward", backward.args, sums)
-        assert {source_mode(forward, quantization, 128) for quantization in ("delayed", "block", "mxfp8")} == {"inside"}
-        for quantization in ("delayed", "mxfp8"):
+        once = ("delayed", "blocks of 32")
+        assert {source_mode(forward, quantization, 128) for quantization in (*once, "block")} == {"inside"}
+        for quantization in once:
             assert source_mode(backward, quantization, 128) == "inside"
             assert source_mode(summed, quantization, 128) == ("inside" if is_gated else "before")
         assert source_mode(backward, "block", 128) == ("before" if is_gated else "inside")

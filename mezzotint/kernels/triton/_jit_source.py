@@ -280,7 +280,7 @@ SOURCE_MODES: dict[str, dict[str, SourceMode]] = {
     "delayed": _INSIDE,
     "current": _WRITTEN | {"gated gradient": "inside", "gated gradient, sums": "inside"},
     "block": _INSIDE | {"gated gradient": "before", "gated gradient, sums": "before"},
-    "mxfp8": _INSIDE,
+    "blocks of 32": _INSIDE,
     "rowwise": _WRITTEN,
     "rows": _INSIDE | {"gated gradient": "before", "gated gradient, sums": "before"},  # row-wise alone
     "long rows": _BEFORE,

@@ -300,7 +300,7 @@ def quantize(
     config: dict[str, int] | None = None,
 ) -> None:
     halves = config or tile_config(two_d, rowwise, columnwise, halves=True)
-    source = read(x, source_mode(x, "mxfp8", halves["BN"] * halves["num_warps"] if columnwise else 0))
+    source = read(x, source_mode(x, "blocks of 32", halves["BN"] * halves["num_warps"] if columnwise else 0))
     x, M, K = source.x, source.M, source.K
     if M * K == 0 or not out:
         return
