@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mezzotint.recipe import Recipe
+from mezzotint.tracing import backward_task
 
 
 class Pending:
@@ -100,7 +101,7 @@ THREAD = _Thread()
 def current_state() -> State:
     """Return the state of this thread. In a backward it is that of the thread which called it, wherever autograd runs
     it: `torch.utils.checkpoint` computes again there what a region asked for."""
-    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+    if backward_task() != -1:
         own = THREAD.own  # first of all: a thread without a state makes one
         THREAD.state = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else own
     return THREAD.state

@@ -52,6 +52,60 @@ class DropPath(nn.Module):
         return hidden_state * (keeps / (1.0 - self.drop_prob)).to(hidden_state.dtype)
 
 
+# Arguments of a layer that its attentions and its MLP take as they are, and those that its attentions take.
+_OF_BOTH = (
+    "bias",
+    "device",
+    "fuse_wgrad_accumulation",
+    "get_rng_state_tracker",
+    "init_method",
+    "micro_batch_size",
+    "normalization",
+    "output_layer_init_method",
+    "seq_length",
+    "sequence_parallel",
+    "set_parallel_mode",
+    "tp_group",
+    "tp_size",
+    "zero_centered_gamma",
+)
+_OF_ATTENTION = (
+    "attention_dropout",
+    "fuse_qkv_params",
+    "hidden_size",
+    "kv_channels",
+    "layer_number",
+    "layernorm_epsilon",
+    "num_attention_heads",
+    "num_gqa_groups",
+    "qk_norm_before_rope",
+    "qk_norm_eps",
+    "qk_norm_type",
+    "qkv_weight_interleaved",
+    "rotary_pos_interleaved",
+    "softmax_type",
+)
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Refuse arguments of a layer that are wrong, or that do not go together."""
+    check_choice("layer_type", given["layer_type"], ("encoder", "decoder"))
+    check_probability("hidden_dropout", given["hidden_dropout"])
+    # The other ub_ arguments say how to overlap, this one whether to.
+    check_parallel(None, ub_tp_comm_overlap=given["ub_tp_comm_overlap"])
+    if given["parallel_attention_mlp"] and (
+        given["layer_type"] == "decoder"
+        or given["apply_residual_connection_post_layernorm"]
+        or given["output_layernorm"]
+    ):
+        raise ValueError(
+            "parallel_attention_mlp goes with layer_type='encoder', without output_layernorm and "
+            "apply_residual_connection_post_layernorm"
+        )
+    if given["fuse_wgrad_accumulation"] and not given["fuse_qkv_params"]:
+        raise ValueError("fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True")
+
+
 class TransformerLayer(Named):
     """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
 
@@ -117,21 +171,8 @@ class TransformerLayer(Named):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_choice("layer_type", layer_type, ("encoder", "decoder"))
-        check_probability("hidden_dropout", hidden_dropout)
-        # The other ub_ arguments say how to overlap, this one whether to.
-        check_parallel(None, ub_tp_comm_overlap=ub_tp_comm_overlap)
-        if parallel_attention_mlp and (
-            layer_type == "decoder" or apply_residual_connection_post_layernorm or output_layernorm
-        ):
-            raise ValueError(
-                "parallel_attention_mlp goes with layer_type='encoder', without output_layernorm and "
-                "apply_residual_connection_post_layernorm"
-            )
-        if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True"
-            )
+        given: dict[str, Any] = dict(locals())
+        _check_arguments(given)
         self.name = name
         params_dtype = resolve_dtype(params_dtype, dtype)
         self.layer_number, self.layer_type = layer_number, layer_type
@@ -142,65 +183,12 @@ class TransformerLayer(Named):
         self.enc_dec_bottom_right_diagonal = enc_dec_bottom_right_diagonal
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
-        common: dict[str, Any] = {
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "params_dtype": params_dtype,
-            "bias": bias,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "set_parallel_mode": set_parallel_mode,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "return_layernorm_output": apply_residual_connection_post_layernorm,
-            "return_bias": not parallel_attention_mlp,
-            "seq_length": seq_length,
-            "micro_batch_size": micro_batch_size,
-            "device": device,
-        }
-        attention: dict[str, Any] = {
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "num_gqa_groups": num_gqa_groups,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            "qkv_format": attn_input_format,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "softmax_type": softmax_type,
-        }
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            input_layernorm=not output_layernorm,
-            attention_type="self",
-            name=self._part("self_attention"),
-            **common,
-            **attention,
-        )
-        if layer_type == "decoder":
-            self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                input_layernorm=True,
-                attention_type="cross",
-                name=self._part("inter_attention"),
-                **common,
-                **attention,
-            )
+        common: dict[str, Any] = {name: given[name] for name in _OF_BOTH}
+        common |= {"params_dtype": params_dtype, "return_bias": not parallel_attention_mlp}
+        common["return_layernorm_output"] = apply_residual_connection_post_layernorm
+        attention: dict[str, Any] = {name: given[name] for name in _OF_ATTENTION} | common
+        attention["qkv_format"] = attn_input_format
+        self._make_attentions(attention)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
@@ -222,6 +210,28 @@ class TransformerLayer(Named):
                 device=device,
             )
         self._end_parts()
+
+    def _make_attentions(self, options: dict[str, Any]) -> None:
+        """Make self-attention, and a decoder's attention to the encoder. `options` are those that both have."""
+        self.self_attention = MultiheadAttention(
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=self.window_size,
+            bottom_right_diagonal=self.bottom_right_diagonal,
+            input_layernorm=not self.output_layernorm,
+            attention_type="self",
+            name=self._part("self_attention"),
+            **options,
+        )
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                window_size=self.enc_dec_window_size,
+                bottom_right_diagonal=self.enc_dec_bottom_right_diagonal,
+                input_layernorm=True,
+                attention_type="cross",
+                name=self._part("inter_attention"),
+                **options,
+            )
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""

@@ -213,19 +213,9 @@ class DotProductAttention(Named):
         slopes = self._slopes(core_attention_bias_type, alibi_slopes, q.device)
         sink = self._sink(q.device)
         arbitrary = checked_mask(attention_mask) if rule.is_arbitrary else None
-        is_plain, sides = False, None
-        if inference_params is not None:
-            rule, k, v, sides = self._cached(rule, q, k, v, layout, inference_params)
-        elif layout == "thd":
-            cu = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            sides = packed_sides(rule, q.shape[0], k.shape[0], *cu)
-            k, v = k[None], v[None]
-        elif layout == "sbhd":
-            k, v = k.transpose(0, 1), v.transpose(0, 1)
-        if layout == "sbhd":
-            q = q.transpose(0, 1)
-        elif layout == "thd":
-            q = q[None]
+        cu = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        rule, q, k, v, sides = self._batch_first(rule, q, k, v, layout, cu, inference_params)
+        is_plain = False
         if sides is None:
             is_plain = rule.is_plain(q.shape[1], k.shape[1]) and bias is None and slopes is None and sink is None
             if not is_plain or self.return_max_logit:
@@ -251,6 +241,32 @@ class DotProductAttention(Named):
 
     if TYPE_CHECKING:
         __call__ = forward
+
+    def _batch_first(
+        self,
+        rule: Rule,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        cu_seqlens: tuple[torch.Tensor | None, ...],
+        params: InferenceParams | None,
+    ) -> tuple[Rule, torch.Tensor, torch.Tensor, torch.Tensor, tuple[Side, Side] | None]:
+        """Return queries, keys and values as [b, s, h, d], with the cached ones; the rule for them; and both sides of
+        the mask where packed sequences or a cache say which tokens there are."""
+        sides = None
+        if params is not None:
+            rule, k, v, sides = self._cached(rule, q, k, v, layout, params)
+        elif layout == "thd":
+            sides = packed_sides(rule, q.shape[0], k.shape[0], *cu_seqlens)
+            k, v = k[None], v[None]
+        elif layout == "sbhd":
+            k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if layout == "sbhd":
+            q = q.transpose(0, 1)
+        elif layout == "thd":
+            q = q[None]
+        return rule, q, k, v, sides
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ values: it reads tensors alone, so a graph of it serves every step. No gradient 
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from mezzotint.attention.masks import QKV_FORMATS, packed_positions
 from mezzotint.layer.parameters import check_features, resolve_device
 from mezzotint.tensor.checks import check_choice
+from mezzotint.tracing import lasting
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -67,8 +67,7 @@ class _Cache(KVCacheManager):
     def allocate_memory(self, layer_number: int) -> None:
         """Keys [blocks, tokens, heads, channels] and values, zeros."""
         heads, dim_k, dim_v = self.shape
-        # Made in inference mode, they could not be written to outside of it.
-        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+        with lasting():
             keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
             values = torch.zeros(self.num_blocks, self.block, heads, dim_v, dtype=self.dtype, device=self.device)
         self.cache[layer_number] = (keys, values)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mezzotint.tensor.checks import check_choice
+from mezzotint.tracing import has_values_at_hand
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
 MASK_TYPES = (
@@ -102,8 +103,7 @@ class Side:
 def check_counts(**cu_seqlens: Any) -> None:
     """They count tokens up from 0. Looked at where that makes nobody wait: on the CPU, outside of graphs."""
     for name, cu in cu_seqlens.items():
-        is_here = type(cu) is torch.Tensor and cu.is_cpu and cu.numel() > 0 and not torch.compiler.is_compiling()
-        if is_here and (bool(cu[0] != 0) or bool((cu.diff() < 0).any())):
+        if has_values_at_hand(cu) and cu.numel() > 0 and (bool(cu[0] != 0) or bool((cu.diff() < 0).any())):
             raise ValueError(f"{name} is {cu.tolist()}: it must begin with 0, and no entry be less than the last")
 
 

@@ -96,36 +96,15 @@ class MultiheadAttention(Named):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_features(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
-        check_choice("attention_type", attention_type, ("self", "cross"))
-        if qk_norm_type is not None:
-            check_choice("qk_norm_type", qk_norm_type, QK_NORMS)
-        if layer_number is not None:
-            check_features(layer_number=layer_number)
-        check_parallel(
-            None,
-            ub_overlap_ag=ub_overlap_ag,
-            ub_overlap_rs=ub_overlap_rs,
-            ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
-            ub_bulk_dgrad=ub_bulk_dgrad,
-            ub_bulk_wgrad=ub_bulk_wgrad,
-        )
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(
-                f"hidden_size is {hidden_size}: give a multiple of num_attention_heads={num_attention_heads}, or "
-                "kv_channels"
-            )
+        _check_arguments(dict(locals()))
         channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         device, params_dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         self.name = name
         self.tp_size = resolve_size(tp_group, tp_size)
         shares = self.tp_size if set_parallel_mode else 1
-        self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
-        self.num_attention_heads = part_of("num_attention_heads", num_attention_heads, shares)  # of this process
-        self.num_gqa_groups = part_of("num_gqa_groups", groups, shares)
         whole_q, whole_kv = channels * num_attention_heads, channels * groups
-        self.hidden_size_q, self.hidden_size_kv = whole_q // shares, whole_kv // shares
+        self._set_sizes(hidden_size, channels, num_attention_heads, groups, shares)
         self.layer_number = 1 if layer_number is None else layer_number
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.bottom_right_diagonal = bottom_right_diagonal
@@ -153,56 +132,71 @@ class MultiheadAttention(Named):
             "zero_centered_gamma": zero_centered_gamma,
             "normalization": normalization,
         }
-        if attention_type == "self":
-            sizes = {"query": whole_q, "key": whole_kv, "value": whole_kv}
-            width, split = sum(sizes.values()), None if fuse_qkv_params else sizes
-            if input_layernorm:
-                linear_name = self._part("layernorm_qkv")
-                self.layernorm_qkv = LayerNormLinear(
-                    hidden_size, width, parameters_split=split, name=linear_name, **linear, **norm
-                )
-            else:
-                linear_name = self._part("qkv")
-                self.qkv = Linear(hidden_size, width, parameters_split=split, name=linear_name, **linear)
-        else:
-            if input_layernorm:
-                query_split = None if fuse_qkv_params else ("query",)
-                linear_name = self._part("layernorm_query")
-                self.layernorm_query = LayerNormLinear(
-                    hidden_size, whole_q, parameters_split=query_split, name=linear_name, **linear, **norm
-                )
-            else:
-                self.query_layer = Linear(hidden_size, whole_q, name=self._part("query_layer"), **linear)
-            self.key_value = Linear(
-                hidden_size,
-                2 * whole_kv,
-                parameters_split=None if fuse_qkv_params else ("key", "value"),
-                name=self._part("key_value"),
-                **linear,
-            )
+        self._make_projections(whole_q, whole_kv, linear, norm)
         self.q_norm, self.k_norm = (
             _make_qk_norm(qk_norm_type, channels, qk_norm_eps, params_dtype, device, shares > 1) for _ in range(2)
         )
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            channels,
-            num_gqa_groups=groups,
-            attention_dropout=attention_dropout,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            tp_size=shares,
-            tp_group=tp_group if shares > 1 else None,
-            get_rng_state_tracker=get_rng_state_tracker,
-            layer_number=self.layer_number,
-            attention_type=attention_type,
-            softmax_type=softmax_type,
-            name=self._part("core_attention"),
-        ).to(device)
+        core = {"attention_dropout": attention_dropout, "softmax_type": softmax_type}
+        core |= {"tp_size": shares, "tp_group": tp_group if shares > 1 else None}
+        core["get_rng_state_tracker"] = get_rng_state_tracker
+        self._make_core_attention(num_attention_heads, groups, core, device)
         linear |= {"init_method": output_layer_init_method, "parallel_mode": "row" if set_parallel_mode else None}
         self.proj = Linear(whole_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
         self._end_parts()
+
+    def _set_sizes(self, hidden_size: int, channels: int, heads: int, groups: int, shares: int) -> None:
+        """Note the sizes of this rank, one of `shares` that share the heads out."""
+        self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
+        self.num_attention_heads = part_of("num_attention_heads", heads, shares)
+        self.num_gqa_groups = part_of("num_gqa_groups", groups, shares)
+        self.hidden_size_q, self.hidden_size_kv = channels * heads // shares, channels * groups // shares
+
+    def _make_core_attention(self, heads: int, groups: int, options: dict[str, Any], device: torch.device) -> None:
+        """Make the attention between the projections. `heads` and `groups` are those of all ranks."""
+        self.core_attention = DotProductAttention(
+            heads,
+            self.hidden_size_per_attention_head,
+            num_gqa_groups=groups,
+            qkv_format=self.qkv_format,
+            attn_mask_type=self.attn_mask_type,
+            window_size=self.window_size,
+            bottom_right_diagonal=self.bottom_right_diagonal,
+            layer_number=self.layer_number,
+            attention_type=self.attention_type,
+            name=self._part("core_attention"),
+            **options,
+        ).to(device)
+
+    def _make_projections(self, width_q: int, width_kv: int, linear: dict[str, Any], norm: dict[str, Any]) -> None:
+        """Make the linear layers of queries, keys and values, with the norm in front: one in self-attention, and in
+        cross-attention one of queries and one of keys and values, which take other inputs. Widths are of the whole."""
+        if self.attention_type == "self":
+            sizes = {"query": width_q, "key": width_kv, "value": width_kv}
+            linear_name = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
+            options = {"parameters_split": None if self.is_qkv_fused else sizes, "name": linear_name, **linear}
+            if self.input_layernorm:
+                self.layernorm_qkv = LayerNormLinear(self.hidden_size, sum(sizes.values()), **options, **norm)
+            else:
+                self.qkv = Linear(self.hidden_size, sum(sizes.values()), **options)
+            return
+        if self.input_layernorm:
+            self.layernorm_query = LayerNormLinear(
+                self.hidden_size,
+                width_q,
+                parameters_split=None if self.is_qkv_fused else ("query",),
+                name=self._part("layernorm_query"),
+                **linear,
+                **norm,
+            )
+        else:
+            self.query_layer = Linear(self.hidden_size, width_q, name=self._part("query_layer"), **linear)
+        self.key_value = Linear(
+            self.hidden_size,
+            2 * width_kv,
+            parameters_split=None if self.is_qkv_fused else ("key", "value"),
+            name=self._part("key_value"),
+            **linear,
+        )
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
         """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""
@@ -371,6 +365,23 @@ class MultiheadAttention(Named):
         if self.qkv_format != "thd":
             cu_seqlens = (None, None)
         return both, self.qkv_format, starts, self.rotary_pos_interleaved, cu_seqlens
+
+
+def _check_arguments(given: dict[str, Any]) -> None:
+    """Refuse arguments of a module that are wrong, or that ask for what is not there."""
+    hidden_size, num_attention_heads = given["hidden_size"], given["num_attention_heads"]
+    check_features(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
+    check_choice("attention_type", given["attention_type"], ("self", "cross"))
+    if given["qk_norm_type"] is not None:
+        check_choice("qk_norm_type", given["qk_norm_type"], QK_NORMS)
+    if given["layer_number"] is not None:
+        check_features(layer_number=given["layer_number"])
+    check_parallel(None, **{name: value for name, value in given.items() if name.startswith("ub_")})
+    if given["kv_channels"] is None and hidden_size % num_attention_heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}: give a multiple of num_attention_heads={num_attention_heads}, or "
+            "kv_channels"
+        )
 
 
 def _make_qk_norm(

@@ -2,7 +2,7 @@
 
 What serves upstream's global buffers is not here, since each module has its own state as buffers:
 `add_fp8_tensors_to_global_buffer`, the keys of those buffers, `is_first_fp8_module`, and the three functions that copy
-state for recomputation (`mezzotint.recomputation` does).
+state for recomputation (`mezzotint.checkpoint` does).
 """
 
 from typing import Any

@@ -20,6 +20,7 @@ from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import Recipe
 from mezzotint.region import current_state
+from mezzotint.tracing import backward_task
 
 CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
@@ -90,13 +91,11 @@ class ConvertedLinear(Converted, Linear):
         state = current_state()
         if self.recipe is None or (state.enabled and state.recipe is self.recipe):
             return nullcontext()
-        if not torch.compiler.is_compiling() and self._request is not None and state.recomputation is None:
-            is_in_backward = torch._C._current_graph_task_id() != -1
-            if is_in_backward:
-                raise RuntimeError(
-                    "delayed scaling in torch.utils.checkpoint: the scales that forward used are written over. Use "
-                    "mezzotint.recomputation, or a recipe without state such as Float8CurrentScaling"
-                )
+        if backward_task() != -1 and self._request is not None and state.recomputation is None:
+            raise RuntimeError(
+                "delayed scaling in torch.utils.checkpoint: the scales that forward used are written over. Use "
+                "mezzotint.checkpoint, or a recipe without state such as Float8CurrentScaling"
+            )
         return autocast(recipe=self.recipe, amax_reduction_group=state.group)
 
     def reset_parameters(self, defer_init: bool = False) -> None:

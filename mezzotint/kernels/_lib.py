@@ -59,8 +59,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
     """The op. In plain eager code its implementation itself, which the dispatcher is slower to reach than to run."""
-    if torch.compiler.is_compiling():
-        return op(*args)
     first = args[0][0] if isinstance(args[0], list) and args[0] else args[0]
     if not is_plain(first) or _has_negative(args):
         return op(*args)
@@ -71,7 +69,7 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
     """An op that writes into state, of which autograd knows nothing; the way there is that of `run_op`, whether
     gradients are enabled or not."""
-    if not torch.compiler.is_compiling() and is_bare(written):
+    if is_bare(written):
         cpu, cuda = _IMPLEMENTATIONS[op]
         (cuda if written.is_cuda else cpu)(written, *args)
     else:
@@ -87,7 +85,8 @@ def is_plain(x: Any) -> bool:
 def is_bare(x: Any) -> bool:
     """The same but for gradients."""
     return (
-        type(x) in _PLAIN
+        not torch.compiler.is_compiling()  # a graph is made of ops
+        and type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

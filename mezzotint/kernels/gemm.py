@@ -239,7 +239,7 @@ def gemm(
     Operands are as storages make them: nothing is checked here (`check_pair`, `check_output`), and plain eager code
     goes through no op.
     """
-    if torch.compiler.is_compiling() or not is_plain(a.data):
+    if not is_plain(a.data):
         if accumulate is None:
             return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
         _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)

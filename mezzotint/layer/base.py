@@ -39,6 +39,7 @@ from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
 from mezzotint.tensor.fsdp_books import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import in_inference_mode
 
 
 @dataclass(slots=True)
@@ -310,7 +311,7 @@ class Layer(Named, ParallelModule):
         scales = [scale_of(call.weight_scales, gemm, "weight") for gemm in range(len(weights))]
         parallel = [self._parallel(gemm) for gemm in range(len(weights))]
         together = None
-        if keeps and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        if keeps and in_inference_mode():
             with torch.inference_mode(False), torch.no_grad():  # what is kept may serve training
                 return self._weights_q(call, weights)
         if held is None and len(weights) > 1 and not any(parallel):
@@ -430,7 +431,7 @@ def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> N
     if status.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
         raise RuntimeError(
             "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
-            "mezzotint.recomputation, which keeps the recipe, or call backward inside the region"
+            "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
         )
 
 

@@ -14,7 +14,6 @@ another shape. A state dict without it loads, strictly too; a module that then r
 import copy
 import itertools
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from mezzotint.layer.parameters import attributes_of, resolve_device, restore_at
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
+from mezzotint.tracing import lasting
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -45,13 +45,6 @@ class MetaTensors:
 def first_rows(history: torch.Tensor, length: int) -> torch.Tensor:
     """Those that a request uses; mostly all of them, and then no view."""
     return history if history.shape[0] == length else history[:length]
-
-
-def lasting() -> AbstractContextManager[Any]:
-    """Around what makes a tensor that a module keeps: one of inference mode could not be written, or saved for
-    backward, in training. Not in a graph, which does not know the mode that it runs in."""
-    is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    return torch.inference_mode(False) if is_inference else nullcontext()
 
 
 _NUMBERS = itertools.count()

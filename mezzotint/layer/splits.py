@@ -4,13 +4,19 @@ from typing import Any
 
 import torch
 
+from mezzotint.tracing import require
+
 
 def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
     """Rows of each group. A tensor is read: on a GPU that waits for it."""
     if isinstance(m_splits, torch.Tensor):
         m_splits = m_splits.tolist()
-        for size in m_splits if torch.compiler.is_compiling() else ():  # which a graph knows when it runs
-            torch._check(size >= 0)
+        for size in m_splits:
+            require(
+                size >= 0,
+                lambda: "m_splits holds a negative number of rows",
+                lambda: f"m_splits is {m_splits}: give the number of rows of each group, an int of 0 or more",
+            )
     if not isinstance(m_splits, list | tuple | torch.Size):
         raise TypeError(f"m_splits is {type(m_splits).__name__}: give a list or a tensor, the rows of each group")
     splits = tuple(m_splits)
@@ -26,7 +32,8 @@ def check_rows(splits: tuple[int, ...], rows: int) -> None:
     total = 0
     for size in splits:
         total += size
-    if torch.compiler.is_compiling():  # a graph that reads the sizes itself knows them when it runs
-        torch._check(total == rows, lambda: "m_splits must add up to the rows of inp")
-    elif total != rows:
-        raise ValueError(f"m_splits adds up to {total}, inp has {rows} rows: they must be equal")
+    require(
+        total == rows,
+        lambda: "m_splits must add up to the rows of inp",
+        lambda: f"m_splits adds up to {total}, inp has {rows} rows: they must be equal",
+    )

@@ -12,10 +12,10 @@ from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.resolve import NO_QUANTIZERS, resolve_numerics, resolve_quantizers
-from mezzotint.layer.splits import check_rows
 from mezzotint.recipe import QuantizerRole, Recipe, check_recipe
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import require
 
 
 def grouped_mm(
@@ -105,13 +105,20 @@ def _weights_q(groups: tuple[torch.Tensor, ...], quantizers: LinearQuantizers) -
 def sizes_of(offs: torch.Tensor, rows: int) -> tuple[int, ...]:
     """Ends of groups → their rows."""
     sizes = tuple(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
-    if torch.compiler.is_compiling():
-        for size in sizes:
-            torch._check(size >= 0)
-        check_rows(sizes, rows)
-    elif min(sizes) < 0 or sum(sizes) != rows:
-        raise ValueError(f"offs is {offs.tolist()}: give ends that do not fall, the last one {rows}, the rows of a")
+    total = 0
+    for size in sizes:
+        total += size
+        _require_ends(size >= 0, offs, rows)
+    _require_ends(total == rows, offs, rows)
     return sizes
+
+
+def _require_ends(holds: bool, offs: torch.Tensor, rows: int) -> None:
+    require(
+        holds,
+        lambda: "offs must not fall, and end with the rows of a",
+        lambda: f"offs is {offs.tolist()}: give ends that do not fall, the last one {rows}, the rows of a",
+    )
 
 
 def _check(a: Any, b: Any, offs: Any, bias: Any) -> None:

@@ -23,6 +23,7 @@ from mezzotint.comm.collectives import all_to_all
 from mezzotint.comm.groups import local_size, world_size
 from mezzotint.moe.permutation import sort_chunks
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tracing import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,18 @@ def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None)
     got = _all_to_all(message.view(-1), None, None, group).view(count, experts + 1)
     received = got[:, :experts].contiguous()
     numbers = torch.cat([got[:, -1], sent.sum(1), received.sum(1), received.sum(0)]).tolist()
-    if torch.compiler.is_compiling():  # a graph knows the numbers when it runs
-        for number in numbers:
-            torch._check(number >= 0)
-        for is_wrong in numbers[:count]:
-            torch._check(is_wrong == 0, lambda: "tokens_per_expert must add up to the rows of every process")
-    elif any(numbers[:count]):
-        ranks = ", ".join(str(rank) for rank, is_wrong in enumerate(numbers[:count]) if is_wrong)
-        raise ValueError(
-            f"tokens_per_expert does not add up to the rows on process {ranks} of the group (here: {rows} rows, "
-            f"{sent.view(-1).tolist()}): give counts of 0 or more, as many rows in all"
+    for is_wrong in numbers[:count]:
+        require(
+            is_wrong == 0,
+            lambda: "tokens_per_expert must add up to the rows of every rank",
+            lambda: (
+                "tokens_per_expert does not add up to the rows on rank "
+                f"{', '.join(str(rank) for rank, is_wrong in enumerate(numbers[:count]) if is_wrong)} of the group "
+                f"(here: {rows} rows, {sent.view(-1).tolist()}): give counts of 0 or more, as many rows in all"
+            ),
         )
+    for number in numbers:
+        torch._check(number >= 0)
     return Exchange(
         tuple(numbers[count : 2 * count]), tuple(numbers[2 * count : 3 * count]), tuple(numbers[3 * count :]), received
     )
@@ -114,8 +116,8 @@ def _check_rows(name: str, x: torch.Tensor, sizes: tuple[int, ...]) -> None:
     total = 0
     for size in sizes:
         total += size
-    if torch.compiler.is_compiling():
-        # Without the name: torch 2.11 takes no message that refers to anything.
-        torch._check(total == x.shape[0], lambda: "the exchange was planned for another number of rows")
-    elif x.dim() < 1 or x.shape[0] != total:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}: the exchange was planned for {total} rows")
+    require(
+        x.dim() > 0 and x.shape[0] == total,
+        lambda: "the exchange was planned for another number of rows",
+        lambda: f"{name} has shape {tuple(x.shape)}: the exchange was planned for {total} rows",
+    )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tracing import has_values_at_hand, require
 
 MAP_TYPES = ("mask", "index")
 
@@ -76,14 +77,15 @@ def moe_permute_and_pad_with_probs(
     padded = (tokens_per_expert + align_size - 1) // align_size * align_size
     wrong = (routing_map.ne(0).sum(0) != tokens_per_expert).any()
     rows, is_wrong = torch.stack([padded.sum(), wrong.to(padded.dtype)]).tolist()
-    if torch.compiler.is_compiling():
-        torch._check(is_wrong == 0, lambda: "tokens_per_expert must be the counts of routing_map")
-        torch._check(rows >= 0)
-    elif is_wrong:
-        raise ValueError(
+    require(
+        is_wrong == 0,
+        lambda: "tokens_per_expert must be the counts of routing_map",
+        lambda: (
             f"tokens_per_expert is {tokens_per_expert.tolist()}, routing_map routes "
             f"{routing_map.ne(0).sum(0).tolist()}: they must be equal"
-        )
+        ),
+    )
+    torch._check(rows >= 0)
     added = padded - tokens_per_expert
     pad_offsets = added.cumsum(0) - added
     sources = _sources(_with_padding(row_id_map, pad_offsets), rows)
@@ -163,8 +165,7 @@ def _route(routing_map: torch.Tensor, num_out_tokens: int, map_type: str) -> tup
     row_id_map = _rows_of_mask(routing_map) if map_type == "mask" else _rows_of_index(routing_map)
     if num_out_tokens == -1:
         rows = int((row_id_map >= 0).sum())
-        if torch.compiler.is_compiling():
-            torch._check(rows >= 0)
+        torch._check(rows >= 0)
         return row_id_map, rows
     return torch.where(row_id_map < num_out_tokens, row_id_map, -1), num_out_tokens
 
@@ -339,7 +340,7 @@ def _check_chunks(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> tup
             f"inp has shape {tuple(inp.shape)}, split_sizes {tuple(sizes.shape)}, sorted_index {tuple(order.shape)}: "
             "give a matrix, the rows of each chunk, and the chunks in their new order"
         )
-    if inp.device.type == "cpu" and not torch.compiler.is_compiling():  # elsewhere it would wait for the device
+    if has_values_at_hand(sizes):
         if int(sizes.sum()) != inp.shape[0] or bool((sizes < 0).any()):
             raise ValueError(f"split_sizes is {sizes.tolist()}, inp has {inp.shape[0]} rows: it must add up to them")
         if order.sort().values.tolist() != list(range(order.shape[0])):

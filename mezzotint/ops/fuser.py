@@ -28,6 +28,7 @@ from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext,
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
 from mezzotint.region import recipe_in_force
+from mezzotint.tracing import memoized, write_count
 
 __all__ = ["OperationFuser"]
 
@@ -154,7 +155,7 @@ class _Function(torch.autograd.Function):
     ) -> Any:
         extra_inputs = params_and_extra_inputs[sum(pipeline.num_params) :]
         ctxs = pipeline.contexts()
-        version = _version(input_) if set_output_requires_grad else 0
+        version = write_count(input_) if set_output_requires_grad else 0
         output, extra_outputs = _run_forward(pipeline, input_, extra_inputs, ctxs)
         outputs = [as_tensor(output), *extra_outputs]
         if not isinstance(outputs[0], torch.Tensor):
@@ -163,7 +164,7 @@ class _Function(torch.autograd.Function):
                 "custom=True makes it: put an operation that computes with it behind"
             )
         if set_output_requires_grad:
-            if version != _version(input_):  # tensors are saved from here on: autograd would not see it
+            if version != write_count(input_):  # tensors are saved from here on: autograd would not see it
                 raise RuntimeError(
                     "an operation wrote over the input, which backward may need: AddExtraInput(in_place=True) got its "
                     "memory as the extra input. Give a copy, or make it with in_place=False"
@@ -235,11 +236,6 @@ def _distinct(args: list[Any]) -> list[Any]:
     return seen
 
 
-def _version(x: torch.Tensor) -> int:
-    """How often x was written to; a graph has no such count, and no operation that writes in place."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
-
-
 def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[Any, ...]:
     if len(grads) != count:
         raise RuntimeError(f"{type(op).__name__} gave gradients of {len(grads)} {what}: it has {count}")
@@ -259,9 +255,7 @@ class OperationFuser:
         if not self._basic_ops:
             raise ValueError("ops is empty: a pipeline needs at least one operation")
         self._wiring = Wiring(self._basic_ops)
-        self._forward_ops: list[PlacedOperation] = []
-        self._backward_ops: list[PlacedOperation] = []
-        self._fused_for: Any = None
+        self._fused: Any = None  # what `_groups` keeps
         self._has_run = False
         for op in self._basic_ops:
             op._has_fuser = True
@@ -281,13 +275,17 @@ class OperationFuser:
 
     def _groups(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         """The same; `first`: the first operation that needs a gradient."""
-        if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
-            return self._fuse(recipe, first)
-        memo = self._fused_for
-        if memo is None or memo[1] != first or (memo[0] is not recipe and memo[0] != recipe):
-            self._forward_ops, self._backward_ops = self._fuse(recipe, first)
-            self._fused_for = (recipe, first)
-        return self._forward_ops, self._backward_ops
+        return memoized(self, "_fused", (recipe, first), lambda: self._fuse(recipe, first))
+
+    @property
+    def _forward_ops(self) -> list[PlacedOperation]:
+        """The operations of the last forward that eager code ran."""
+        return [] if self._fused is None else self._fused[1][0]
+
+    @property
+    def _backward_ops(self) -> list[PlacedOperation]:
+        """The operations of the backward that belongs to it."""
+        return [] if self._fused is None else self._fused[1][1]
 
     def _fuse(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         forward, backward = fuse(self._ops, recipe)

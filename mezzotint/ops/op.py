@@ -33,6 +33,7 @@ from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.float8 import Float8ScaledQuantizer
+from mezzotint.tracing import memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
 
@@ -507,9 +508,4 @@ def _basic(op: Any) -> BasicOperation:
 
 def run_alone(op: FusibleOperation) -> Any:
     """A fuser of this operation alone. Kept in eager code; a graph makes one as it is traced."""
-    if torch.compiler.is_compiling():
-        return op._fuser_class([op])
-    fuser = op.__dict__.get("_own_fuser")
-    if fuser is None:
-        fuser = op.__dict__["_own_fuser"] = op._fuser_class([op])
-    return fuser
+    return memoized(op, "_own_fuser", None, lambda: op._fuser_class([op]))

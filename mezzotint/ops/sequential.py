@@ -1,6 +1,6 @@
 """ops.Sequential: modules one after the other; runs of fusible operations among them are fused."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from mezzotint.layer.names import Named, name_modules, name_new
 from mezzotint.ops.fuser import OperationFuser
 from mezzotint.ops.op import FusedOperation, FusibleOperation
+from mezzotint.tracing import memoized
 
 Segment = OperationFuser | nn.Module
 
@@ -24,7 +25,7 @@ class Sequential(Named):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self.name = None
-        self._grouped: Any = None  # (modules, groups): kept in eager code
+        self._grouped: Any = None  # what `_module_groups` keeps
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -121,17 +122,8 @@ class Sequential(Named):
     @property
     def _module_groups(self) -> list[Segment]:
         """Runs of operations, each in a fuser, and the other modules between them."""
-        modules = list(self)
-        if torch.compiler.is_compiling():  # as it is traced; what is kept would be state to guard on
-            return _group(modules)
-        kept = self._grouped
-        if (
-            kept is None
-            or len(kept[0]) != len(modules)
-            or any(a is not b for a, b in zip(kept[0], modules, strict=True))
-        ):
-            kept = self._grouped = (modules, _group(modules))
-        return kept[1]
+        modules = tuple(self)
+        return memoized(self, "_grouped", modules, lambda: _group(modules))
 
     def fused_ops(self) -> dict[str, list[list[Any]]]:
         """The operations of each pipeline as its last run in eager code fused them, in the order that they run in."""
@@ -209,7 +201,7 @@ def _check_module(module: Any) -> None:
         raise TypeError(f"{type(module).__name__} is no module: give torch.nn.Modules")
 
 
-def _group(modules: list[Any]) -> list[Segment]:
+def _group(modules: Sequence[Any]) -> list[Segment]:
     groups: list[Segment] = []
     run: list[FusibleOperation] = []
     for module in modules:

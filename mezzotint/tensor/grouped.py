@@ -33,7 +33,8 @@ from mezzotint.tensor.loading import Specs
 from mezzotint.tensor.quantize import assemble, check_noop, update_quantized
 from mezzotint.tensor.quantized_tensor import QuantizedTensor, counting_writes
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.storage import QuantizedTensorStorage, count_write
+from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import count_write
 
 __all__ = ["GroupedTensor", "GroupedTensorStorage"]
 

@@ -16,7 +16,8 @@ from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.quantize_ops import SOURCES, of_groups
 from mezzotint.tensor.flatten import class_by_name
-from mezzotint.tensor.storage import QuantizedTensorStorage, count_write
+from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import count_write
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer

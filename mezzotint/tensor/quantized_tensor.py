@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.tensor.partition import Split, directions, gathered, send_shard, update_part
 from mezzotint.tensor.printing import printed
-from mezzotint.tensor.storage import QuantizedTensorStorage, count_write, rebuild_quantized_tensor, resolve_shape
+from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
+from mezzotint.tracing import count_write
 
 __all__ = ["QuantizedTensor", "rebuild_quantized_tensor"]
 

@@ -9,6 +9,7 @@ from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
 from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_by
 from mezzotint.tensor.printing import described
+from mezzotint.tracing import count_write
 
 if TYPE_CHECKING:
     from mezzotint.tensor.quantizer import Quantizer
@@ -316,13 +317,6 @@ def rebuild_quantized_tensor(
     if is_parameter:
         return torch.nn.Parameter(made, requires_grad)
     return made.requires_grad_() if requires_grad else made
-
-
-def count_write(written: Any) -> None:
-    """Tell autograd that the buffers of a quantized tensor were written: what has saved the tensor itself must not go
-    on with other values. (Of the buffers autograd knows; of what a graph writes, the compiler tells it.)"""
-    if isinstance(written, torch.Tensor) and not torch.compiler.is_compiling() and not written.is_inference():
-        torch.autograd.graph.increment_version(written)
 
 
 def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:

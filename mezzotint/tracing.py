@@ -1,0 +1,68 @@
+"""What eager code does and a traced graph cannot, or must do otherwise: each function says what differs, and why."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+
+def backward_task() -> int:
+    """Return the number of the backward that autograd runs in this thread, or -1: outside of one, and in a graph, whose
+    forward is never run again in a backward."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+def write_count(x: torch.Tensor) -> int:
+    """Return how often `x` was written to. A graph has no such count, and none of our operations writes in place there;
+    neither do tensors of inference mode have one."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def count_write(written: Any) -> None:
+    """Tell autograd that the buffers of a quantized tensor were written, so that no backward goes on with a tensor that
+    was saved before. Of what a graph writes, the compiler tells it."""
+    if isinstance(written, torch.Tensor) and not torch.compiler.is_compiling() and not written.is_inference():
+        torch.autograd.graph.increment_version(written)
+
+
+def has_values_at_hand(x: Any) -> bool:
+    """Return whether the host may look at the values of `x` without waiting for a device: a tensor on the CPU. A graph
+    has no values while it is traced."""
+    return type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling()
+
+
+def in_inference_mode() -> bool:
+    """Return whether tensors that are made here are of inference mode. A graph does not know the mode it runs in."""
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
+def lasting() -> AbstractContextManager[Any]:
+    """Return a context for making a tensor that is kept: one of inference mode could not be written to, or saved for
+    backward, in training."""
+    return torch.inference_mode(False) if in_inference_mode() else nullcontext()
+
+
+def require(holds: Any, in_graph: Callable[[], str], message: Callable[[], str]) -> None:
+    """Raise ValueError with `message()` unless a condition on sizes holds.
+
+    A graph that reads sizes out of a tensor knows them when it runs: there an operator checks them, and raises
+    RuntimeError with `in_graph()`, which must refer to nothing (torch 2.11).
+    """
+    if torch.compiler.is_compiling():
+        torch._check(holds, in_graph)
+    elif not holds:
+        raise ValueError(message())
+
+
+def memoized(owner: Any, name: str, key: Any, make: Callable[[], _T]) -> _T:
+    """Return `make()`, kept in the attribute `name` of `owner` for calls with an equal key. A graph keeps nothing: it
+    would have to guard on what is kept."""
+    if torch.compiler.is_compiling():
+        return make()
+    memo = owner.__dict__.get(name)
+    if memo is None or memo[0] != key:
+        memo = owner.__dict__[name] = (key, make())
+    return memo[1]
