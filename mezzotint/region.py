@@ -29,7 +29,7 @@ class RunStatus:
     """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
     quantized. Of its own: to set an attribute of an `nn.Module` is slow.
 
-    In shards (`tensor/fsdp_books.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
+    In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
     gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all processes
     were found to quantize them alike.
     """

@@ -145,6 +145,38 @@ def late_imports(package: Path) -> list[str]:
     ]
 
 
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "scatter_object_list", "send", "recv", "isend", "irecv", "monitored_barrier"),
+}
+
+
+def own_collectives(package: Path) -> list[str]:
+    """Collectives of torch.distributed that are called, or named, outside of `comm`."""
+    return [
+        f"{name}, line {line}: torch.distributed.{found}: use what mezzotint.comm.collectives has"
+        for name, path in find_modules(package).items()
+        if unit_of(name) != "comm"
+        for line, found in _torch_collectives(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+
+
+def _torch_collectives(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    aliases = {"torch.distributed"}  # texts that stand for the module
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                aliases |= {each.asname for each in names if each.name == "torch.distributed" and each.asname}
+            case ast.ImportFrom(module="torch", names=names):
+                aliases |= {each.asname or each.name for each in names if each.name == "distributed"}
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("torch.distributed"):
+                yield from ((node.lineno, each.name) for each in names if each.name in COLLECTIVES)
+                yield from ((node.lineno, each.name) for each in names if "functional_collectives" in each.name)
+            case ast.Attribute(value=value, attr=attr) if attr in COLLECTIVES and ast.unparse(value) in aliases:
+                yield node.lineno, attr
+
+
 def import_cycle(package: Path) -> list[str]:
     """The modules along a cycle of imports, or nothing. An import that is late or for types closes none."""
     graph: dict[str, set[str]] = {}
@@ -167,6 +199,10 @@ def test_the_package_is_read() -> None:
 
 def test_a_file_imports_only_lower_rows() -> None:
     assert wrong_direction(PACKAGE) == []
+
+
+def test_only_comm_calls_collectives() -> None:
+    assert own_collectives(PACKAGE) == []
 
 
 def test_no_import_inside_a_function() -> None:
@@ -241,6 +277,22 @@ def test_checks_find_a_wrong_direction(tmp_path: Path, file: str, text: str) -> 
     errors = wrong_direction(write_package(tmp_path, {**LOWER_ONLY, file: text}))
     assert len(errors) == 1
     assert file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") in errors[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ndef f(x):\n    torch.distributed.all_reduce(x)",
+        "import torch.distributed as dist\nf = dist.barrier",
+        "from torch import distributed\nf = distributed.broadcast",
+        "from torch.distributed import all_gather_object",
+        "import torch.distributed\nfrom torch.distributed import _functional_collectives as functional",
+    ],
+)
+def test_checks_find_a_collective(tmp_path: Path, text: str) -> None:
+    files = {**LOWER_ONLY, "comm/collectives.py": text, "kernels/mxfp8.py": text}
+    (error,) = own_collectives(write_package(tmp_path, files))
+    assert error.startswith("mezzotint.kernels.mxfp8, line ")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Whether the processes of a group mean the same, before one of them waits for another that does something else.
+"""Whether the ranks of a group mean the same, before one of them waits for another that does something else.
 
 check_agreed   in torch.distributed's store: says what each of them has
-check_equal    in a collective of one number: for what is compared again and again
+check_equal    in a collective of one number, which stands for the text: cheaper, where all ranks are at one place
 """
 
 import hashlib
@@ -17,16 +17,16 @@ from mezzotint.comm.groups import rank_in, world_size
 
 
 def check_agreed(group: Any, **values: str) -> None:
-    """The same on every process of the group, or an error on every one of them. All must ask, in the same order.
+    """The same on every rank of the group, or an error on every one of them. All must ask, in the same order.
 
-    They meet in torch.distributed's store: processes that do something else would take a collective for one of theirs.
-    One that is alone raises after the timeout of the default group.
+    They meet in torch.distributed's store: ranks that do something else would take a collective for one of theirs. One
+    that is alone raises after the timeout of the default group.
     """
     store = _store(group)
     if store is None:
         return
     rank, count = rank_in(group), world_size(group)
-    number = store.add(f"{rank}", 1)  # how often this process has asked
+    number = store.add(f"{rank}", 1)  # how often this rank has asked
     keys = [f"{number}/{other}" for other in range(count)]
     store.set(keys[rank], json.dumps(values))
     try:
@@ -43,22 +43,22 @@ def check_agreed(group: Any, **values: str) -> None:
     found = [json.loads(each) for each in store.multi_get(keys)]
     if number > 1:
         store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
-    for name in values:
-        _check_same(name, [other.get(name, "none") for other in found])  # it may be somewhere else
+    for name in dict.fromkeys(name for each in found for name in each):  # one of them may be somewhere else
+        _check_same(name, [each.get(name, "none") for each in found])
 
 
-def check_equal(group: Any, device: torch.device, **values: str) -> None:
-    """The same, asked of processes that all ask here, between the same collectives: one all-gather of a number.
+def check_equal(group: Any, device: torch.device, *, waits: bool = False, **values: str) -> None:
+    """The same, asked by ranks that all ask here, between the same collectives: one all-gather of a number.
 
-    On a GPU the host does not wait for the answer: where it is no, the kernel that finds out fails, and so does what
-    comes after it (not tried over NCCL). Elsewhere the error says what each process has.
+    On a GPU the host does not wait for the answer, unless it `waits`: where it is no, the kernel that finds out fails,
+    and so does what comes after it (not tried over NCCL). Else the error says what each rank has.
     """
     if is_fake(group):
         return
     number = int.from_bytes(hashlib.sha256(json.dumps(values).encode()).digest()[:7], "big")  # an int64 holds it
     found = all_gather(torch.full((1,), number, dtype=torch.int64, device=device), group)
     is_equal = (found == number).all()
-    if found.is_cuda:
+    if found.is_cuda and not waits:
         names = " or ".join(values)
         torch._assert_async(is_equal, f"mezzotint: {names} is not the same on the processes of a group")
     elif not is_equal:
@@ -66,17 +66,17 @@ def check_equal(group: Any, device: torch.device, **values: str) -> None:
 
 
 def without_addresses(value: Any) -> str:
-    """The repr, less what differs between processes."""
+    """The repr, less what differs between ranks."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def is_fake(group: Any) -> bool:
-    """Whether there are no other processes: nobody answers."""
+    """Whether there are no other ranks: nobody answers."""
     return torch.distributed.get_backend(group) == "fake"
 
 
 def _store(group: Any) -> Any:
-    """Where the processes of a group meet; None where they are fake, and nobody answers."""
+    """Where the ranks of a group meet; None where they are fake, and nobody answers."""
     group = torch.distributed.group.WORLD if group is None else group
     if is_fake(group):
         return None

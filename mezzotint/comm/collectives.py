@@ -65,32 +65,32 @@ collective = leaf(
 
 
 def start_all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """(m, …) of each process → (m · processes, …), not waited for."""
+    """(m, …) of each rank → (m · ranks, …), not waited for."""
     return _start("gather", x, group)
 
 
 def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """(m, …) of each process → (m · processes, …)."""
+    """(m, …) of each rank → (m · ranks, …)."""
     return x if world_size(group) == 1 else wait(start_all_gather(x, group))
 
 
 def start_all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over processes, not waited for."""
+    """The sum over ranks, not waited for."""
     return _start("sum", x, group)
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over processes."""
+    """The sum over ranks."""
     return x if world_size(group) == 1 else wait(start_all_reduce(x, group))
 
 
 def all_reduce_max(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest over processes, element by element."""
+    """The largest over ranks, element by element."""
     return x if world_size(group) == 1 else wait(_start("max", x, group))
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over processes, (m, …), of which each gets its part, (m / processes, …); not waited for."""
+    """The sum over ranks, (m, …), of which each gets its part, (m / ranks, …); not waited for."""
     count = world_size(group)
     if x.shape[0] % count:
         raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
@@ -103,6 +103,18 @@ def reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
-    """(sum of sent, …) → (sum of received, …): so many rows to, and from, each process; None: as many to each."""
+    """(sum of sent, …) → (sum of received, …): so many rows to, and from, each rank; None: as many to each."""
     received, sent = (None, None) if sent is None else (list(received), list(sent))
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, _group(group)))
+
+
+def broadcast_(x: torch.Tensor, group: Any) -> None:
+    """In eager code: write into x what the first rank of the group has."""
+    torch.distributed.broadcast(x, group=group, group_src=0)
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """In eager code: what each rank gives, anything that can be pickled. Ranks must trust each other."""
+    found: list[Any] = [None] * world_size(group)
+    torch.distributed.all_gather_object(found, value, group)
+    return found

@@ -9,7 +9,7 @@ Each process keeps its shard of a weight in high precision, quantizes it as the 
 format has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the
 module then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes,
 and the scale of delayed scaling, of the forward before it; so has the next of several micro-batches
-(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/fsdp_books.py`.
+(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/fsdp_directions.py`.
 
 A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
 would cut blocks, where another module has it too, and in formats that do not allow it (a user's own quantizers, a
@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
-from mezzotint.tensor.fsdp_books import Unit, check_alike, in_backward
-from mezzotint.tensor.partition import Split, directions, gathered, groups_of, largest, send, shared_amaxes
+from mezzotint.tensor.fsdp import make_whole, send, sendable_directions
+from mezzotint.tensor.fsdp_directions import Unit, check_one_format, in_backward
+from mezzotint.tensor.partition import Split, share_amax, whole_amaxes
 from mezzotint.tensor.quantize import quantize_storage
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -118,25 +119,25 @@ class ShardedWeight(torch.Tensor):
         shard = self._tensor.to(mp_policy.param_dtype or self._tensor.dtype)
         count, rows, is_backward = mesh.size(), cdiv(outer_size[0], mesh.size()), in_backward()
         quantizer = module._live_quantizer(self._recipe, self._gemm, "weight")
-        check_alike(quantizer, self.device, module, mesh.get_group())
-        which = directions(quantizer, rows)
+        check_one_format(quantizer, self.device, module, mesh.get_group())
+        which = sendable_directions(quantizer, rows)
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
         # Rows over the mesh; the part that they are of, over the processes that share the weight.
         live, splits, parallel = quantizer, [Split(0, mesh.get_group())], module._parallel(self._gemm)
         if parallel is not None:
-            splits.append(Split(parallel.split_of("weight"), parallel.group))
+            splits += parallel.splits("weight")
         if is_backward and self._used is not None:
             quantizer, amaxes = self._used
         else:
-            amaxes = shared_amaxes(shard, quantizer, splits)
+            amaxes = whole_amaxes(shard, quantizer, splits)
             if self._used is not None and module._weight_scales is not None:
                 quantizer = self._used[0]  # the next micro-batch: by the scale of the first
             self._used = quantizer.frozen(), amaxes
         storage = quantize_storage(shard, quantizer, **amaxes)
         if not is_backward:
-            live.share_amax(lambda amax: largest(amax, groups_of(splits)))
+            share_amax(live, splits)
         buffers, sent = send(storage, self, which, mesh, module)
         return buffers, (outer_size, quantizer, sent)
 
@@ -146,7 +147,7 @@ class ShardedWeight(torch.Tensor):
         """The whole weight and the buffers that FSDP2 frees; or into `out`, a DTensor where this process has a part."""
         out = out._local_tensor if isinstance(out, DTensor) else out
         if metadata is not None:
-            return gathered(all_gather_outputs, metadata, param_dtype, out)
+            return make_whole(all_gather_outputs, metadata, param_dtype, out)
         return None if out is not None else (all_gather_outputs[0], ())
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from mezzotint.comm.groups import rank_in, world_size
 from mezzotint.constants import cdiv
 from mezzotint.distributed.fsdp import ShardedWeight
-from mezzotint.tensor.partition import Split, differs
+from mezzotint.tensor.partition import Split, have_other_scales
 from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 _KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each process"
@@ -130,7 +130,7 @@ def check_shared_scales(model: nn.Module) -> None:
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, (dim, _) in split.items():
             local: Any = local_of(getattr(module, own))
-            if isinstance(local, QuantizedTensorStorage) and differs(local, [Split(dim, module.tp_group)]):
+            if isinstance(local, QuantizedTensorStorage) and have_other_scales(local, [Split(dim, module.tp_group)]):
                 name = f"{path}.{own}" if path else own
                 raise ValueError(
                     f"{name} is quantized ({type(local).__name__}), and a part of a weight (tp_group) whose "

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from mezzotint.comm.collectives import broadcast_
 from mezzotint.distributed.fsdp import ShardedWeight, wrap
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "TensorParallel"]
@@ -86,7 +87,7 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
         made = distribute_tensor(value, mesh, [Replicate() if dim is None else Shard(dim)])
     else:
         # `stride` weights one below the other (a gated activation's), of each of which a process has its part.
-        torch.distributed.broadcast(value, group=mesh.get_group(), group_src=0)
+        broadcast_(value, mesh.get_group())
         rank, size = mesh.get_local_rank(), mesh.size()
         part = torch.cat([each.chunk(size, dim)[rank] for each in value.chunk(stride, dim)], dim)
         placements = [_StridedShard(dim, split_factor=stride)]

@@ -33,7 +33,7 @@ from mezzotint.functional.norm import (
 )
 from mezzotint.functional.tensor_parallel import gathers
 from mezzotint.kernels._lib import matrix_shape
-from mezzotint.tensor.shards import gather_rows
+from mezzotint.tensor.partition import gather_rows
 
 
 @dataclass(slots=True)

@@ -42,8 +42,9 @@ from mezzotint.functional.linear import (
     takes_quantized_grad,
 )
 from mezzotint.functional.norm import NormOptions, Residual
-from mezzotint.functional.tensor_parallel import quantize_part
+from mezzotint.functional.tensor_parallel import splits_of
 from mezzotint.kernels._lib import as_matrix
+from mezzotint.tensor.partition import quantize_shard
 
 
 @dataclass(slots=True)
@@ -146,7 +147,7 @@ def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
     x_q = fc2.x if fc2.x_q is None else fc2.x_q
     if fc2.x is not None and fc2.quantizers.input is not None and not keeps_input(fc2, hidden.shape[0]):
         # A part, which its producer could not quantize on its own.
-        x_q = quantize_part(fc2.x, fc2.quantizers.input, fc2.input_scale, fc2.parallel, "input")[0]
+        x_q = quantize_shard(fc2.x, fc2.quantizers.input, splits_of(fc2.parallel, "input"), fc2.input_scale)[0]
     return _setup(a, made, hidden, LinearMade(x_q, None))
 
 

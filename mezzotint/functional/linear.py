@@ -24,17 +24,17 @@ from mezzotint.functional.tensor_parallel import (
     input_leading,
     needs_others,
     output_leading,
-    quantize_part,
     serves_wgrad,
     shard_quantizer,
+    splits_of,
     start_sum,
 )
 from mezzotint.kernels._lib import as_matrix, matrix_shape, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
+from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.shards import gather_rows
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -143,7 +143,7 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
         x_q = as_matrix(a.x)
         quantizer = input_quantizer(a, x_q.shape[0])
         if quantizer is not None:
-            x_q, amax = quantize_part(x_q, quantizer, a.input_scale, parallel, "input")
+            x_q, amax = quantize_shard(x_q, quantizer, splits_of(parallel, "input"), a.input_scale)
     x, bias = x_q, a.bias
     if parallel is not None:
         x = _whole_input(a, x_q)
@@ -269,7 +269,7 @@ def linear_backward(
             elif b.needs.input or b.needs.weight:
                 g, amax = gather_quantized(g, quantizer, b.grad_scale, parallel, "grad_output")
         elif quantizer is not None:
-            g, amax = quantize_part(g, quantizer, b.grad_scale, parallel, "grad_output")
+            g, amax = quantize_shard(g, quantizer, splits_of(parallel, "grad_output"), b.grad_scale)
     if b.needs.bias and db is None:
         assert b.bias_dtype is not None
         db = run_op(column_sum, dy, b.bias_dtype)
@@ -306,7 +306,7 @@ def _saved_input(b: LinearBwdArgs) -> Any:
     if not b.saves_original_input or quantizer is None or b.numerics.override is not None or b.numerics.keeps_wgrad:
         return as_multiplied(x, b.numerics)
     quantizer = quantizer.with_usage(rowwise=False, columnwise=True)
-    return quantize_part(as_matrix(x), quantizer, b.input_scale, parallel, "input")[0]
+    return quantize_shard(as_matrix(x), quantizer, splits_of(parallel, "input"), b.input_scale)[0]
 
 
 def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:

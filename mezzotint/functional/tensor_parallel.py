@@ -1,15 +1,14 @@
-"""A linear over processes: what of it is where, what is gathered, what is summed.
+"""A linear over the ranks of a group: what of it is where, what is gathered, what is summed.
 
     column   W (N/p, K)   x whole; y, dy (M, N/p); dx is summed
     row      W (N, K/p)   x, dx (M, K/p); y is summed, the bias added after; dy whole
 
 Sequence parallelism splits the tokens of what is whole, and gathers them, quantized where the format can: x in forward,
-and again for dW, of which each process keeps its part; dy in backward. What is summed is scattered, then.
+and again for dW, of which each rank keeps its part; dy in backward. What is summed is scattered, then.
 
-A part is quantized as the whole would be, whichever way it is split: where the scale depends on the whole, the maxima
-are taken over the processes. So the bytes are those of one process, and with them y and dW of "column", dx and dW of
-"row"; the sums over processes are in another order. A tile (128x128, 32x32, 16x16) must not be cut, and stochastic
-rounding draws for each part on its own.
+A shard is quantized as the whole would be, whichever way it is split (`tensor/partition.py`). So the bytes are those of
+one process, and with them y and dW of "column", dx and dW of "row"; the sums over ranks are in another order. A tile
+(128x128, 32x32, 16x16) must not be cut, and stochastic rounding draws for each shard on its own.
 """
 
 from dataclasses import dataclass
@@ -18,15 +17,15 @@ from typing import Any
 import torch
 
 from mezzotint.comm.collectives import start_all_reduce, start_reduce_scatter
-from mezzotint.tensor.quantize import has_whole_amaxes, quantize_scaled
+from mezzotint.tensor.partition import Split, can_gather, gather_rows, needs_whole_amaxes, quantize_shard
+from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.shards import can_gather, gather_rows, quantize_shard
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the weight is split over the processes of a group: "column" (N) or "row" (K)."""
+    """How the weight is split over the ranks of a group: "column" (N) or "row" (K)."""
 
     mode: str
     group: Any
@@ -41,6 +40,16 @@ class Parallel:
             return 0 if self.sequence_parallel else None
         return 1
 
+    def splits(self, tensor_type: str) -> tuple[Split, ...]:
+        """How a tensor is cut; nothing where it is whole."""
+        dim = self.split_of(tensor_type)
+        return () if dim is None else (Split(dim, self.group),)
+
+
+def splits_of(parallel: Parallel | None, tensor_type: str) -> tuple[Split, ...]:
+    """How a tensor of a linear is cut; nothing where it is whole."""
+    return () if parallel is None else parallel.splits(tensor_type)
+
 
 def gathers(parallel: Parallel | None, tensor_type: str) -> bool:
     """Whether the tokens of the input, or of grad_output, are gathered."""
@@ -48,18 +57,8 @@ def gathers(parallel: Parallel | None, tensor_type: str) -> bool:
 
 
 def needs_others(parallel: Parallel | None, tensor_type: str, quantizer: Quantizer) -> bool:
-    """Whether a part is quantized with maxima over all processes."""
-    split = None if parallel is None else parallel.split_of(tensor_type)
-    return split is not None and has_whole_amaxes(quantizer, split)
-
-
-def quantize_part(
-    x: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor | None, parallel: Parallel | None, tensor_type: str
-) -> tuple[Any, torch.Tensor | None]:
-    """As `quantize_scaled`; a part of a tensor as the whole would be."""
-    if parallel is None:
-        return quantize_scaled(x, quantizer, scale)
-    return quantize_shard(x, quantizer, scale, parallel.group, parallel.split_of(tensor_type))
+    """Whether a shard is quantized with amaxes over all ranks."""
+    return any(needs_whole_amaxes(quantizer, split.dim) for split in splits_of(parallel, tensor_type))
 
 
 def shard_quantizer(quantizer: Quantizer, rows: int) -> Quantizer | None:
@@ -84,7 +83,7 @@ def _is_derived(quantizer: Quantizer, rows: int) -> bool:
 def gather_quantized(
     x: Any, quantizer: Quantizer | None, scale: torch.Tensor | None, parallel: Parallel, tensor_type: str
 ) -> tuple[Any, torch.Tensor | None]:
-    """The tokens (m, K) of this process, quantized or not → those of all, in the quantizer's directions; the amax."""
+    """The tokens (m, K) of this rank, quantized or not → those of all, in the quantizer's directions; the amax."""
     if isinstance(x, QuantizedTensorStorage):
         assert quantizer is not None
         return _in_directions(gather_rows(x, parallel.group), quantizer), None
@@ -95,7 +94,7 @@ def gather_quantized(
     if is_served and (serves_wgrad(quantizer, rows) or not quantizer.columnwise_usage):
         derived = quantizer.columnwise_usage and _is_derived(quantizer, rows)
         shard = quantizer.with_usage(rowwise=True, columnwise=False) if derived else quantizer
-        x_q, amax = quantize_part(x, shard, scale, parallel, tensor_type)
+        x_q, amax = quantize_shard(x, shard, parallel.splits(tensor_type), scale)
         return _in_directions(gather_rows(x_q, parallel.group), quantizer), amax
     return quantize_scaled(gather_rows(x, parallel.group), quantizer, scale)
 
@@ -105,7 +104,7 @@ def _in_directions(x_q: QuantizedTensorStorage, quantizer: Quantizer) -> Any:
 
 
 def start_sum(y: torch.Tensor, parallel: Parallel) -> torch.Tensor:
-    """The sum over processes, of which each gets its tokens in sequence parallelism; not waited for."""
+    """The sum over ranks, of which each gets its tokens in sequence parallelism; not waited for."""
     if parallel.sequence_parallel:
         return start_reduce_scatter(y, parallel.group)
     return start_all_reduce(y, parallel.group)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from mezzotint.comm.collectives import all_reduce_max
-from mezzotint.functional.tensor_parallel import Parallel, needs_others, quantize_part
+from mezzotint.functional.tensor_parallel import Parallel, splits_of
 from mezzotint.tensor.flatten import class_by_name, qualified_name
-from mezzotint.tensor.quantize import quantize_groups, update_quantized, update_scaled, whole_amaxes
+from mezzotint.tensor.partition import quantize_shard, update_shard
+from mezzotint.tensor.quantize import quantize_groups, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -47,14 +47,14 @@ def quantize_weight(
 
     Quantized already, or not to be quantized: as it is. A valid `workspace`: updated in place if `update_workspace`
     (not where the one-element `skip_update_flag` is 1), and used. Else quantized into a new one, to be kept if `cache`.
-    A part of a weight (`parallel`) is quantized as the whole would be.
+    A shard of a weight (`parallel`) is quantized as the whole would be.
     """
     with torch.no_grad():
         if isinstance(tensor, QuantizedTensorStorage):
             return as_storage(tensor), None, None
         if quantizer is None:
             return tensor.detach(), None, None
-        tensor = tensor.detach()
+        tensor, splits = tensor.detach(), splits_of(parallel, "weight")
         if workspace is not None and is_valid_workspace(workspace, tensor, quantizer):
             amax = None
             if update_workspace and quantizer.takes_scale():
@@ -62,13 +62,9 @@ def quantize_weight(
             elif update_workspace and quantizer.is_custom():
                 quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
             elif update_workspace:
-                given: dict[str, Any] = {}
-                if parallel is not None and needs_others(parallel, "weight", quantizer):
-                    dim, group = parallel.split_of("weight") or 0, parallel.group
-                    given = whole_amaxes(tensor, quantizer, dim, lambda amax: all_reduce_max(amax, group))
-                update_quantized(tensor, workspace, quantizer, noop_flag=skip_update_flag, **given)
+                update_shard(tensor, workspace, quantizer, splits, noop_flag=skip_update_flag)
             return workspace, None, amax
-        made, amax = quantize_part(tensor, quantizer, scale, parallel, "weight")
+        made, amax = quantize_shard(tensor, quantizer, splits, scale)
         return made, made if cache else None, amax
 
 

@@ -36,7 +36,7 @@ from mezzotint.recipe import (
 )
 from mezzotint.region import Pending, RunStatus, State, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
-from mezzotint.tensor.fsdp_books import copies_saved, saving_hooks
+from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import in_inference_mode

@@ -23,7 +23,7 @@ from mezzotint.layer.parameters import (
 from mezzotint.recipe import slot
 from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
-from mezzotint.tensor.partition import Split, quantize_part, share
+from mezzotint.tensor.partition import Split, join_shards, quantize_shard
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -204,7 +204,7 @@ class Weights:
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         splits = self.splits(module)
         _check_same(name, quantizer, splits)
-        made = quantize_part(value, quantizer, splits)
+        made, _ = quantize_shard(value, quantizer, splits, is_parameter=True)
         if not isinstance(made, torch.Tensor):
             raise TypeError(
                 f"quantized_model_init, and {type(quantizer).__name__}.quantize of {name} gave "
@@ -233,7 +233,7 @@ class Weights:
             if quantizer is not None and not quantizer.is_custom():
                 _check_same(name, quantizer, splits)
                 with torch.no_grad():
-                    share(weight, splits)
+                    join_shards(weight, splits)
 
     def tie(self, module: Any, gemm: int) -> None:
         """Where the weight is kept quantized by delayed scaling: its quantizer is over the module's own state."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels.operand import Operand
+from mezzotint.tensor.fsdp import gather_members, member_rows, send_members
 from mezzotint.tensor.grouped_layout import COLUMN, ROW, check_dtype, check_quantizer, member_buffers
 from mezzotint.tensor.grouped_shapes import (
     Shape,
@@ -28,7 +29,6 @@ from mezzotint.tensor.grouped_shapes import (
     shapes_of_dims,
     whole_shape,
 )
-from mezzotint.tensor.grouped_sharding import gather_members, member_rows, send_members
 from mezzotint.tensor.loading import Specs
 from mezzotint.tensor.quantize import assemble, check_noop, update_quantized
 from mezzotint.tensor.quantized_tensor import QuantizedTensor, counting_writes

@@ -5,7 +5,7 @@ trace methods of a constant that was made inside the graph (`q.with_usage(...)`)
 only ask the constant for other constants.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,61 +188,6 @@ def _two_parts(x: torch.Tensor, parts: tuple[Any, ...], given: dict[str, torch.T
         source = x if chained is None else quantize_storage(x, chained).dequantize(dtype=x.dtype)
         buffers = buffers + quantize_buffers(source, columnwise, given)
     return buffers
-
-
-def split_amaxes(x: torch.Tensor, quantizer: "Quantizer", dim: int) -> dict[str, torch.Tensor]:
-    """The maxima of a part of a tensor that is split along `dim` of its matrix, by the names that the quantization
-    takes them under. The largest over all parts are those of the whole; nothing for a format that needs none."""
-    parts = quantizer._parts()
-    if parts is not None:
-        rowwise, columnwise, chained = parts
-        found = {} if rowwise is None else split_amaxes(x, rowwise, dim)
-        if columnwise is not None:
-            if chained is not None and (found or columnwise._amax_plan(dim) is not None):
-                raise ValueError(
-                    "columnwise_source is 'rowwise_dequantized': a tensor that is split over processes is quantized "
-                    "from the source in both directions; give 'original'"
-                )
-            found.update(split_amaxes(x, columnwise, dim))
-        return found
-    plan = quantizer._amax_plan(dim)
-    if plan is None:
-        return {}
-    op, names, options = plan
-    made = run_op(op, x, *options)
-    return dict(zip(names, made if isinstance(made, list | tuple) else (made,), strict=True))
-
-
-def whole_amaxes(
-    x: torch.Tensor, quantizer: "Quantizer", dim: int, largest: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What the quantization of x, a part of a tensor that is split along `dim`, must be given of the whole; by one call
-    of `largest`, the maximum over all parts, element by element."""
-    return largest_amaxes(split_amaxes(x, quantizer, dim), largest)
-
-
-def largest_amaxes(
-    found: dict[str, torch.Tensor], largest: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Those of all parts, from the maxima of one."""
-    if not found:
-        return {}
-    parts = list(found.values())
-    if len(parts) == 1:
-        return dict(zip(found, (largest(parts[0]),), strict=True))
-    # Clones: what an op is given, and keeps, is no view of another tensor.
-    pieces = [piece.clone() for piece in largest(torch.cat(parts)).split([part.shape[0] for part in parts])]
-    return dict(zip(found, pieces, strict=True))
-
-
-def has_whole_amaxes(quantizer: "Quantizer", dim: int) -> bool:
-    """Whether the quantization of such a part needs to be given anything."""
-    if quantizer.is_custom():
-        return False
-    parts = quantizer._parts()
-    if parts is not None:
-        return any(part is not None and has_whole_amaxes(part, dim) for part in parts[:2])
-    return quantizer._amax_plan(dim) is not None
 
 
 def _tensor_arguments(

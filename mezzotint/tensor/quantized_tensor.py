@@ -15,7 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import HIGH_PRECISION
-from mezzotint.tensor.partition import Split, directions, gathered, send_shard, update_part
+from mezzotint.tensor.fsdp import make_whole, send_shard, sendable_directions
+from mezzotint.tensor.partition import Split, share_amax, update_shard
 from mezzotint.tensor.printing import printed
 from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
 from mezzotint.tracing import count_write
@@ -32,7 +33,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
     _splits: tuple[Split, ...] = ()
-    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`fsdp_books.py`)
+    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`fsdp_directions.py`)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -109,7 +110,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             if not self._splits or self._quantizer is None:
                 QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
             else:
-                update_part(self, tensor, noop_flag)
+                update_shard(tensor, self, self._quantizer, self._splits, noop_flag=noop_flag)
+                share_amax(self._quantizer, self._splits)
         count_write(self)
         return self
 
@@ -209,7 +211,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             )
         return torch.Tensor.data_ptr(self)
 
-    # FSDP2: this tensor is a shard of rows. `tensor/partition.py` says what is sent of it
+    # FSDP2: this tensor is a shard of rows. `tensor/fsdp.py` says what is sent of it
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
@@ -221,7 +223,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The whole tensor and the buffers that FSDP2 frees; or into `out`."""
-        return gathered(all_gather_outputs, metadata, param_dtype, out)
+        return make_whole(all_gather_outputs, metadata, param_dtype, out)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -452,7 +454,7 @@ def _zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any
     """Quantized where a shard of that many rows is of whole blocks: FSDP2 copies the shard into it."""
     quantizer = tensor._quantizer
     shape = tuple(size)
-    if quantizer is None or len(shape) < 2 or directions(quantizer, shape[0]) is None:
+    if quantizer is None or len(shape) < 2 or sendable_directions(quantizer, shape[0]) is None:
         return NotImplemented
     made = _empty(func, tensor, shape, **options)
     if made is not NotImplemented:

@@ -30,7 +30,7 @@ from mezzotint.trainer.machine import peak_memory, reset_peak_memory
 from mezzotint.trainer.meter import Meter
 from mezzotint.trainer.progress import Reporter
 from mezzotint.trainer.training import Training
-from mezzotint.trainer.world import World, largest, on_first
+from mezzotint.trainer.world import World, largest_number, on_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,8 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
             training.run_step()
             if is_closed(console):
                 signals.append(signal.SIGPIPE)
-            stopping = largest(world, max(signals, default=0))  # asked once: a later signal stops after the next step
+            # Asked once: a later signal stops after the next step.
+            stopping = largest_number(world, max(signals, default=0))
             is_end = stopping > 0 or training.step == train.steps
             logs = is_end or training.step % train.log_every == 0
             saves = train.checkpoint_every > 0 and (is_end or training.step % train.checkpoint_every == 0)

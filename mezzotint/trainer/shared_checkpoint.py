@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from mezzotint.comm.collectives import gather_objects
 from mezzotint.distributed.parts import Place
 from mezzotint.distributed.reading import load_state, read_metadata
 from mezzotint.trainer.console import CommandError
@@ -87,8 +87,7 @@ def save_shared(
 
     if not on_first(world, prepare):
         together(world, write)
-        shares: list[Any] = [None] * world.size
-        dist.all_gather_object(shares, together(world, look))
+        shares = gather_objects(together(world, look))
         files = {name: entry for share in shares for name, entry in share.items()}
         on_first(world, finish)
     on_first(world, lambda: remove_old(run, keep))

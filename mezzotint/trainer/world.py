@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mezzotint.comm.agreement import check_agreed
+from mezzotint.comm.collectives import all_reduce_max, gather_objects
 from mezzotint.trainer.console import CommandError, is_one_of_many
 
 _T = TypeVar("_T")
@@ -115,8 +116,7 @@ def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> A
     """The first process's result, or the first error."""
     if world.size == 1:
         return result
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, (result, error))
+    found = gather_objects((result, error))
     for rank, (_, failed) in enumerate(found):
         if failed is not None:
             raise CommandError(f"process {rank}: {failed[0]}" if rank else failed[0], failed[1])
@@ -133,13 +133,9 @@ def check_same(world: World, values: Mapping[str, Any]) -> None:
         raise CommandError(str(error)) from None
 
 
-def largest(world: World, number: int) -> int:
+def largest_number(world: World, number: int) -> int:
     """Of all processes; over the CPU, so that no GPU is waited for."""
-    if world.size == 1:
-        return number
-    found = torch.tensor(number)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found)
+    return number if world.size == 1 else int(all_reduce_max(torch.tensor(number), None))
 
 
 @contextmanager

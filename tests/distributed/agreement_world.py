@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzotint as mz
 from mezzotint import meeting, ops, recipe
 from mezzotint.region import current_state
-from mezzotint.tensor.shards import quantize_shard
+from mezzotint.tensor.partition import Split, quantize_shard
 from tests.distributed.parallel import differing, draw, make, step, world
 from tests.quantizer_formats import FORMATS
 from tests.worlds import Result
@@ -105,7 +105,7 @@ def wrong_use(rank: int) -> Result:
         ),
         "operations": lambda: under(operations(), recipe=mixed()),
         "ops": lambda: ops.Linear(31, 32, tensor_parallel_mode="row", tensor_parallel_group=group),
-        "chained": lambda: quantize_shard(torch.ones(32, 32), chained, None, group, 0),
+        "chained": lambda: quantize_shard(torch.ones(32, 32), chained, [Split(0, group)]),
         "kept otherwise": lambda: kept_in(mixed()),
         "kept by one": lambda: (kept_in(mixed()) if rank else linear())(torch.ones(32, 32)),
     }

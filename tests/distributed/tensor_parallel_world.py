@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import mezzotint as mz
 from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
-from mezzotint.tensor.shards import can_gather, gather_rows, quantize_shard
+from mezzotint.tensor.partition import Split, can_gather, gather_rows, quantize_shard
 from tests.distributed.parallel import (
     BITWISE,
     Sent,
@@ -101,8 +101,8 @@ def shards(rank: int) -> Result:
                 continue
             if fmt.name == "hybrid_chained" and columnwise:
                 continue  # refused: see `wrong_use`
-            made, _ = quantize_shard(part(x, 0), quantizer, None, group, 0)
-            want, _ = quantize_shard(x, quantizer, None, group, None)
+            made, _ = quantize_shard(part(x, 0), quantizer, [Split(0, group)])
+            want, _ = quantize_shard(x, quantizer, ())
             gathered.append(f"{fmt.name} {'column' if columnwise else 'row'}")
             got = gather_rows(made, group)
             if got.shape != want.shape or not same_bytes(got, want):

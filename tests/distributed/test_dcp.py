@@ -306,4 +306,4 @@ def test_experts_in_one_parameter_cut_otherwise(world: World) -> None:
             assert torch.equal(found[f"meta {dim}"], found["expected"])
         for case in ("refused 3 0", "refused 1 0", "refused 4 1"):
             assert "its groups must divide evenly, along the first dimension" in found[case]
-        assert "the shards of a weight are quantized differently on the 4 processes of the group" in found["mixed"]
+        assert "the format of a weight's shards is not the same on the 4 processes of the group" in found["mixed"]

@@ -264,7 +264,7 @@ def test_mixed_recipes_are_an_error_on_every_rank(world: World, way: str, compil
     for found in results(world, "wrong_use"):
         message = found[f"mixed, {way}, {compiles}"]
         assert message.startswith(
-            "ValueError: the shards of a weight are quantized differently on the 2 processes of the"
+            "ValueError: the format of a weight's shards is not the same on the 2 processes of the"
         )
         assert "group: rank 0 has Float8CurrentScalingQuantizer(" in message
         assert "; rank 1 has MXFP8Quantizer(" in message

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mezzotint.tensor.partition import assign, directions, empty_whole, extract
+from mezzotint.tensor.fsdp import assign, empty_whole, extract, sendable_directions
 from tests.quantizer_formats import FORMATS, Format, assert_same_bytes, buffers, over_formats, sample
 
 ROWS, WIDTH, COUNT = 256, 96, 2
@@ -34,7 +34,7 @@ def test_the_buffers_of_shards_are_those_of_the_whole(fmt: Format) -> None:
 @pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)])
 def test_what_is_sent_makes_the_whole(fmt: Format, read: tuple[bool, bool]) -> None:
     quantizer = fmt.make()
-    which = directions(quantizer, ROWS // COUNT)
+    which = sendable_directions(quantizer, ROWS // COUNT)
     if which is None:
         assert fmt.name == "hybrid_chained" or fmt.name.endswith("swizzled")
         return
@@ -59,7 +59,7 @@ def test_what_is_sent_makes_the_whole(fmt: Format, read: tuple[bool, bool]) -> N
 @over_formats()
 def test_both_directions_send_as_much(fmt: Format) -> None:
     """Where one is sent at a time: FSDP2 allocates once."""
-    if directions(fmt.make(), ROWS // COUNT) == (True, True):
+    if sendable_directions(fmt.make(), ROWS // COUNT) == (True, True):
         row, column = [extract(shards_of(fmt)[0], *which, COUNT)[0] for which in ((True, False), (False, True))]
         assert [(t.numel(), t.dtype) for t in row] == [(t.numel(), t.dtype) for t in column]
 
@@ -67,8 +67,8 @@ def test_both_directions_send_as_much(fmt: Format) -> None:
 def test_blocks_that_would_be_cut() -> None:
     for fmt in FORMATS.values():
         multiple = fmt.make().gather_multiple(True)
-        if directions(fmt.make(), 256) is not None and multiple not in (None, 1):
-            assert directions(fmt.make(), 8) is None, fmt.name
+        if sendable_directions(fmt.make(), 256) is not None and multiple not in (None, 1):
+            assert sendable_directions(fmt.make(), 8) is None, fmt.name
 
 
 @over_formats()

@@ -6,19 +6,20 @@
                                                      (activation checkpointing), or comes after it without a gather
 
 What FSDP2 is about to do is in its own bookkeeping (torch 2.11 to 2.15), which is private: where it is not found both
-are read. What backward reads is said by the module's run in eager code (`Turn.reads_rows_again`); a graph says nothing,
-since the compiler may compute a part of forward again, and then both are. All processes must send as much, though a
-module may have run on some of them only: they agree, once, at the first gather for backward.
+are read. What backward reads is said by the module's run in eager code (`RunStatus.reads_rows_again`); a graph says nothing,
+since the compiler may compute a part of forward again, and then both are. All ranks must send as much, though a module
+may have run on some of them only: they agree, once, at the first gather for backward.
 """
 
-import hashlib
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed
+
+from mezzotint.comm.agreement import check_equal
+from mezzotint.comm.collectives import all_reduce_max
 
 # What is read of FSDP2's own objects.
 _OF_GROUP = ("_reshard_after_forward", "_training_state", "fsdp_params", "modules", "reshard_after_backward")
@@ -32,7 +33,7 @@ class Unit:
 
     def __init__(self, group: Any, param: Any) -> None:
         self._group, self._param = weakref.ref(group), weakref.ref(param)  # which hold the weight
-        self.reads_rows_again: bool | None = None  # as all processes have agreed
+        self.reads_rows_again: bool | None = None  # as all ranks have agreed
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the weight is in no books
@@ -105,31 +106,20 @@ def _units(module: Any) -> Iterator[Unit]:
                     yield Unit(group, param)
 
 
-def check_alike(quantizer: Any, device: torch.device, module: Any, group: Any) -> None:
-    """The shards of a module's weight are in one format, or an error on every process: in several ones they would send
-    different buffers, and wait. A collective, at the first gather; of two numbers, since a group may be large."""
+def check_one_format(quantizer: Any, device: torch.device, module: Any, group: Any) -> None:
+    """The shards of a module's weight are in one format, or an error on every rank: in several ones they would send
+    different buffers, and wait. A collective, at the first gather."""
     status = getattr(module, "_run_status", None)
-    if status is None or status.is_alike or torch.distributed.get_backend(group) == "fake":  # where nobody answers
+    if status is None or status.is_alike:
         return
     is_own = quantizer is None or quantizer.is_custom()
     text = type(quantizer).__name__ if is_own else repr(quantizer.with_usage(rowwise=True, columnwise=True))
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    largest = torch.tensor([number, -number], device=device)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-    high, low = largest.tolist()
-    if high != -low:
-        found: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(found, text, group)
-        listed = "; ".join(f"rank {found.index(each)} has {each}" for each in dict.fromkeys(found))
-        raise ValueError(
-            f"the shards of a weight are quantized differently on the {len(found)} processes of the group: {listed}. "
-            "Give all of them the same recipe"
-        )
+    check_equal(group, device, waits=True, **{"the format of a weight's shards": text})
     status.is_alike = True
 
 
 def read_directions(shard: Any, module: Any, group: Any) -> tuple[bool, bool]:
-    """(row-wise, column-wise): what a gather from the processes of `group` must send of each shard."""
+    """(row-wise, column-wise): what a gather from the ranks of `group` must send of each shard."""
     is_one, status = getattr(module, "gathers_one_direction", None), getattr(module, "_run_status", None)
     if is_one is None:
         found = _found_directions(unit_of(shard, module), status, shard.device, group)
@@ -161,7 +151,5 @@ def _found_directions(unit: Unit | None, status: Any, device: torch.device, grou
         return True, True
     if unit.reads_rows_again is None:
         is_read = status is None or status.reads_rows_again is not False
-        agreed = torch.tensor(float(is_read), device=device)
-        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX, group)
-        unit.reads_rows_again = bool(agreed)
+        unit.reads_rows_again = bool(all_reduce_max(torch.tensor(float(is_read), device=device), group))
     return unit.reads_rows_again or not unit.frees_after_backward(), True
