@@ -6,9 +6,9 @@
                                                      (activation checkpointing), or comes after it without a gather
 
 What FSDP2 is about to do is in its own bookkeeping (torch 2.11 to 2.15), which is private: where it is not found both
-are read. What backward reads is said by the module's run in eager code (`RunStatus.reads_rows_again`); a graph says nothing,
-since the compiler may compute a part of forward again, and then both are. All ranks must send as much, though a module
-may have run on some of them only: they agree, once, at the first gather for backward.
+are read. What backward reads is said by the module's run in eager code (`RunStatus.reads_rows_again`); a graph says
+nothing, since the compiler may compute a part of forward again, and then both are. All ranks must send as much, though
+a module may have run on some of them only: they agree, once, at the first gather for backward.
 """
 
 import sys
