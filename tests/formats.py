@@ -7,10 +7,12 @@
 A new op, or an option that changes bytes, gets a line in `VARIANTS`.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from mezzotint.constants import E4M3, E5M2, rup
@@ -41,6 +43,45 @@ from mezzotint.kernels.mxfp8 import mxfp8_buffers, mxfp8_dequantize, mxfp8_quant
 from mezzotint.kernels.nvfp4 import MAE, MSE, nvfp4_buffers, nvfp4_dequantize, nvfp4_quantize, nvfp4_quantize_
 
 HIGH = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """An element type, in numbers that tests compare with."""
+
+    bits: int
+    one: int  # the code of 1.0
+    largest: float
+    largest_code: int
+    nan: int  # the code of NaN, or what it becomes
+    # Half a step, relative to |x|, of a normal number, and in units of the scale, of a subnormal one.
+    relative: float
+    absolute: float
+
+    def packed(self, code: int) -> torch.Tensor:
+        """The bytes of a group of this code: as few of them as are whole bytes."""
+        count = math.lcm(8, self.bits) // self.bits
+        word = sum(code << i * self.bits for i in range(count))
+        return torch.tensor([word >> 8 * i & 0xFF for i in range(count * self.bits // 8)], dtype=torch.uint8)
+
+    def codes(self, packed: torch.Tensor, rows: int, size: int) -> torch.Tensor:
+        """Bytes → (rows, size) codes: each row is a stream of bits, the lowest first."""
+        if packed.numel() == 0:
+            return torch.zeros(rows, size, dtype=torch.uint8)
+        data = packed.reshape(rows, -1).numpy()
+        stream = np.unpackbits(data, axis=1, bitorder="little")
+        stream = stream[:, : stream.shape[1] // self.bits * self.bits].reshape(rows, -1, self.bits)
+        codes = (stream << np.arange(self.bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+        return torch.from_numpy(codes)[:, :size]
+
+
+ELEMENTS = {
+    "e4m3": Element(bits=8, one=0x38, largest=448.0, largest_code=0x7E, nan=0x7F, relative=2.0**-4, absolute=2.0**-10),
+    "e5m2": Element(
+        bits=8, one=0x3C, largest=57344.0, largest_code=0x7B, nan=0x7F, relative=2.0**-3, absolute=2.0**-17
+    ),
+    "e2m1": Element(bits=4, one=2, largest=6.0, largest_code=7, nan=7, relative=0.2, absolute=0.25),
+}
 BOTH = ("rowwise", "columnwise")
 Tensors = dict[str, torch.Tensor]
 
@@ -305,3 +346,31 @@ FORMATS = tuple(dict.fromkeys(variant.format for variant in VARIANTS))
 def variants_of(name: str) -> list[Variant]:
     """The option sets of one format."""
     return [variant for variant in VARIANTS if variant.format == name]
+
+
+# Where rows [a, b) of x are found in a buffer: (dimension, rows per entry along it). None: the same for all rows.
+PLACES: dict[str, dict[str, tuple[int, int] | None]] = {
+    "float8": {"data": (0, 1), "transpose": (1, 1), "scale_inv": None},
+    "float8_rowwise": {"rowwise_data": (0, 1), "rowwise_scale_inv": (0, 1)},
+    "float8_block": {
+        "rowwise_data": (0, 1),
+        "rowwise_scale_inv": (1, 1),
+        "columnwise_data": (1, 1),
+        "columnwise_scale_inv": (0, 128),
+    },
+    "mxfp8": {
+        "rowwise_data": (0, 1),
+        "rowwise_scale_inv": (0, 1),
+        "columnwise_data": (0, 1),
+        "columnwise_scale_inv": (0, 32),
+    },
+    "nvfp4": {
+        "rowwise_data": (0, 1),
+        "rowwise_scale_inv": (0, 1),
+        "columnwise_data": (1, 2),
+        "columnwise_scale_inv": (1, 16),
+        "amax_rowwise": None,
+        "amax_columnwise": None,
+    },
+}
+PLACES["float8_scaled"] = PLACES["float8"]

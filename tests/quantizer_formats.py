@@ -38,6 +38,7 @@ class Format:
     is_transformed: bool = False  # the column-wise copy is of something else than the tensor (Hadamard)
     is_random: bool = False  # draws from torch's generator
     has_scales: bool = True
+    read_as: str = ""  # the format, if another, whose tensors mean the same by their bytes
     tolerance: float = 0.05  # |dequantized - x| / |x| of normal data
 
     def quantizer(self, rowwise: bool = True, columnwise: bool = True, internal: bool = False) -> Any:
@@ -74,8 +75,10 @@ def _float8_formats() -> Iterator[Format]:
     current = mz.Float8CurrentScalingQuantizer
     yield Format("float8_current", lambda: current(E4M3), **float8)
     yield Format("float8_current_e5m2", lambda: current(E5M2), tolerance=0.1, **float8)
-    yield Format("float8_current_pow2", lambda: current(E4M3, force_pow_2_scales=True), **float8)
-    yield Format("float8_delayed", _delayed, is_value=False, **float8)
+    yield Format(
+        "float8_current_pow2", lambda: current(E4M3, force_pow_2_scales=True), read_as="float8_current", **float8
+    )
+    yield Format("float8_delayed", _delayed, is_value=False, read_as="float8_current", **float8)
 
     row: dict[str, Any] = {"storage": mz.Float8RowwiseTensorStorage, "tensor": mz.Float8RowwiseTensor}
     yield Format("float8_rowwise", lambda: mz.Float8RowwiseQuantizer(E4M3), **row)
@@ -105,7 +108,7 @@ def _mxfp8_formats() -> Iterator[Format]:
     yield Format("mxfp8", lambda: mx(E4M3), **mxfp8)
     yield Format("mxfp8_e5m2", lambda: mx(E5M2), tolerance=0.1, **mxfp8)
     yield Format("mxfp8_2d", lambda: mx(E4M3, with_2d_quantization=True), derives=("rowwise", "columnwise"), **mxfp8)
-    yield Format("mxfp8_floor", lambda: mx(E4M3, scale_rule="floor"), tolerance=0.1, **mxfp8)
+    yield Format("mxfp8_floor", lambda: mx(E4M3, scale_rule="floor"), tolerance=0.1, read_as="mxfp8", **mxfp8)
     yield Format("mxfp8_swizzled", lambda: _swizzled(mx(E4M3)), **_SWIZZLED, **classes)
 
 
@@ -120,14 +123,21 @@ def _nvfp4_formats() -> Iterator[Format]:
     yield Format("nvfp4", lambda: nv(), **nvfp4)
     yield Format("nvfp4_rht", lambda: nv(**_RHT), **rht)
     yield Format("nvfp4_rht_no_signs", lambda: nv(**_RHT, with_random_sign_mask=False), **rht)
-    yield Format("nvfp4_rht_stochastic", lambda: nv(**_RHT, stochastic_rounding=True), is_random=True, **rht)
-    yield Format("nvfp4_stochastic", lambda: nv(stochastic_rounding=True), is_random=True, **nvfp4)
+    yield Format(
+        "nvfp4_rht_stochastic", lambda: nv(**_RHT, stochastic_rounding=True), is_random=True, read_as="nvfp4_rht", **rht
+    )
+    yield Format("nvfp4_stochastic", lambda: nv(stochastic_rounding=True), is_random=True, read_as="nvfp4", **nvfp4)
     yield Format(
         "nvfp4_2d", lambda: nv(with_2d_quantization=True), derives=("columnwise",), row_block_rowwise=16, **nvfp4
     )
     yield Format("nvfp4_row_scaled", lambda: nv(row_scaled_nvfp4=True), **nvfp4)
     yield Format("nvfp4_4over6_mae", lambda: nv(nvfp4_use_4over6=True), **nvfp4)
-    yield Format("nvfp4_4over6_mse", lambda: nv(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE"), **nvfp4)
+    yield Format(
+        "nvfp4_4over6_mse",
+        lambda: nv(nvfp4_use_4over6=True, nvfp4_4over6_err_mode="MSE"),
+        read_as="nvfp4_4over6_mae",
+        **nvfp4,
+    )
     yield Format("nvfp4_e4m3_256", lambda: nv(nvfp4_e4m3_max=256), **nvfp4)
     yield Format("nvfp4_swizzled", lambda: _swizzled(nv()), **_SWIZZLED, **classes)
 
@@ -146,7 +156,7 @@ def _other_formats() -> Iterator[Format]:
     hybrid: dict[str, Any] = {"storage": mz.HybridQuantizedTensorStorage, "tensor": mz.HybridQuantizedTensor}
     mixed = {"row_block": 16, "tolerance": 0.2, **hybrid}
     yield Format("hybrid", lambda: _hybrid(mx(E4M3), nv()), **mixed)
-    yield Format("hybrid_chained", lambda: _hybrid(mx(E4M3), nv(), "rowwise_dequantized"), **mixed)
+    yield Format("hybrid_chained", lambda: _hybrid(mx(E4M3), nv(), "rowwise_dequantized"), read_as="hybrid", **mixed)
     yield Format("hybrid_nvfp4_rht", lambda: _hybrid(nv(), nv(**_RHT)), is_transformed=True, **mixed)
     yield Format("hybrid_float8_identity", lambda: _hybrid(current(E4M3), mz.IdentityQuantizer()), **hybrid)
 

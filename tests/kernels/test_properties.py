@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzotint.constants import FP8_MAX, rup
+from mezzotint.constants import rup
 from mezzotint.kernels._lib import matrix_shape
 from mezzotint.kernels.elements import amax
 from mezzotint.kernels.float8 import float8_quantize
 from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK, hadamard16
-from tests.formats import FORMATS, HIGH, VARIANTS, Tensors, Variant, variants_of
+from tests.formats import ELEMENTS, FORMATS, HIGH, VARIANTS, Tensors, Variant, variants_of
 from tests.values import CONTENTS, FINITE, VIEWS, as_view, fill, raw
 
 TWO_WAYS = tuple(name for name in FORMATS if name != "identity")
@@ -28,8 +28,12 @@ SIZES = st.one_of(
 EXAMPLES = settings(max_examples=25)
 MAX_ROWS = 300  # the product of all sizes but the last
 
-# Half a step, relative to |x|, of a normal number, and in units of the scale, of a subnormal one.
-STEP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17), "e2m1": (0.2, 0.25)}
+# Those with a variant whose scales are of a tensor, or of square tiles.
+ALIKE = tuple(
+    name
+    for name in FORMATS
+    if name in ("float8", "float8_scaled") or any("two_d" in variant.traits for variant in variants_of(name))
+)
 
 
 class Drawn:
@@ -97,8 +101,9 @@ def source(variant: Variant, way: str, x: torch.Tensor) -> torch.Tensor:
 
 def unit_of(variant: Variant, buffers: Tensors, way: str, x: torch.Tensor) -> torch.Tensor:
     """FP64: what a code of 1.0 in each place decodes to, the scale of the place."""
-    one = {"e4m3": 0x38, "e5m2": 0x3C, "e2m1": 0x22}[variant.elem]
-    ones = {name: torch.full_like(b, one) if is_data(name) else b for name, b in buffers.items()}
+    element = ELEMENTS[variant.elem]
+    one = element.packed(element.one)
+    ones = {name: one.expand(b.shape).contiguous() if is_data(name) else b for name, b in buffers.items()}
     return decoded(variant, ones, way, x)
 
 
@@ -193,7 +198,7 @@ def test_columns_of_x_are_rows_of_its_transpose(name: str, data: st.DataObject) 
         assert torch.equal(raw(got), raw(want))
 
 
-@pytest.mark.parametrize("name", ["float8", "float8_scaled", "float8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ALIKE)
 @EXAMPLES
 @given(data=st.data())
 def test_both_ways_decode_alike(name: str, data: st.DataObject) -> None:
@@ -311,13 +316,11 @@ def test_finite_stays_finite(name: str, data: st.DataObject) -> None:
     for buffer, b in both.items():
         if b.dtype == torch.float32:
             assert b.isfinite().all(), buffer
-        elif is_data(buffer) and name != "nvfp4":
+        elif is_data(buffer) and ELEMENTS[case.variant.elem].bits == 8:
             kind = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[case.variant.elem]
             assert b.view(kind).float().isfinite().all(), buffer
-        elif name == "mxfp8":
-            assert (b < 255).all(), buffer
-        elif name == "nvfp4" and not is_data(buffer):
-            assert (b < 0x7F).all(), buffer
+        elif not is_data(buffer):
+            assert (b < (0x7F if name == "nvfp4" else 255)).all(), buffer  # E4M3, E8M0
     if largest > (2.0**119 if name == "nvfp4" else 2.0**127):
         return
     for way in case.variant.directions:
@@ -336,18 +339,17 @@ def test_error_bound(name: str, data: st.DataObject) -> None:
     """
     case = data.draw(cases(name, contents=FINITE))
     traits = case.variant.traits
-    top = FP8_MAX[FP8_OF[case.variant.elem]] if name != "nvfp4" else 6.0
+    element = ELEMENTS[case.variant.elem]
     both = case.variant.buffers(case.x)
     for way in case.variant.directions:
         want = source(case.variant, way, case.x)
         if want.numel() == 0 or want.abs().amax() > (2.0**119 if name == "nvfp4" else 2.0**127):
             continue
         unit = unit_of(case.variant, both, way, case.x)
-        relative, absolute = STEP[case.variant.elem]
-        step = torch.full_like(want, relative)
-        floor = absolute * unit
-        if "floor" in traits:
-            step = step.clamp_min(2.0**-3)  # 448 stands for what is below 512
+        step = torch.full_like(want, element.relative)
+        floor = element.absolute * unit
+        if "floor" in traits:  # the largest code stands for what is below the next power of two
+            step = step.clamp_min(1 - element.largest / 2 ** math.ceil(math.log2(element.largest)))
         if "stochastic" in traits:
             step, floor = torch.full_like(want, 0.5), 2 * floor
         if name == "nvfp4":
@@ -358,13 +360,10 @@ def test_error_bound(name: str, data: st.DataObject) -> None:
             step = torch.where(unit < level * 2.0**-6 * (1 - 2.0**-20), step.clamp_min(1 / 3), step)
             floor = torch.where(unit == 0, 6 * level * 2.0**-10, floor)
         if "given" in traits:
-            want = want.clamp(-top * unit, top * unit)
+            want = want.clamp(-element.largest * unit, element.largest * unit)
         error = (decoded(case.variant, both, way, case.x) - want).abs()
         bound = torch.maximum(step * want.abs(), floor) * (1 + 2.0**-20) + 2.0**-148
         assert (error <= bound).all(), f"{way}: {(error / bound).nan_to_num().max()} times the bound"
-
-
-FP8_OF = {"e4m3": 7, "e5m2": 8, "e2m1": 10}
 
 
 def tensor_amax(variant: Variant, buffers: Tensors, way: str, want: torch.Tensor) -> torch.Tensor:
@@ -379,24 +378,30 @@ def tensor_amax(variant: Variant, buffers: Tensors, way: str, want: torch.Tensor
 @EXAMPLES
 @given(data=st.data())
 def test_nan_and_infinity(name: str, data: st.DataObject) -> None:
-    """A NaN stays NaN in FP8 and is +6 in FP4, the others do not notice it; an infinity becomes the largest code.
+    """A NaN has its code, or the largest where there is none, and the others do not notice it, unless the scale says
+    that all of the block is NaN. An infinity becomes the largest code.
 
     Not so with a Hadamard transform, which spreads them over their group.
     """
     case = data.draw(cases(name, contents=("nan", "inf", "all_nan"), when=lambda v: "rht" not in v.traits))
     both = case.variant.buffers(case.x)
     without = case.variant.buffers(torch.where(case.x.isnan(), 0.0, case.x))
-    matrix = case.x.reshape(matrix_shape(case.x.shape))
+    matrix, element = case.x.reshape(matrix_shape(case.x.shape)), ELEMENTS[case.variant.elem]
     for way in case.variant.directions:
         codes, others = (elements_of(case.variant, b, way, case.x) for b in (both, without))
         nan, inf = matrix.isnan(), matrix.isinf()
-        assert (codes[nan] == (7 if name == "nvfp4" else 0x7F)).all()
+        assert (codes[nan] == element.nan).all()
+        lost = torch.zeros_like(nan)
+        if "nan_blocks" in case.variant.traits:
+            lost = decoded(case.variant, both, way, case.x).isnan()
+            assert (lost | ~nan).all()
+            assert not lost.any() or nan.any()
         if "four_over_six" not in case.variant.traits:  # a NaN makes both its errors NaN: map to six
-            assert torch.equal(codes[~nan], others[~nan])
-        if name != "nvfp4":
-            sign = torch.where(matrix[inf] < 0, 0x80, 0).to(torch.uint8)
-            assert torch.equal(codes[inf], sign | (0x7E if case.variant.elem == "e4m3" else 0x7B))
-    if "four_over_six" not in case.variant.traits:
+            assert torch.equal(codes[~nan & ~lost], others[~nan & ~lost])
+        if name != "nvfp4":  # whose scale of an infinite amax is 1
+            sign = torch.where(matrix < 0, 1 << element.bits - 1, 0).to(torch.uint8)
+            assert torch.equal(codes[inf & ~lost], (sign | element.largest_code)[inf & ~lost])
+    if not case.variant.traits & {"four_over_six", "nan_blocks"}:
         same(*({k: v for k, v in b.items() if not is_data(k)} for b in (both, without)))
 
 
@@ -404,18 +409,12 @@ def elements_of(variant: Variant, buffers: Tensors, way: str, x: torch.Tensor) -
     """Codes as a matrix (M, K)."""
     rows, cols = matrix_shape(x.shape)
     if variant.format in ("float8", "float8_scaled"):
-        codes = buffers["data" if way == "rowwise" else "transpose"]
+        packed = buffers["data" if way == "rowwise" else "transpose"]
     else:
-        codes = buffers[f"{way}_data"]
-    if variant.format == "mxfp8" or way == "rowwise":
-        outer, inner = rows, cols
-    else:
-        outer, inner = cols, rows
-    if variant.format == "nvfp4":
-        pairs = codes.reshape(outer, (inner + 1) // 2)
-        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).reshape(outer, (inner + 1) // 2 * 2)[:, :inner]
-    codes = codes.reshape(outer, inner)
-    return codes if (outer, inner) == (rows, cols) and (variant.format == "mxfp8" or way == "rowwise") else codes.t()
+        packed = buffers[f"{way}_data"]
+    turned = way == "columnwise" and variant.format != "mxfp8"
+    codes = ELEMENTS[variant.elem].codes(packed, *((cols, rows) if turned else (rows, cols)))
+    return codes.t() if turned else codes
 
 
 @pytest.mark.parametrize("dtype", HIGH, ids=str)

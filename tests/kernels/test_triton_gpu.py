@@ -17,13 +17,13 @@ from mezzotint.kernels.float8_block import float8_block_dequantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_amax, float8_rowwise_dequantize, float8_rowwise_quantize
 from mezzotint.kernels.mxfp8 import mxfp8_dequantize
 from mezzotint.kernels.quantize_ops import of_groups
-from tests.formats import HIGH, VARIANTS, Variant, variants_of
+from tests.formats import HIGH, PLACES, VARIANTS, Variant, variants_of
 from tests.kernels.test_opcheck import group_arguments
 from tests.values import CONTENTS, VIEWS, as_view, fill, raw
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ("float8", "float8_scaled", "float8_rowwise", "float8_block", "mxfp8", "nvfp4")
+FORMATS = tuple(PLACES)
 TESTED = [variant for variant in VARIANTS if variant.format in FORMATS]
 Usage = tuple[bool, ...]
 
@@ -231,34 +231,6 @@ def test_dequantize(name: str, out_dtype: torch.dtype) -> None:
         for op, *args in calls:
             on_cuda = [arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args]
             assert_bytes(op(*on_cuda, out_dtype), op(*args, out_dtype), f"{op}, {rows}x{cols}, {args[2:]}")
-
-
-# Where rows [a, b) of x are found in a buffer: (dimension, rows per entry along it). None: the same for all rows.
-PLACES: dict[str, dict[str, tuple[int, int] | None]] = {
-    "float8": {"data": (0, 1), "transpose": (1, 1), "scale_inv": None},
-    "float8_rowwise": {"rowwise_data": (0, 1), "rowwise_scale_inv": (0, 1)},
-    "float8_block": {
-        "rowwise_data": (0, 1),
-        "rowwise_scale_inv": (1, 1),
-        "columnwise_data": (1, 1),
-        "columnwise_scale_inv": (0, 128),
-    },
-    "mxfp8": {
-        "rowwise_data": (0, 1),
-        "rowwise_scale_inv": (0, 1),
-        "columnwise_data": (0, 1),
-        "columnwise_scale_inv": (0, 32),
-    },
-    "nvfp4": {
-        "rowwise_data": (0, 1),
-        "rowwise_scale_inv": (0, 1),
-        "columnwise_data": (1, 2),
-        "columnwise_scale_inv": (1, 16),
-        "amax_rowwise": None,
-        "amax_columnwise": None,
-    },
-}
-PLACES["float8_scaled"] = PLACES["float8"]
 
 
 @pytest.fixture(scope="module")

@@ -182,15 +182,7 @@ def test_copy_between_forms_quantizes(fmt: Format) -> None:
 
 def _same_meaning(a: Format, b: Format) -> bool:
     """Formats whose tensors are read in the same way: their bytes can be copied."""
-    groups = (
-        {"float8_current", "float8_current_pow2", "float8_delayed"},
-        {"mxfp8", "mxfp8_floor"},
-        {"nvfp4", "nvfp4_stochastic"},
-        {"nvfp4_4over6_mae", "nvfp4_4over6_mse"},
-        {"nvfp4_rht", "nvfp4_rht_stochastic"},
-        {"hybrid", "hybrid_chained"},
-    )
-    return any({a.name, b.name} <= group for group in groups)
+    return (a.read_as or a.name) == (b.read_as or b.name)
 
 
 @over_formats()

@@ -18,9 +18,8 @@ from tests.quantizer_formats import E4M3, E5M2, FORMATS, Format, assert_same_byt
 
 over_values = over_formats(is_value=True)
 
-# Another legal value of each field that is no bool.
+# Another legal value of each field that is no bool and no element type.
 OTHER: dict[str, Any] = {
-    "dtype": {E4M3: E5M2, E5M2: E4M3, DType.kFloat4E2M1: DType.kByte},
     "amax_epsilon": {0.0: 0.5},
     "block_scaling_dim": {1: 2, 2: 1},
     "block_len": {128: 64},
@@ -35,6 +34,8 @@ OTHER: dict[str, Any] = {
 def other_value(name: str, value: Any) -> Any:
     if isinstance(value, bool):
         return not value
+    if isinstance(value, DType):
+        return E5M2 if value == E4M3 else E4M3
     if isinstance(value, Quantizer):
         return value.with_usage(rowwise=not value.rowwise_usage)
     return OTHER[name][value]

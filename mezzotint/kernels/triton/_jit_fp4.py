@@ -151,7 +151,7 @@ def _step(a):
 
 
 @triton.jit
-def _cast_e2m1_stochastic(value, byte):
+def cast_e2m1_stochastic(value, byte):
     a = tl.abs(value)
     t = a + byte.to(tl.float32) * (_step(a) * 0.00390625)
     code = (t >= 0.5).to(tl.int32) + (t >= 1.0).to(tl.int32) + (t >= 1.5).to(tl.int32) + (t >= 2.0).to(tl.int32)
@@ -198,7 +198,7 @@ def round8_stochastic(x, factor, low, high, signs, NATURAL: tl.constexpr):
         codes = ()
         for i in tl.static_range(8):
             word = low if i < 4 else high
-            codes += (_cast_e2m1_stochastic(x[i] * factor, (word >> (i % 4 * 8)) & 0xFF),)
+            codes += (cast_e2m1_stochastic(x[i] * factor, (word >> (i % 4 * 8)) & 0xFF),)
         return pack8(codes)
     else:
         return tl.inline_asm_elementwise(
