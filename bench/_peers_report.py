@@ -9,6 +9,7 @@ from rich.table import Table
 
 from bench._candidates import BASE, CANDIDATES, MODES
 from bench._floors import FORMATS
+from mezzotint.recipe import RECIPES
 
 MIB = 2**20
 # Column → a row's key and how it is written.
@@ -30,7 +31,7 @@ COLOURS = {
     "torchao-tensorwise": "#555555",
     "torchao-rowwise": "#888888",
     "torchao-rowwise_with_gw_hp": "#bbbbbb",
-    **dict(zip(FORMATS, ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00"), strict=True)),
+    **{name: RECIPES[name].colour for name in FORMATS},
 }
 
 

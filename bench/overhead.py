@@ -32,12 +32,7 @@ BLOCK = 20  # steps between two looks at the clock
 
 RECIPES: dict[str, recipe.Recipe | None] = {
     "mezzotint, no recipe": None,
-    "mezzotint delayed": recipe.DelayedScaling(),
-    "mezzotint current": recipe.Float8CurrentScaling(),
-    "mezzotint rowwise": recipe.Float8RowwiseScaling(),
-    "mezzotint block": recipe.Float8BlockScaling(),
-    "mezzotint mxfp8": recipe.MXFP8BlockScaling(),
-    "mezzotint nvfp4": recipe.NVFP4BlockScaling(),
+    **{f"mezzotint {name}": kind() for name, kind in recipe.RECIPES.items()},
 }
 
 

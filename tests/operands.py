@@ -1,10 +1,14 @@
 """Operands of every kind made from a matrix, and what they stand for in FP64, decoded here without the package's own
 dequantization: element types by table, scales by index, swizzled bytes by the documented address."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 
 from mezzotint import formats, hw
-from mezzotint.constants import E2M1, E4M3, FP8_TORCH
+from mezzotint.constants import E4M3, FP8_TORCH
 from mezzotint.kernels.float8 import float8_quantize
 from mezzotint.kernels.float8_block import float8_block_quantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
@@ -18,41 +22,42 @@ KINDS = (formats.HIGH, *QUANTIZED)
 # Row of the table of products → the function that it calls.
 BACKENDS = {row.name: row.product or GENERAL[row.name] for row in hw.gemm_backends()}
 
-# Relative Frobenius error of a product of two normal matrices: what the format owns, some 1.5 times what is seen.
-FORMAT_ERROR = {"high": 0.01, "tensor": 0.06, "row": 0.06, "block1d": 0.06, "block2d": 0.06, "mx": 0.06, "nv": 0.20}
-
 E2M1_TABLE = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
-def quantize(
-    x: torch.Tensor,
-    kind: str,
-    *,
-    dtype: int = E4M3,
-    columnwise: bool = False,
-    swizzled: bool = False,
-    pow2: bool = False,
-    row_scaled: bool = False,
-    e4m3_max: int = 448,
-) -> Operand:
-    """An operand (R, C) that holds x (R, C), or, column-wise, xᵀ."""
-    way = (not columnwise, columnwise)
-    if kind == "high":
-        return Operand(x.t() if columnwise else x)
-    if kind == "tensor":
-        data, scale = float8_quantize(x, None, dtype, pow2, 0.0, *way)
-        return Operand(data, scale, kind=kind, dtype=dtype)
-    if kind == "row":
-        data, scale = float8_rowwise_quantize(x, None, None, dtype, pow2, 0.0, *way)
-        return Operand(data, scale, kind=kind, dtype=dtype)
-    if kind in ("block1d", "block2d"):
-        data, scale = float8_block_quantize(x, dtype, pow2, 0.0, kind == "block2d", *way)
-        return Operand(data, scale, kind=kind, dtype=dtype)
-    if kind == "mx":
-        data, scale = mxfp8_quantize(x, dtype, False, False, swizzled, *way)
-        return Operand(data, scale, kind=kind, dtype=dtype, swizzled=swizzled, transposed=columnwise)
-    data, scale, amax = nvfp4_quantize(x, None, None, None, e4m3_max, 0, 0, False, swizzled, False, row_scaled, *way)
-    return Operand(data, scale, amax, kind=kind, dtype=E2M1, swizzled=swizzled, e4m3_max=e4m3_max)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Of a quantization; each kind takes what it has."""
+
+    dtype: int
+    columnwise: bool = False
+    swizzled: bool = False
+    pow2: bool = False
+    row_scaled: bool = False
+    e4m3_max: int = 448
+
+    @property
+    def usage(self) -> tuple[bool, bool]:
+        """What an op takes for (rowwise, columnwise)."""
+        return not self.columnwise, self.columnwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindData:
+    """What tests know of a kind: how it is made, and read apart from the package; a new kind has an entry in `DATA`."""
+
+    quantize: Callable[[torch.Tensor, Options], Operand]
+    decode: Callable[[Operand], torch.Tensor]  # FP64 (R, C), C as stored, of an operand on the CPU
+    error: float  # relative, of a product of two normal matrices: what the format owns, some 1.5 times what is seen
+
+
+def quantize(x: torch.Tensor, kind: str, *, dtype: int | None = None, **options: Any) -> Operand:
+    """An operand (R, C) that holds x (R, C), or, column-wise, xᵀ; of E4M3, or what the kind has, unless told."""
+    if kind == formats.HIGH:
+        return Operand(x.t() if options.get("columnwise") else x)
+    elements = formats.KINDS[kind].elements
+    chosen = dtype if dtype is not None else E4M3 if E4M3 in elements else elements[0]
+    return DATA[kind].quantize(x, Options(dtype=chosen, **options))
 
 
 def swizzled_address(i: torch.Tensor, j: torch.Tensor, blocks: int) -> torch.Tensor:
@@ -73,26 +78,105 @@ def _scale_bytes(op: Operand, rows: int, blocks: int) -> torch.Tensor:
 
 def decode(op: Operand) -> torch.Tensor:
     """FP64 (R, C), C as stored. On the CPU."""
-    op = Operand(*(v.cpu() if isinstance(v, torch.Tensor) else v for v in fields(op)))
-    if op.kind == "high":
-        return op.data.double()
+    op = to(op, "cpu")
+    return op.data.double() if op.kind == formats.HIGH else DATA[op.kind].decode(op)
+
+
+def _quantize_tensor(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = float8_quantize(x, None, o.dtype, o.pow2, 0.0, *o.usage)
+    return Operand(data, scale, kind="tensor", dtype=o.dtype)
+
+
+def _quantize_row(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = float8_rowwise_quantize(x, None, None, o.dtype, o.pow2, 0.0, *o.usage)
+    return Operand(data, scale, kind="row", dtype=o.dtype)
+
+
+def _quantize_block1d(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = float8_block_quantize(x, o.dtype, o.pow2, 0.0, False, *o.usage)
+    return Operand(data, scale, kind="block1d", dtype=o.dtype)
+
+
+def _quantize_block2d(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = float8_block_quantize(x, o.dtype, o.pow2, 0.0, True, *o.usage)
+    return Operand(data, scale, kind="block2d", dtype=o.dtype)
+
+
+def _quantize_mx(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = mxfp8_quantize(x, o.dtype, False, False, o.swizzled, *o.usage)
+    return Operand(data, scale, kind="mx", dtype=o.dtype, swizzled=o.swizzled, transposed=o.columnwise)
+
+
+def _quantize_nv(x: torch.Tensor, o: Options) -> Operand:
+    options = (o.e4m3_max, 0, 0, False, o.swizzled, False, o.row_scaled)
+    data, scale, amax = nvfp4_quantize(x, None, None, None, *options, *o.usage)
+    return Operand(data, scale, amax, kind="nv", dtype=o.dtype, swizzled=o.swizzled, e4m3_max=o.e4m3_max)
+
+
+def _fp8_values(op: Operand) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP64 codes (R, C), their scales as stored, and the numbers of rows and columns."""
     assert op.scale is not None
-    if op.kind == "nv":
-        codes = torch.stack((op.data & 15, op.data >> 4), dim=-1).flatten(1).long()
-        blocks = torch.arange(codes.shape[1]) // 16
-        sf = _scale_bytes(op, codes.shape[0], -(-codes.shape[1] // 16)).view(torch.float8_e4m3fn).double()
-        assert op.amax is not None
-        return E2M1_TABLE[codes] * sf[:, blocks] * op.amax.double().view(-1, 1) / (6 * op.e4m3_max)
     value = (op.data.t() if op.transposed else op.data).contiguous().view(FP8_TORCH[op.dtype]).double()
-    row, col = torch.arange(value.shape[0]), torch.arange(value.shape[1])
-    if op.kind in ("tensor", "row"):
-        return value * op.scale.double().view(-1, 1)
-    if op.kind == "block1d":
-        return value * op.scale.double()[col // 128][:, row].t()
-    if op.kind == "block2d":
-        return value * op.scale.double()[row // 128][:, col // 128]
+    scale = op.scale if op.scale.dtype == torch.uint8 else op.scale.double()
+    return value, scale, torch.arange(value.shape[0]), torch.arange(value.shape[1])
+
+
+def _decode_outer(op: Operand) -> torch.Tensor:
+    value, scale, _, _ = _fp8_values(op)
+    return value * scale.view(-1, 1)
+
+
+def _decode_block1d(op: Operand) -> torch.Tensor:
+    value, scale, row, col = _fp8_values(op)
+    return value * scale[col // 128][:, row].t()
+
+
+def _decode_block2d(op: Operand) -> torch.Tensor:
+    value, scale, row, col = _fp8_values(op)
+    return value * scale[row // 128][:, col // 128]
+
+
+def _decode_mx(op: Operand) -> torch.Tensor:
+    value, _, _, col = _fp8_values(op)
     byte = _scale_bytes(op, value.shape[0], -(-value.shape[1] // 32)).double()
     return value * torch.exp2(byte - 127)[:, col // 32]
+
+
+def _decode_nv(op: Operand) -> torch.Tensor:
+    assert op.amax is not None
+    codes = torch.stack((op.data & 15, op.data >> 4), dim=-1).flatten(1).long()
+    blocks = torch.arange(codes.shape[1]) // 16
+    sf = _scale_bytes(op, codes.shape[0], -(-codes.shape[1] // 16)).view(torch.float8_e4m3fn).double()
+    return E2M1_TABLE[codes] * sf[:, blocks] * op.amax.double().view(-1, 1) / (6 * op.e4m3_max)
+
+
+DATA = {
+    "tensor": KindData(quantize=_quantize_tensor, decode=_decode_outer, error=0.06),
+    "row": KindData(quantize=_quantize_row, decode=_decode_outer, error=0.06),
+    "block1d": KindData(quantize=_quantize_block1d, decode=_decode_block1d, error=0.06),
+    "block2d": KindData(quantize=_quantize_block2d, decode=_decode_block2d, error=0.06),
+    "mx": KindData(quantize=_quantize_mx, decode=_decode_mx, error=0.06),
+    "nv": KindData(quantize=_quantize_nv, decode=_decode_nv, error=0.20),
+}
+HIGH_ERROR = 0.01
+
+
+def error_of(*kinds: str) -> float:
+    """What the product of these may be off by."""
+    return max(HIGH_ERROR if kind == formats.HIGH else DATA[kind].error for kind in kinds)
+
+
+def empty(kind: str, rows: int, size: int, columnwise: bool = False) -> Operand:
+    """An operand by shape alone: a quantizer may refuse an empty matrix."""
+    like = quantize(torch.ones(8, 8), kind, columnwise=columnwise)
+    if kind == formats.HIGH:
+        return Operand(torch.ones(rows, size))
+    known = formats.KINDS[kind]
+    count, width = known.packed
+    stored = (size, rows) if like.transposed else (rows, -(-size // count) * width)
+    assert like.scale is not None
+    scale = torch.ones(known.scale_shape(rows, size, like.transposed), dtype=like.scale.dtype)
+    return replace(like, data=torch.ones(stored, dtype=torch.uint8), scale=scale)
 
 
 def fields(op: Operand) -> tuple:

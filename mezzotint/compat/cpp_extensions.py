@@ -23,7 +23,7 @@ from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import as_matrix
 from mezzotint.kernels.activation import activation_backward, activation_forward, column_sum
 from mezzotint.kernels.grouped_gemm import grouped_gemm
-from mezzotint.kernels.operand import as_stored, check_pair
+from mezzotint.kernels.operand import check_pair
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -249,7 +249,7 @@ def _product(
 ) -> torch.Tensor:
     b_columnwise, a_columnwise = _sides(layout)
     if not (is_custom(A) and is_custom(B)):
-        check_pair(as_stored(operand(B, b_columnwise)), as_stored(operand(A, a_columnwise)), "B", "A")
+        check_pair(operand(B, b_columnwise), operand(A, a_columnwise), "B", "A")
     if bias is not None and tuple(bias.shape) != _output_shape(A, B, layout)[-1:]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected {_output_shape(A, B, layout)[-1:]}")
     columnwise = {"a_columnwise": b_columnwise, "b_columnwise": a_columnwise}
@@ -327,9 +327,12 @@ def _grouped(
 ) -> list[Any]:
     b_columnwise, a_columnwise = _sides(layout)
     given = [bias for bias in biases or () if bias is not None]
+    left, right = [operand(b, b_columnwise) for b in B], [operand(a, a_columnwise) for a in A]
+    for i, pair in enumerate(zip(left, right, strict=True)):
+        check_pair(*pair, f"B[{i}]", f"A[{i}]")
     return grouped_gemm(
-        [operand(b, b_columnwise) for b in B],
-        [operand(a, a_columnwise) for a in A],
+        left,
+        right,
         out_dtype=dtype,
         bias=given or None,
         accumulate=accumulate,

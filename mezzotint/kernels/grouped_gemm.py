@@ -26,7 +26,7 @@ import torch
 from mezzotint.formats import HIGH, KINDS
 from mezzotint.kernels._lib import leaf
 from mezzotint.kernels.gemm import Bias, capability_of, check_output, write_product
-from mezzotint.kernels.operand import Operand, as_stored, check_pair, codes, rows
+from mezzotint.kernels.operand import Operand, codes, rows
 
 SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
 
@@ -179,15 +179,13 @@ def _checked(
     bias: Sequence[torch.Tensor] | None,
     accumulate: Sequence[torch.Tensor] | None,
 ) -> tuple:
-    """The ops' arguments up to the bias."""
+    """The ops' arguments up to the bias. Operands are those that storages make: `check_pair` is for others."""
     if not a or len(a) != len(b):
         raise ValueError(f"a has {len(a)} groups, b has {len(b)}: expected the same number, at least one")
     for name, given in (("bias", bias), ("accumulate", accumulate)):
         if given is not None and len(given) != len(a):
             raise ValueError(f"{name} has {len(given)} entries: expected one for each of {len(a)} groups, or None")
-    a, b = [as_stored(op) for op in a], [as_stored(op) for op in b]
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        check_pair(x, y, f"a[{i}]", f"b[{i}]")
         if rows(y) != rows(b[0]) or x.data.device != a[0].data.device:
             raise ValueError(f"b[{i}] has {rows(y)} rows, b[0] {rows(b[0])}: expected the same, on one device")
         own_bias, total = (None if given is None else given[i] for given in (bias, accumulate))
@@ -226,6 +224,6 @@ def grouped_gemm(
     arguments = _checked(a, b, out_dtype, bias, accumulate)
     if accumulate is None:
         packed = _grouped_op(*arguments, out_dtype, fast_accum)
-        return list(packed.split([rows(as_stored(op)) for op in a]))
+        return list(packed.split([rows(op) for op in a]))
     _grouped_op_(list(accumulate), *arguments, fast_accum)
     return list(accumulate)

@@ -3,11 +3,10 @@
 `data` is (R, C), C contracted. What `data` and `scale` hold is said by the operand's kind (`formats.OperandKind`), of
 which the format's file tells: "high" is FP32, FP16 or BF16 and has no scale, all others are codes in torch.uint8.
 
-`data` may be a view with any strides. A column-wise copy that is stored untransposed comes as stored, with
-`transposed`, or as views `data.t()` and `scale.t()`.
+`data` may be a view with any strides. A column-wise copy that is stored untransposed comes as stored, with `transposed`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -46,17 +45,6 @@ def codes(op: Operand) -> int:
 def contraction(a: Operand, b: Operand) -> int:
     """The size along which A·Bᵀ contracts. Packed codes may be longer by zero padding: the shorter one counts."""
     return min(codes(a), codes(b))
-
-
-def as_stored(op: Operand) -> Operand:
-    """Transposed views of an untransposed copy → the stored buffers and the flag: no op may depend on strides."""
-    kind = KINDS.get(op.kind)
-    if kind is None or not kind.may_transpose or op.transposed:
-        return op
-    # Scale sizes are multiples of 128 and 4: a stride tells which way round they lie.
-    if op.scale is not None and op.scale.dim() == 2 and op.scale.stride(0) == 1 and op.scale.stride(1) != 1:
-        return replace(op, data=op.data.t(), scale=op.scale.t(), transposed=True)
-    return op
 
 
 def check_operand(op: Operand, name: str) -> None:

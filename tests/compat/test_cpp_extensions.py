@@ -330,6 +330,7 @@ def test_bad_groups() -> None:
         (([w], [x], None, None, None, "TN", [3]), "m_splits"),
         (([w], [x], [x], None, None, "TN", None, False, False, False, None, False, False, None, True), "single_output"),
         (([w], [x], None, None, None, "TN", None, False, False, False, None, True), "use_bias"),
+        (([w, w], [x, x[:, 1:]], None, None, None), r"B\[1\] and A\[1\] contract over"),
     ):
         with pytest.raises(ValueError, match=words):
             general_grouped_gemm(*arguments)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from mezzotint.constants import E4M3
 from mezzotint.kernels import grouped_gemm as file
 from mezzotint.kernels.gemm import Operand, gemm
 from mezzotint.kernels.grouped_gemm import group_ends, grouped_gemm, grouped_gemm_packed, join_rows
-from tests.operands import KINDS, quantize
+from tests.operands import KINDS, empty, quantize
 
 F32, B16 = torch.float32, torch.bfloat16
 OUT, INTO = 24, 40
@@ -37,21 +37,11 @@ def wgrad(kind: str, splits: list[int]) -> tuple[list[Operand], list[Operand]]:
 
 
 def _rows(op: Operand, rows: int) -> Operand:
-    if rows:
-        return op
-    empty = {"row": (0,), "block1d": (1, 0), "block2d": (0, 4), "mx": (0, 4), "nv": (0, 4)}
-    scale = op.scale if op.scale is None or op.kind == "tensor" else op.scale.new_empty(empty[op.kind])
-    return replace(op, data=op.data[:0], scale=scale)
+    return op if rows else empty(op.kind, 0, INTO)
 
 
 def _tokens(op: Operand, tokens: int) -> Operand:
-    if tokens:
-        return op
-    data = op.data[:0] if op.transposed else op.data[:, :0]
-    rows = op.data.shape[1] if op.transposed else op.data.shape[0]
-    empty = {"block1d": (0, rows), "block2d": (1, 0), "mx": (0, 128), "nv": (128, 0)}
-    scale = op.scale if op.kind not in empty or op.scale is None else op.scale.new_empty(empty[op.kind])
-    return replace(op, data=data, scale=scale)
+    return op if tokens else empty(op.kind, op.data.shape[1 if op.transposed else 0], 0, columnwise=True)
 
 
 def one_by_one(a, b, out_dtype, biases=None) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
@@ -268,8 +258,6 @@ def test_errors_name_the_argument() -> None:
         grouped_gemm(a, b[:1], out_dtype=F32)
     with pytest.raises(ValueError, match="at least one"):
         grouped_gemm([], [], out_dtype=F32)
-    with pytest.raises(ValueError, match=r"a\[1\]\.scale is missing"):
-        grouped_gemm([a[0], replace(a[1], scale=None)], b, out_dtype=F32)
     with pytest.raises(ValueError, match=r"b\[1\] is .* groups must be alike"):
         grouped_gemm(a, [b[0], quantize(torch.randn(OUT, INTO), "row", dtype=E4M3)], out_dtype=F32)
     with pytest.raises(ValueError, match=r"b\[1\] has 5 rows"):

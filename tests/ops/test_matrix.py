@@ -12,11 +12,11 @@ import mezzotint as mz
 from mezzotint import ops
 from mezzotint import recipe as recipes
 from tests.ops.chains import build, extras, step, twins
-from tests.recipes import RECIPES, VARIANTS, assert_equal, sample
+from tests.recipes import EVERY_RECIPE, RECIPES, VARIANTS, assert_equal, sample
 
 pytestmark = pytest.mark.compile
 
-over_recipes = pytest.mark.parametrize("recipe", RECIPES)
+over_recipes = pytest.mark.parametrize("recipe", EVERY_RECIPE)
 ROWS = 24
 
 
@@ -53,7 +53,7 @@ def check_steps(name: str, recipe: Any, backend: str = "aot_eager") -> Pair:
 @pytest.mark.parametrize("name", ["mlp", "residual", "experts", "mix"])
 def test_every_recipe(name: str, recipe: str) -> None:
     """One graph in all steps; two for five batch sizes, of a chain for each of three recipes."""
-    pair = check_steps(name, RECIPES[recipe])
+    pair = check_steps(name, EVERY_RECIPE[recipe])
     if (name, recipe) in (("mlp", "delayed"), ("residual", "mxfp8"), ("mix", "none")):
         for seed, rows in enumerate((40, 33, 16, 7)):
             pair.check(RECIPES[recipe], seed, rows)
