@@ -40,7 +40,7 @@ class OperandKind:
     grouped: "Callable[[list[Any], list[Any], CC, bool, bool], torch.Tensor | None] | None" = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """Which code multiplies operands of two kinds, on which GPUs."""
 
@@ -48,7 +48,7 @@ class Backend:
     kind_b: str
     cc: tuple[CC, CC]  # the first compute capability, and the first one that it no longer serves
     name: str
-    how: str  # "native" | "emulated" | "reference"
+    how: str = "native"  # or "emulated", "reference"
     why: str
     cuda: tuple[int, int] = (0, 0)  # oldest CUDA build of PyTorch that has it
     product: Callable[..., None] | None = None  # (out, a, b, bias, fast); None: `kernels/gemm.py` has one by the name

@@ -74,12 +74,26 @@ _DEQUANTIZED = "dequantized to the other operand's dtype, torch.mm"
 
 # The functions of these are in `kernels/gemm.py`, those of the formats' own rows in the rows.
 _PLAIN = (
-    Backend(HIGH, HIGH, EVERY, "plain", "native", "torch.mm in the operands' dtype"),
-    Backend(HIGH, ANY, EVERY, "plain", "emulated", _DEQUANTIZED),
-    Backend(ANY, HIGH, EVERY, "plain", "emulated", _DEQUANTIZED),
+    Backend(kind_a=HIGH, kind_b=HIGH, cc=EVERY, name="plain", why="torch.mm in the operands' dtype"),
+    Backend(kind_a=HIGH, kind_b=ANY, cc=EVERY, name="plain", how="emulated", why=_DEQUANTIZED),
+    Backend(kind_a=ANY, kind_b=HIGH, cc=EVERY, name="plain", how="emulated", why=_DEQUANTIZED),
 )
-EMULATED = Backend(ANY, ANY, ((8, 0), FOREVER), "emulated", "emulated", "exact values in BF16, BF16 tensor cores")
-REFERENCE = Backend(ANY, ANY, EVERY, "reference", "reference", "plain torch in FP32, the specification")
+EMULATED = Backend(
+    kind_a=ANY,
+    kind_b=ANY,
+    cc=((8, 0), FOREVER),
+    name="emulated",
+    how="emulated",
+    why="exact values in BF16, BF16 tensor cores",
+)
+REFERENCE = Backend(
+    kind_a=ANY,
+    kind_b=ANY,
+    cc=EVERY,
+    name="reference",
+    how="reference",
+    why="plain torch in FP32, the specification",
+)
 
 
 def gemm_backends() -> tuple[Backend, ...]:

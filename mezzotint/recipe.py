@@ -17,7 +17,7 @@ import torch
 from mezzotint.constants import DType
 from mezzotint.recipe_names import RECIPE_CLASSES, recipe_short_name
 from mezzotint.tensor.checks import check_epsilon
-from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer
@@ -112,6 +112,10 @@ class DelayedScalingRequest(QuantizerRequest):
 
     def __post_init__(self) -> None:
         _check_delayed(self)
+
+    def scaled_quantizer(self, forward: bool) -> Quantizer:
+        """What quantizes a forward, or backward, tensor by the scale that is kept for it."""
+        return Float8ScaledQuantizer(element(self.fp8_format, forward))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mezzotint.constants import mantissa_bits
 from mezzotint.formats import FORMATS
 from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
-from mezzotint.recipe import FORWARD_TENSORS, DelayedScalingRequest, QuantizerRole, Recipe, element
+from mezzotint.recipe import FORWARD_TENSORS, DelayedScalingRequest, QuantizerRole, Recipe
 from mezzotint.tensor.opaque import why_unregistered
 from mezzotint.trainer.console import CommandError, make_console
 from mezzotint.trainer.machine import check_compiler, find_device, versions
@@ -97,7 +97,7 @@ def mantissa_of(recipe: Recipe | None, tensor_type: str) -> int:
         return BF16_MANTISSA
     asked: Any = recipe.quantizer(QuantizerRole("linear", tensor_type))
     if isinstance(asked, DelayedScalingRequest):
-        return mantissa_bits(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
+        asked = asked.scaled_quantizer(tensor_type in FORWARD_TENSORS)
     return mantissa_bits(asked.dtype)
 
 

@@ -159,12 +159,11 @@ FLOAT8 = register_format(
         products=((_KIND, _KIND),) * 3,
         backends=(
             Backend(
-                _KIND,
-                _KIND,
-                ADA,
-                "tensor",
-                "native",
-                "torch._scaled_mm, a scale per tensor",
+                kind_a=_KIND,
+                kind_b=_KIND,
+                cc=ADA,
+                name="tensor",
+                why="torch._scaled_mm, a scale per tensor",
                 product=_product,
                 pairs=FP8_PAIRS,
                 scales=_scales,

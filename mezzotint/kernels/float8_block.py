@@ -181,8 +181,16 @@ def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 def _backend(kind_a: str, kind_b: str, why: str) -> Backend:
     """Block scales take E4M3 alone."""
-    pairs = frozenset({(E4M3, E4M3)})
-    return Backend(kind_a, kind_b, HOPPER, "block", "native", why, (12, 9), _product, pairs)
+    return Backend(
+        kind_a=kind_a,
+        kind_b=kind_b,
+        cc=HOPPER,
+        name="block",
+        why=why,
+        cuda=(12, 9),
+        product=_product,
+        pairs=frozenset({(E4M3, E4M3)}),
+    )
 
 
 FLOAT8_BLOCK = register_format(

@@ -192,8 +192,17 @@ _KIND = "row"  # data: codes (R, C); scale: FP32 [R]
 
 
 def _backend(cc: tuple[CC, CC], name: str, why: str, product: Any, cuda: CC = (0, 0)) -> Backend:
-    scales = None if product is _product_unit else _scales
-    return Backend(_KIND, _KIND, cc, name, "native", why, cuda, product, scaled_mm.FP8_PAIRS, scales)
+    return Backend(
+        kind_a=_KIND,
+        kind_b=_KIND,
+        cc=cc,
+        name=name,
+        why=why,
+        cuda=cuda,
+        product=product,
+        pairs=scaled_mm.FP8_PAIRS,
+        scales=None if product is _product_unit else _scales,
+    )
 
 
 FLOAT8_ROWWISE = register_format(

@@ -181,12 +181,11 @@ MXFP8 = register_format(
         products=((_KIND, _KIND),) * 3,
         backends=(
             Backend(
-                _KIND,
-                _KIND,
-                hw.BLACKWELL,
-                "mx",
-                "native",
-                f"cuBLAS 1x32 E8M0; {hw.UNTRIED}",
+                kind_a=_KIND,
+                kind_b=_KIND,
+                cc=hw.BLACKWELL,
+                name="mx",
+                why=f"cuBLAS 1x32 E8M0; {hw.UNTRIED}",
                 cuda=(12, 8),
                 product=_product,
                 pairs=scaled_mm.FP8_PAIRS,

@@ -364,12 +364,11 @@ NVFP4 = register_format(
         products=((_KIND, _KIND),) * 3,
         backends=(
             Backend(
-                _KIND,
-                _KIND,
-                hw.BLACKWELL,
-                "nv",
-                "native",
-                f"cuBLAS 1x16 E4M3 on FP4; {hw.UNTRIED}",
+                kind_a=_KIND,
+                kind_b=_KIND,
+                cc=hw.BLACKWELL,
+                name="nv",
+                why=f"cuBLAS 1x16 E4M3 on FP4; {hw.UNTRIED}",
                 cuda=(12, 8),
                 product=_product,
             ),

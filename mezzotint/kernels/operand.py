@@ -3,7 +3,7 @@
 `data` is (R, C), C contracted. What `data` and `scale` hold is said by the operand's kind (`formats.OperandKind`), of
 which the format's file tells: "high" is FP32, FP16 or BF16 and has no scale, all others are codes in torch.uint8.
 
-`data` may be a view with any strides. A column-wise copy that is stored untransposed comes as stored, with `transposed`.
+`data` may be a view with any strides. A column-wise copy that is stored untransposed comes so, with `transposed`.
 """
 
 from dataclasses import dataclass

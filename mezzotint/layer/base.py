@@ -35,7 +35,7 @@ from mezzotint.recipe import (
     slot,
 )
 from mezzotint.region import Pending, RunStatus, State, current_state, recipe_in_force
-from mezzotint.tensor.float8 import Float8Quantizer, Float8ScaledQuantizer
+from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -255,7 +255,7 @@ class Layer(Named, ParallelModule):
         state = self._grad_state(request, reduction_groups(request, self._sharing_group()), False)
         if not state.is_handed_over():
             return None, None
-        quantizer = Float8ScaledQuantizer(element(request.fp8_format, tensor_type in FORWARD_TENSORS))
+        quantizer = request.scaled_quantizer(tensor_type in FORWARD_TENSORS)
         return quantizer.with_usage(rowwise=True, columnwise=False), state
 
     def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:

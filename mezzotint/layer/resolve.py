@@ -12,9 +12,7 @@ from mezzotint.recipe import (
     QuantizerRequest,
     QuantizerRole,
     Recipe,
-    element,
 )
-from mezzotint.tensor.float8 import Float8ScaledQuantizer
 from mezzotint.tensor.quantizer import Quantizer
 
 NO_QUANTIZERS = LinearQuantizers(None, None, None)
@@ -53,7 +51,7 @@ def resolve_quantizers(
                         f"{request}: the requests of one module must be equal"
                     )
                 request = asked
-                quantizer = Float8ScaledQuantizer(element(asked.fp8_format, tensor_type in FORWARD_TENSORS))
+                quantizer = asked.scaled_quantizer(tensor_type in FORWARD_TENSORS)
             made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
         found.append(LinearQuantizers(made[0], made[1], made[2]))
     return tuple(found), request

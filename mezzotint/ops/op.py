@@ -30,9 +30,8 @@ from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.resolve import delayed_request
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, element
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import recipe_in_force
-from mezzotint.tensor.float8 import Float8ScaledQuantizer
 from mezzotint.tracing import memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
@@ -362,7 +361,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         gemm, tensor_type = self._tensor(mode, index)
         made = recipe.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, QuantizerRequest):
-            value = Float8ScaledQuantizer(element(delayed_request(made).fp8_format, mode == "forward"))
+            value = delayed_request(made).scaled_quantizer(mode == "forward")
             return delayed(self, run.call, gemm, tensor_type, value)
         return made
 

@@ -141,7 +141,7 @@ def main() -> None:
         ("current", float8.quantize, float8_quantize, (None, E4M3, False, 0.0)),
         ("delayed", float8.quantize_scaled, float8_quantize_scaled, (scale, E5M2)),
         ("block", float8_block.quantize, float8_block_quantize, (E4M3, True, 0.0, False)),
-        ("mxfp8", mxfp8.quantize, mxfp8_quantize, (E4M3, False, False, False)),
+        ("blocks of 32", mxfp8.quantize, mxfp8_quantize, (E4M3, False, False, False)),
         ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, None, E4M3, True, 0.0)),
     )
     check_copied_input(float8.quantize, float8_quantize)
