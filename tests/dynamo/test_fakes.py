@@ -27,7 +27,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, name: str, recipe: Any) -> tuple[Cor
     def stop(core: Core, args: Any, needs_grad: bool) -> Any:
         raise Caught(core, args)
 
-    monkeypatch.setattr(f"mezzotint.module.{name}.apply", stop)
+    monkeypatch.setattr(f"mezzotint.module.{name}.run_core", stop)
     module = make(name, bias=True)
     splits = ([5, 0, 28],) if name == "grouped_linear" else ()
     with pytest.raises(Caught) as found, mz.autocast(enabled=recipe is not None, recipe=recipe):

@@ -71,7 +71,7 @@ def test_state_is_fp32() -> None:
     with default_dtype(torch.bfloat16):
         made: list[nn.Module] = [MODULES[name]() for name in MODULES]
         made += [ops.BasicLinear(IN, IN, device="cpu"), mz.convert(nn.Linear(IN, IN), filter=lambda *_: True)]
-        state = mz.recipe_state.RecipeState.create(RECIPES["delayed"], mode="forward", num_quantizers=3, device="cpu")
+        state = mz.RecipeState.create(RECIPES["delayed"], mode="forward", num_quantizers=3, device="cpu")
     for module in made:
         assert {getattr(module, key).dtype for key in STATE} == {torch.float32}
     assert state.scale.dtype == state.amax_history.dtype == torch.float32

@@ -1,0 +1,17 @@
+"""Bounds on the shape of the package, as `python -m dev.house` prints it."""
+
+import pytest
+
+from dev import house
+
+
+def test_no_function_is_longer_than_a_hundred_lines() -> None:
+    """Kernels are aside."""
+    assert [f for f in house.functions() if f.lines > 100 and not f.is_kernel] == []
+
+
+def test_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    house.main()
+    printed = capsys.readouterr().out
+    for title in ("Packages", "Largest files", "Functions over 60 lines", "Lines that ask whether code is traced"):
+        assert title in printed
