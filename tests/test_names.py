@@ -24,7 +24,8 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
                 yield name
             case ast.Assign(targets=targets):
                 for target in targets:
-                    yield from (leaf.id for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+                    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+                    yield from (part.id for part in parts if isinstance(part, ast.Name))
             case ast.AnnAssign(target=ast.Name(id=name)):
                 yield name
 

@@ -38,14 +38,14 @@ from mezzotint.kernels.operand import (
     factors,
     rows,
 )
+from mezzotint.kernels.scaled_mm import OptionalTensor
 
 __all__ = ["GENERAL", "Operand", "gemm", "gemm_reference", "write_product"]
 
-Bias = torch.Tensor | None
-Product = Callable[[torch.Tensor, Operand, Operand, Bias, bool], None]  # writes D into the first
+Product = Callable[[torch.Tensor, Operand, Operand, OptionalTensor, bool], None]  # writes D into the first
 
 
-def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool = False) -> None:
+def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool = False) -> None:
     """The specification, in plain torch."""
     if a.kind == HIGH or b.kind == HIGH:
         x, y = _same_dtype(a, b)
@@ -59,7 +59,7 @@ def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_a
     finish(out, product, factors(a, b), bias)
 
 
-def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
     """At least one side unquantized, on a GPU."""
     x, y = _same_dtype(a, b)
     if out.dtype == x.dtype and bias is None:
@@ -70,7 +70,7 @@ def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bo
         finish(out, _mm_fp32(x, y, out), [], bias)
 
 
-def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
     """Both sides quantized, on a GPU that has no GEMM for them."""
     size = contraction(a, b)
     x, y = exact(a, size, torch.bfloat16), exact(b, size, torch.bfloat16)
@@ -103,14 +103,14 @@ def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 GENERAL: dict[str, Product] = {"reference": gemm_reference, "plain": _plain, "emulated": _emulated}
 
 
-def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
     """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
     # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         _multiply(out, a, b, bias, fast_accum)
 
 
-def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: Bias, fast_accum: bool) -> None:
+def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
     if out.numel() == 0:
         return
     if contraction(a, b) == 0:
@@ -151,7 +151,7 @@ FIELDS = 8
 _ARGUMENTS = f"{_SIDE.format('a')}, {_SIDE.format('b')}, Tensor? bias"
 
 
-def _split(arguments: tuple) -> tuple[Operand, Operand, Bias]:
+def _split(arguments: tuple) -> tuple[Operand, Operand, OptionalTensor]:
     return Operand(*arguments[:FIELDS]), Operand(*arguments[FIELDS : 2 * FIELDS]), arguments[2 * FIELDS]
 
 
@@ -207,7 +207,7 @@ def check_output(
     shape: tuple[int, int],
     device: torch.device,
     out_dtype: torch.dtype,
-    bias: Bias,
+    bias: OptionalTensor,
     accumulate: torch.Tensor | None,
     suffix: str = "",
 ) -> None:

@@ -25,8 +25,9 @@ import torch
 
 from mezzotint.formats import HIGH, KINDS
 from mezzotint.kernels._lib import leaf
-from mezzotint.kernels.gemm import Bias, capability_of, check_output, write_product
+from mezzotint.kernels.gemm import capability_of, check_output, write_product
 from mezzotint.kernels.operand import Operand, codes, rows
+from mezzotint.kernels.scaled_mm import OptionalTensor
 
 SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
 
@@ -103,7 +104,7 @@ def _operands(data: Any, scales: Any, amaxes: Any, *flags: Any) -> list[Operand]
     return [Operand(*parts, *flags) for parts in zip(data, scales or none, amaxes or none, strict=True)]
 
 
-def _split(arguments: tuple) -> tuple[list[Operand], list[Operand], Sequence[Bias]]:
+def _split(arguments: tuple) -> tuple[list[Operand], list[Operand], Sequence[OptionalTensor]]:
     a, b = _operands(*arguments[:_FIELDS]), _operands(*arguments[_FIELDS : 2 * _FIELDS])
     return a, b, arguments[2 * _FIELDS] or [None] * len(a)
 

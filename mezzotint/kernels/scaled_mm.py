@@ -27,7 +27,7 @@ NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 1
 # Element types of A and B: no GPU multiplies E5M2 by E5M2.
 FP8_PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
 
-Bias = torch.Tensor | None
+OptionalTensor = torch.Tensor | None
 
 
 def scaled_mm(*args: Any, out: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
@@ -44,7 +44,9 @@ def scaled_mm_v2(*args: Any, out: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.aten._scaled_mm_v2.out(*args, out=out)
 
 
-def as_one_call(backend: Backend, a: Operand, b: Operand, bias: Bias, dtype: torch.dtype, fast_accum: bool) -> Any:
+def as_one_call(
+    backend: Backend, a: Operand, b: Operand, bias: OptionalTensor, dtype: torch.dtype, fast_accum: bool
+) -> Any:
     """What `backend` writes, as one call of `torch._scaled_mm` that a compiler can take in; None where it is more than
     one, or where a size that decides about it is not known while a graph is made."""
     if backend.scales is None or (bias is not None and bias.dtype != dtype) or dtype == torch.float32:
@@ -67,7 +69,7 @@ def multiply_fp8(
     b: Operand,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
-    bias: Bias,
+    bias: OptionalTensor,
     fast_accum: bool,
 ) -> None:
     """FP8 codes with scales that stand outside of the sum, as `torch._scaled_mm` takes them."""
@@ -79,8 +81,8 @@ def multiply_fp8(
 
 
 def plan_output(
-    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, bias: Bias
-) -> tuple[torch.Tensor | None, torch.dtype, Bias, Bias]:
+    out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, bias: OptionalTensor
+) -> tuple[torch.Tensor | None, torch.dtype, OptionalTensor, OptionalTensor]:
     """What the GEMM writes into (None: a new tensor), its dtype, the bias that it adds, the bias left to add."""
     is_inside = bias is not None and out.dtype != torch.float32 and bias.dtype == out.dtype
     after = None if is_inside else bias
@@ -92,7 +94,7 @@ def plan_output(
     return (out if is_direct else None), dtype, inside, after
 
 
-def cut_to(out: torch.Tensor, product: torch.Tensor, bias: Bias) -> None:
+def cut_to(out: torch.Tensor, product: torch.Tensor, bias: OptionalTensor) -> None:
     """What was filled up is cut off, the bias that the GEMM did not add is added."""
     if product is not out or bias is not None:
         finish(out, product[: out.shape[0], : out.shape[1]], [], bias)
