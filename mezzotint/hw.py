@@ -187,7 +187,7 @@ def _native_needs(kind_a: str, kind_b: str) -> str:
             span = f"{low[0]}.{low[1]}" + ("" if high == FOREVER else f" (below {high[0]}.{high[1]})")
             spans.append(span + (f" with CUDA {major}.{minor}" if row.cuda > (0, 0) else ""))
     if not spans:
-        return "no GPU has native products of these two"
+        return "PyTorch has no native products of these two, on any GPU"
     return f"native products need an NVIDIA GPU of compute capability {', or '.join(spans)}"
 
 

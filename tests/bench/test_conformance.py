@@ -35,7 +35,7 @@ def test_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_nothing_differs_on_the_cpu() -> None:
     rows = conformance.by_family(conformance.all_rows("cpu"))
-    assert {"fp8_tensor", "fp8_block", "mxfp8", "nvfp4", "cast", "float8_rowwise"} == {row.family for row in rows}
+    assert {"fp8_tensor", "fp8_block", "mxfp8", "nvfp4", "cast", "float8_rowwise"} <= {row.family for row in rows}
     assert all(row.items > 0 for row in rows)
     assert not [row for row in rows if row.mismatches]
 
