@@ -16,12 +16,14 @@ import torch
 
 from mezzotint.constants import DType
 from mezzotint.recipe_names import RECIPE_CLASSES, recipe_short_name
-from mezzotint.tensor.checks import check_epsilon
+from mezzotint.tensor.checks import check_choice, check_epsilon
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
+from mezzotint.tensor.mxfp4 import MXFP4Quantizer
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer
+from mezzotint.tensor.packed_mx import SCALE_RULES
 from mezzotint.tensor.quantizer import Quantizer
 
 FORWARD_TENSORS = ("input", "weight", "output")
@@ -375,6 +377,41 @@ class MXFP8BlockScaling(Recipe):
     def quantizer(self, role: QuantizerRole) -> Quantizer:
         two_d = self.enable_2d_quantization and role.tensor_type == "weight"
         return MXFP8Quantizer(_element_of(self, role), with_2d_quantization=two_d)
+
+    def alignment(self) -> int:
+        return 32
+
+
+@dataclass(frozen=True)
+class MXFP4BlockScaling(Recipe):
+    """FP4 with one E8M0 scale per 32 elements (OCP MX v1.0).
+
+    As in NVFP4BlockScaling, input and gradient go through a Hadamard transform for the weight gradient, gradients are
+    rounded stochastically, weights are scaled by square tiles, of 32x32; each can be disabled.
+    `scale_rule`: "floor" is OCP's; the top of a block saturates. Under "roundup" nothing does, so that stochastic
+    rounding keeps the mean of the largest elements, too.
+    """
+
+    colour = "#F0E442"
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    scale_rule: str = "floor"
+    backward_override: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_override(self)
+        check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        is_weight = role.tensor_type == "weight"
+        return MXFP4Quantizer(
+            with_rht=not is_weight and not self.disable_rht,
+            with_2d_quantization=is_weight and not self.disable_2d_quantization,
+            stochastic_rounding=role.tensor_type in BACKWARD_TENSORS and not self.disable_stochastic_rounding,
+            scale_rule=self.scale_rule,
+        )
 
     def alignment(self) -> int:
         return 32

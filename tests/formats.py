@@ -39,6 +39,7 @@ from mezzotint.kernels.float8_rowwise import (
 )
 from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
 from mezzotint.kernels.identity import identity_quantize, identity_quantize_
+from mezzotint.kernels.mxfp4 import mxfp4_buffers, mxfp4_dequantize, mxfp4_quantize, mxfp4_quantize_
 from mezzotint.kernels.mxfp8 import mxfp8_buffers, mxfp8_dequantize, mxfp8_quantize, mxfp8_quantize_
 from mezzotint.kernels.nvfp4 import MAE, MSE, nvfp4_buffers, nvfp4_dequantize, nvfp4_quantize, nvfp4_quantize_
 
@@ -303,6 +304,45 @@ def _identity(dtype: torch.dtype) -> Variant:
     )
 
 
+def _mxfp4(
+    *,
+    rng: tuple[int, int] | None = None,
+    sign_mask: int = 0,
+    floor: bool = True,
+    two_d: bool = False,
+    swizzled: bool = False,
+    rht: bool = False,
+) -> Variant:
+    def decode(b: Tensors, direction: str, shape: Sequence[int]) -> torch.Tensor:
+        columns = direction == "columnwise"
+        rows = torch.Size(shape[:-1]).numel()
+        cols = (rup(rows, 16) if rht else rows) if columns else shape[-1]
+        data, scale = b[f"{direction}_data"], b[f"{direction}_scale_inv"]
+        return mxfp4_dequantize(data, scale, swizzled, columns and not rht, cols, torch.float32)
+
+    flags = {
+        "stochastic": rng is not None,
+        "floor": floor,
+        "two_d": two_d,
+        "swizzled": swizzled,
+        "rht": rht,
+        "signs": sign_mask,
+    }
+    traits = [name for name, on in flags.items() if on]
+    return Variant(
+        format="mxfp4",
+        label="-".join(traits) or "roundup",
+        quantize=mxfp4_quantize,
+        quantize_=mxfp4_quantize_,
+        options=(None if rng is None else torch.tensor(rng), sign_mask, floor, two_d, swizzled, rht),
+        geometry=lambda shape, *usage: mxfp4_buffers(shape, rht, *usage),
+        decode=decode,
+        elem="e2m1",
+        dtypes=(torch.bfloat16,) if rht else HIGH,
+        traits=frozenset((*traits, "nan_blocks")),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     _float8("e4m3", "exact"),
     _float8("e5m2", "exact"),
@@ -324,6 +364,13 @@ VARIANTS: tuple[Variant, ...] = (
     _mxfp8("e4m3", two_d=True),
     _mxfp8("e4m3", swizzled=True),
     _mxfp8("e5m2", floor=True, two_d=True, swizzled=True),
+    _mxfp4(),
+    _mxfp4(floor=False),
+    _mxfp4(two_d=True),
+    _mxfp4(swizzled=True),
+    _mxfp4(rht=True, sign_mask=RANDOM_SIGN_MASK),
+    _mxfp4(rng=(1234, 5), floor=False),
+    _mxfp4(rng=(1 << 40, 7), rht=True, sign_mask=RANDOM_SIGN_MASK, swizzled=True),
     _nvfp4(),
     _nvfp4(two_d=True),
     _nvfp4(swizzled=True),
@@ -363,6 +410,12 @@ PLACES: dict[str, dict[str, tuple[int, int] | None]] = {
         "rowwise_scale_inv": (0, 1),
         "columnwise_data": (0, 1),
         "columnwise_scale_inv": (0, 32),
+    },
+    "mxfp4": {
+        "rowwise_data": (0, 1),
+        "rowwise_scale_inv": (0, 1),
+        "columnwise_data": (1, 2),
+        "columnwise_scale_inv": (1, 32),
     },
     "nvfp4": {
         "rowwise_data": (0, 1),

@@ -13,6 +13,7 @@ from mezzotint.kernels.float8 import float8_quantize
 from mezzotint.kernels.float8_block import float8_block_quantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
 from mezzotint.kernels.gemm import GENERAL
+from mezzotint.kernels.mxfp4 import mxfp4_quantize
 from mezzotint.kernels.mxfp8 import mxfp8_quantize
 from mezzotint.kernels.nvfp4 import nvfp4_quantize
 from mezzotint.kernels.operand import Operand
@@ -150,12 +151,24 @@ def _decode_nv(op: Operand) -> torch.Tensor:
     return E2M1_TABLE[codes] * sf[:, blocks] * op.amax.double().view(-1, 1) / (6 * op.e4m3_max)
 
 
+def _quantize_mx4(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = mxfp4_quantize(x, None, 0, True, False, o.swizzled, False, *o.usage)
+    return Operand(data, scale, kind="mx4", dtype=o.dtype, swizzled=o.swizzled)
+
+
+def _decode_mx4(op: Operand) -> torch.Tensor:
+    codes = torch.stack((op.data & 15, op.data >> 4), dim=-1).flatten(1).long()
+    byte = _scale_bytes(op, codes.shape[0], -(-codes.shape[1] // 32)).double()
+    return E2M1_TABLE[codes] * torch.exp2(byte - 127)[:, torch.arange(codes.shape[1]) // 32]
+
+
 DATA = {
     "tensor": KindData(quantize=_quantize_tensor, decode=_decode_outer, error=0.06),
     "row": KindData(quantize=_quantize_row, decode=_decode_outer, error=0.06),
     "block1d": KindData(quantize=_quantize_block1d, decode=_decode_block1d, error=0.06),
     "block2d": KindData(quantize=_quantize_block2d, decode=_decode_block2d, error=0.06),
     "mx": KindData(quantize=_quantize_mx, decode=_decode_mx, error=0.06),
+    "mx4": KindData(quantize=_quantize_mx4, decode=_decode_mx4, error=0.25),
     "nv": KindData(quantize=_quantize_nv, decode=_decode_nv, error=0.20),
 }
 HIGH_ERROR = 0.01

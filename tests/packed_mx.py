@@ -1,9 +1,15 @@
 """MX formats under a byte once more, in numpy and `ml_dtypes`, written apart from the package's own code."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+
+from tests import exact
+from tests.conformance import DTYPES, Row, count, patterns
+from tests.values import CONTENTS, fill
 
 ELEMENTS: dict[str, Any] = {
     "e2m1": ml_dtypes.float4_e2m1fn,
@@ -66,3 +72,49 @@ def pack(codes: np.ndarray, elem: str) -> np.ndarray:
 def decode(codes: np.ndarray, elem: str) -> np.ndarray:
     """Codes → float64."""
     return codes.view(ELEMENTS[elem]).astype(np.float64)
+
+
+def conformance_rows(
+    device: str,
+    name: str,
+    elem: str,
+    quantize: Callable[[torch.Tensor], list[torch.Tensor]],
+    dequantize: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor],
+) -> Iterator[Row]:
+    """Every 16-bit pattern, every code under every scale, and every kind of content, in both directions.
+
+    `quantize(x)`: both directions, by the floor rule. `dequantize(data, scales, columns)`: FP32 from the row-wise copy.
+    """
+    title = f"{name} {elem}"
+    for inputs, x, value in patterns(device):
+        blocks = torch.zeros(len(x), 32, dtype=value.dtype, device=device)
+        blocks[:, 0] = value
+        data, scale_inv, *_ = quantize(blocks)
+        codes, byte = quantize_rows(x[:, None], elem)
+        padded = np.where(byte == 255, largest_code(elem), np.zeros((len(x), 32), np.uint8)).astype(np.uint8)
+        padded[:, 0] = codes[:, 0]
+        got = data.reshape(len(x), -1)
+        yield Row(title, f"{inputs}, alone in its block", "ml_dtypes", *count(got, pack(padded, elem)))
+        yield Row(f"{title} scale", f"{inputs} as amax", "ml_dtypes", *count(scale_inv[:, :1], byte))
+    width = ml_dtypes.finfo(ELEMENTS[elem]).bits
+    codes = np.arange(1 << width, dtype=np.uint8)
+    powers = exact.decode_e8m0(np.arange(256, dtype=np.uint8))
+    shape = (256, *quantize(torch.zeros(1, len(codes), device=device))[0].shape[1:])
+    packed = torch.from_numpy(pack(codes[None, :], elem)).to(device).expand(256, -1).reshape(shape)
+    scale_inv = torch.arange(256, dtype=torch.uint8, device=device)[:, None].expand(256, 4).contiguous()
+    with np.errstate(over="ignore"):
+        want = (powers[:, None] * decode(codes, elem)[None, :]).astype(np.float32)
+    got = dequantize(packed, scale_inv, len(codes))
+    yield Row(f"{title} dequantize", f"256 scales × {len(codes)} codes", "float64", *count(got, want))
+    for content in CONTENTS:
+        items = mismatches = 0
+        for x in (fill((37, 53), dtype, content, 0) for dtype in DTYPES.values()):
+            made = quantize(x.to(device))
+            for side, (data, scale_inv) in ((x, made[:2]), (x.t(), made[2:])):
+                codes, byte = quantize_rows(side.float().contiguous().numpy(), elem)
+                full = np.zeros(tuple(scale_inv.shape), np.uint8)
+                full[: byte.shape[0], : byte.shape[1]] = byte
+                for pair in ((data.reshape(len(codes), -1), pack(codes, elem)), (scale_inv, full)):
+                    compared, wrong = count(*pair)
+                    items, mismatches = items + compared, mismatches + wrong
+        yield Row(title, f"{content}, 6 cases", "ml_dtypes", items, mismatches)

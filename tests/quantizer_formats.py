@@ -142,6 +142,19 @@ def _nvfp4_formats() -> Iterator[Format]:
     yield Format("nvfp4_swizzled", lambda: _swizzled(nv()), **_SWIZZLED, **classes)
 
 
+def _mxfp4_formats() -> Iterator[Format]:
+    mx = mz.MXFP4Quantizer
+    classes: dict[str, Any] = {"storage": mz.MXFP4TensorStorage, "tensor": mz.MXFP4Tensor, "tolerance": 0.25}
+    mxfp4 = {"row_block": 32, **classes}
+    both = ("rowwise", "columnwise")
+    yield Format("mxfp4", lambda: mx(), **mxfp4)
+    yield Format("mxfp4_roundup", lambda: mx(scale_rule="roundup"), read_as="mxfp4", **mxfp4)
+    yield Format("mxfp4_2d", lambda: mx(with_2d_quantization=True), derives=both, row_block_rowwise=32, **mxfp4)
+    yield Format("mxfp4_rht", lambda: mx(with_rht=True), is_transformed=True, **mxfp4)
+    yield Format("mxfp4_stochastic", lambda: mx(stochastic_rounding=True), is_random=True, read_as="mxfp4", **mxfp4)
+    yield Format("mxfp4_swizzled", lambda: _swizzled(mx()), **_SWIZZLED, **classes)
+
+
 def _other_formats() -> Iterator[Format]:
     identity: dict[str, Any] = {
         "storage": mz.IdentityTensorStorage,
@@ -163,7 +176,7 @@ def _other_formats() -> Iterator[Format]:
 
 FORMATS = {
     found.name: found
-    for group in (_float8_formats, _mxfp8_formats, _nvfp4_formats, _other_formats)
+    for group in (_float8_formats, _mxfp8_formats, _nvfp4_formats, _mxfp4_formats, _other_formats)
     for found in group()
 }
 

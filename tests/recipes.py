@@ -35,6 +35,7 @@ BOUNDS = {
     "rowwise": 0.08,
     "block": 0.08,
     "mxfp8": 0.08,
+    "mxfp4": 0.5,
     "nvfp4": 0.45,
     "custom": 0.35,
 }
@@ -48,6 +49,9 @@ VARIANTS: dict[str, Recipe] = {
     "block-f32": recipe.Float8BlockScaling(use_f32_scales=True),
     "mxfp8-2d-hybrid": recipe.MXFP8BlockScaling(enable_2d_quantization=True, fp8_format=recipe.Format.HYBRID),
     "mxfp8-dequantized": recipe.MXFP8BlockScaling(backward_override="dequantized"),
+    "mxfp4-plain": recipe.MXFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True, scale_rule="roundup"
+    ),
     "nvfp4-plain": recipe.NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),

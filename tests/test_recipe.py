@@ -24,6 +24,7 @@ from mezzotint.recipe import (
     Float8RowwiseScaling,
     Format,
     MMParams,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -84,6 +85,13 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         *FP8_PARAMS,
     ],
     MXFP8BlockScaling: [("margin", 0), ("fp8_format", Format.E4M3), *ATTENTION, ("enable_2d_quantization", False)],
+    MXFP4BlockScaling: [
+        ("disable_rht", False),
+        ("disable_stochastic_rounding", False),
+        ("disable_2d_quantization", False),
+        ("scale_rule", "floor"),
+        ("backward_override", None),
+    ],
     Float8BlockScaling: [
         ("use_f32_scales", False),
         ("fp8_format", Format.E4M3),

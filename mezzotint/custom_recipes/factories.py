@@ -10,6 +10,7 @@ from mezzotint.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
+    MXFP4BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizerRole,
@@ -43,6 +44,11 @@ def float8_rowwise_factory(role: QuantizerRole) -> Any:
 def float8_block_scaling_factory(role: QuantizerRole) -> Any:
     """FP8 with one scale per block."""
     return Float8BlockScaling().quantizer(role)
+
+
+def mxfp4_factory(role: QuantizerRole) -> Any:
+    """MXFP4 with its transform, stochastic rounding and 32x32 weights."""
+    return MXFP4BlockScaling().quantizer(role)
 
 
 def mxfp8_factory(role: QuantizerRole) -> Any:

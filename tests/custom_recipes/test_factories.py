@@ -94,6 +94,11 @@ READY: dict[str, Callable[[QuantizerRole], Any]] = {
     "float8_block_scaling_factory": lambda role: BLOCK(
         E4M3, block_scaling_dim=2 if role.tensor_type == "weight" else 1
     ),
+    "mxfp4_factory": lambda role: {
+        "weight": mz.MXFP4Quantizer(with_2d_quantization=True),
+        "input": mz.MXFP4Quantizer(with_rht=True),
+        "output": mz.MXFP4Quantizer(with_rht=True),
+    }.get(role.tensor_type, mz.MXFP4Quantizer(with_rht=True, stochastic_rounding=True)),
     "mxfp8_factory": lambda role: MX(E4M3),
     "nvfp4_factory": lambda role: {
         "weight": NV(with_2d_quantization=True),
