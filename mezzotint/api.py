@@ -82,6 +82,7 @@ from mezzotint.tensor.grouped import GroupedTensor, GroupedTensorStorage
 from mezzotint.tensor.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
 from mezzotint.tensor.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from mezzotint.tensor.mxfp4 import MXFP4Quantizer, MXFP4Tensor, MXFP4TensorStorage
+from mezzotint.tensor.mxfp6 import MXFP6Quantizer, MXFP6Tensor, MXFP6TensorStorage
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from mezzotint.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
@@ -129,6 +130,9 @@ __all__ = [
     "MXFP4Quantizer",
     "MXFP4Tensor",
     "MXFP4TensorStorage",
+    "MXFP6Quantizer",
+    "MXFP6Tensor",
+    "MXFP6TensorStorage",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "MXFP8TensorStorage",

@@ -6,7 +6,7 @@ import torch
 
 
 class DType(IntEnum):
-    """Element types, numbered as upstream numbers them. FP8, FP4 and scale bytes are stored as torch.uint8."""
+    """Element types, numbered as upstream numbers them. FP8, FP6, FP4 and scale bytes are stored as torch.uint8."""
 
     kByte = 0
     kInt32 = 2
@@ -16,6 +16,8 @@ class DType(IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
+    kFloat6E3M2 = 32  # upstream has none
+    kFloat6E2M3 = 33
 
 
 def mantissa_bits(dtype: DType) -> int:

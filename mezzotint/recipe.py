@@ -21,6 +21,7 @@ from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQ
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
 from mezzotint.tensor.mxfp4 import MXFP4Quantizer
+from mezzotint.tensor.mxfp6 import MXFP6Quantizer
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer
 from mezzotint.tensor.packed_mx import SCALE_RULES
@@ -410,6 +411,38 @@ class MXFP4BlockScaling(Recipe):
             with_rht=not is_weight and not self.disable_rht,
             with_2d_quantization=is_weight and not self.disable_2d_quantization,
             stochastic_rounding=role.tensor_type in BACKWARD_TENSORS and not self.disable_stochastic_rounding,
+            scale_rule=self.scale_rule,
+        )
+
+    def alignment(self) -> int:
+        return 32
+
+
+@dataclass(frozen=True)
+class MXFP6BlockScaling(Recipe):
+    """FP6 with one E8M0 scale per 32 elements (OCP MX v1.0).
+
+    `fp6_format`: "HYBRID" is E2M3, the finer one, forward and E3M2, the wider one, for gradients; or one of them for
+    all. `scale_rule`: "floor" is OCP's; the top of a block saturates. Under "roundup" nothing does.
+    """
+
+    colour = "#882255"
+
+    fp6_format: str = "HYBRID"
+    scale_rule: str = "floor"
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False  # weights by 32x32 tiles
+
+    def __post_init__(self) -> None:
+        _check_override(self)
+        check_choice("fp6_format", self.fp6_format, ("HYBRID", "E2M3", "E3M2"))
+        check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        is_wide = self.fp6_format == "E3M2" or (self.fp6_format == "HYBRID" and role.tensor_type in BACKWARD_TENSORS)
+        return MXFP6Quantizer(
+            DType.kFloat6E3M2 if is_wide else DType.kFloat6E2M3,
+            with_2d_quantization=self.enable_2d_quantization and role.tensor_type == "weight",
             scale_rule=self.scale_rule,
         )
 

@@ -11,6 +11,7 @@ RECIPE_CLASSES = {
     "block": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
     "mxfp4": "MXFP4BlockScaling",
+    "mxfp6": "MXFP6BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
 _NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known in (name, kind)}

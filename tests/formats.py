@@ -40,6 +40,14 @@ from mezzotint.kernels.float8_rowwise import (
 from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK
 from mezzotint.kernels.identity import identity_quantize, identity_quantize_
 from mezzotint.kernels.mxfp4 import mxfp4_buffers, mxfp4_dequantize, mxfp4_quantize, mxfp4_quantize_
+from mezzotint.kernels.mxfp6 import (
+    E2M3,
+    E3M2,
+    mxfp6_buffers,
+    mxfp6_dequantize,
+    mxfp6_quantize,
+    mxfp6_quantize_,
+)
 from mezzotint.kernels.mxfp8 import mxfp8_buffers, mxfp8_dequantize, mxfp8_quantize, mxfp8_quantize_
 from mezzotint.kernels.nvfp4 import MAE, MSE, nvfp4_buffers, nvfp4_dequantize, nvfp4_quantize, nvfp4_quantize_
 
@@ -81,6 +89,8 @@ ELEMENTS = {
     "e5m2": Element(
         bits=8, one=0x3C, largest=57344.0, largest_code=0x7B, nan=0x7F, relative=2.0**-3, absolute=2.0**-17
     ),
+    "e3m2": Element(bits=6, one=0x0C, largest=28.0, largest_code=0x1F, nan=0x1F, relative=2.0**-3, absolute=2.0**-5),
+    "e2m3": Element(bits=6, one=0x08, largest=7.5, largest_code=0x1F, nan=0x1F, relative=2.0**-4, absolute=2.0**-4),
     "e2m1": Element(bits=4, one=2, largest=6.0, largest_code=7, nan=7, relative=0.2, absolute=0.25),
 }
 BOTH = ("rowwise", "columnwise")
@@ -343,6 +353,29 @@ def _mxfp4(
     )
 
 
+def _mxfp6(elem: str, floor: bool = True, two_d: bool = False, swizzled: bool = False) -> Variant:
+    dtype = {"e3m2": E3M2, "e2m3": E2M3}[elem]
+
+    def decode(b: Tensors, direction: str, shape: Sequence[int]) -> torch.Tensor:
+        columns = direction == "columnwise"
+        cols = torch.Size(shape[:-1]).numel() if columns else shape[-1]
+        data, scale = b[f"{direction}_data"], b[f"{direction}_scale_inv"]
+        return mxfp6_dequantize(data, scale, dtype, swizzled, columns, cols, torch.float32)
+
+    traits = [name for name, on in (("floor", floor), ("two_d", two_d), ("swizzled", swizzled)) if on]
+    return Variant(
+        format="mxfp6",
+        label="-".join((elem, *traits)),
+        quantize=mxfp6_quantize,
+        quantize_=mxfp6_quantize_,
+        options=(dtype, floor, two_d, swizzled),
+        geometry=mxfp6_buffers,
+        decode=decode,
+        elem=elem,
+        traits=frozenset((*traits, "nan_blocks")),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     _float8("e4m3", "exact"),
     _float8("e5m2", "exact"),
@@ -371,6 +404,10 @@ VARIANTS: tuple[Variant, ...] = (
     _mxfp4(rht=True, sign_mask=RANDOM_SIGN_MASK),
     _mxfp4(rng=(1234, 5), floor=False),
     _mxfp4(rng=(1 << 40, 7), rht=True, sign_mask=RANDOM_SIGN_MASK, swizzled=True),
+    _mxfp6("e2m3"),
+    _mxfp6("e3m2"),
+    _mxfp6("e3m2", floor=False, swizzled=True),
+    _mxfp6("e2m3", two_d=True),
     _nvfp4(),
     _nvfp4(two_d=True),
     _nvfp4(swizzled=True),
@@ -415,6 +452,12 @@ PLACES: dict[str, dict[str, tuple[int, int] | None]] = {
         "rowwise_data": (0, 1),
         "rowwise_scale_inv": (0, 1),
         "columnwise_data": (1, 2),
+        "columnwise_scale_inv": (1, 32),
+    },
+    "mxfp6": {
+        "rowwise_data": (0, 1),
+        "rowwise_scale_inv": (0, 1),
+        "columnwise_data": (1, 4),
         "columnwise_scale_inv": (1, 32),
     },
     "nvfp4": {

@@ -14,9 +14,12 @@ from mezzotint.kernels.float8_block import float8_block_quantize
 from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
 from mezzotint.kernels.gemm import GENERAL
 from mezzotint.kernels.mxfp4 import mxfp4_quantize
+from mezzotint.kernels.mxfp6 import E2M3, E3M2, mxfp6_quantize
 from mezzotint.kernels.mxfp8 import mxfp8_quantize
 from mezzotint.kernels.nvfp4 import nvfp4_quantize
 from mezzotint.kernels.operand import Operand
+from tests import packed_mx
+from tests.formats import ELEMENTS
 
 QUANTIZED = tuple(formats.KINDS)
 KINDS = (formats.HIGH, *QUANTIZED)
@@ -162,6 +165,20 @@ def _decode_mx4(op: Operand) -> torch.Tensor:
     return E2M1_TABLE[codes] * torch.exp2(byte - 127)[:, torch.arange(codes.shape[1]) // 32]
 
 
+def _quantize_mx6(x: torch.Tensor, o: Options) -> Operand:
+    data, scale = mxfp6_quantize(x, o.dtype, True, False, o.swizzled, *o.usage)
+    return Operand(data.flatten(1), scale, kind="mx6", dtype=o.dtype, swizzled=o.swizzled)
+
+
+def _decode_mx6(op: Operand) -> torch.Tensor:
+    size = op.data.shape[1] // 3 * 4
+    elem = {E3M2: "e3m2", E2M3: "e2m3"}[op.dtype]
+    codes = ELEMENTS[elem].codes(op.data, len(op.data), size)
+    byte = _scale_bytes(op, len(op.data), -(-size // 32)).double()
+    value = torch.from_numpy(packed_mx.decode(codes.numpy(), elem))
+    return value * torch.exp2(byte - 127)[:, torch.arange(size) // 32]
+
+
 DATA = {
     "tensor": KindData(quantize=_quantize_tensor, decode=_decode_outer, error=0.06),
     "row": KindData(quantize=_quantize_row, decode=_decode_outer, error=0.06),
@@ -169,6 +186,7 @@ DATA = {
     "block2d": KindData(quantize=_quantize_block2d, decode=_decode_block2d, error=0.06),
     "mx": KindData(quantize=_quantize_mx, decode=_decode_mx, error=0.06),
     "mx4": KindData(quantize=_quantize_mx4, decode=_decode_mx4, error=0.25),
+    "mx6": KindData(quantize=_quantize_mx6, decode=_decode_mx6, error=0.10),
     "nv": KindData(quantize=_quantize_nv, decode=_decode_nv, error=0.20),
 }
 HIGH_ERROR = 0.01

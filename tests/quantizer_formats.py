@@ -155,6 +155,17 @@ def _mxfp4_formats() -> Iterator[Format]:
     yield Format("mxfp4_swizzled", lambda: _swizzled(mx()), **_SWIZZLED, **classes)
 
 
+def _mxfp6_formats() -> Iterator[Format]:
+    mx, e2m3, e3m2 = mz.MXFP6Quantizer, DType.kFloat6E2M3, DType.kFloat6E3M2
+    classes: dict[str, Any] = {"storage": mz.MXFP6TensorStorage, "tensor": mz.MXFP6Tensor, "tolerance": 0.1}
+    mxfp6 = {"row_block": 32, **classes}
+    both = ("rowwise", "columnwise")
+    yield Format("mxfp6", lambda: mx(e2m3), **mxfp6)
+    yield Format("mxfp6_e3m2", lambda: mx(e3m2, scale_rule="roundup"), **mxfp6)
+    yield Format("mxfp6_2d", lambda: mx(e2m3, with_2d_quantization=True), derives=both, row_block_rowwise=32, **mxfp6)
+    yield Format("mxfp6_swizzled", lambda: _swizzled(mx(e3m2)), **_SWIZZLED, **classes)
+
+
 def _other_formats() -> Iterator[Format]:
     identity: dict[str, Any] = {
         "storage": mz.IdentityTensorStorage,
@@ -176,7 +187,7 @@ def _other_formats() -> Iterator[Format]:
 
 FORMATS = {
     found.name: found
-    for group in (_float8_formats, _mxfp8_formats, _nvfp4_formats, _mxfp4_formats, _other_formats)
+    for group in (_float8_formats, _mxfp8_formats, _nvfp4_formats, _mxfp4_formats, _mxfp6_formats, _other_formats)
     for found in group()
 }
 

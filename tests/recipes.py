@@ -36,6 +36,7 @@ BOUNDS = {
     "block": 0.08,
     "mxfp8": 0.08,
     "mxfp4": 0.5,
+    "mxfp6": 0.15,
     "nvfp4": 0.45,
     "custom": 0.35,
 }
@@ -52,6 +53,7 @@ VARIANTS: dict[str, Recipe] = {
     "mxfp4-plain": recipe.MXFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True, scale_rule="roundup"
     ),
+    "mxfp6-2d-e3m2": recipe.MXFP6BlockScaling(fp6_format="E3M2", enable_2d_quantization=True, scale_rule="roundup"),
     "nvfp4-plain": recipe.NVFP4BlockScaling(
         disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
     ),

@@ -25,6 +25,7 @@ from mezzotint.recipe import (
     Format,
     MMParams,
     MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
@@ -91,6 +92,12 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         ("disable_2d_quantization", False),
         ("scale_rule", "floor"),
         ("backward_override", None),
+    ],
+    MXFP6BlockScaling: [
+        ("fp6_format", "HYBRID"),
+        ("scale_rule", "floor"),
+        ("backward_override", None),
+        ("enable_2d_quantization", False),
     ],
     Float8BlockScaling: [
         ("use_f32_scales", False),

@@ -11,6 +11,7 @@ from mezzotint.recipe import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP4BlockScaling,
+    MXFP6BlockScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QuantizerRole,
@@ -49,6 +50,11 @@ def float8_block_scaling_factory(role: QuantizerRole) -> Any:
 def mxfp4_factory(role: QuantizerRole) -> Any:
     """MXFP4 with its transform, stochastic rounding and 32x32 weights."""
     return MXFP4BlockScaling().quantizer(role)
+
+
+def mxfp6_factory(role: QuantizerRole) -> Any:
+    """MXFP6: E2M3 forward, E3M2 for gradients."""
+    return MXFP6BlockScaling().quantizer(role)
 
 
 def mxfp8_factory(role: QuantizerRole) -> Any:

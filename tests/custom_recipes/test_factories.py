@@ -99,6 +99,9 @@ READY: dict[str, Callable[[QuantizerRole], Any]] = {
         "input": mz.MXFP4Quantizer(with_rht=True),
         "output": mz.MXFP4Quantizer(with_rht=True),
     }.get(role.tensor_type, mz.MXFP4Quantizer(with_rht=True, stochastic_rounding=True)),
+    "mxfp6_factory": lambda role: mz.MXFP6Quantizer(
+        DType.kFloat6E3M2 if role.tensor_type in BACKWARD else DType.kFloat6E2M3
+    ),
     "mxfp8_factory": lambda role: MX(E4M3),
     "nvfp4_factory": lambda role: {
         "weight": NV(with_2d_quantization=True),
