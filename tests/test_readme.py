@@ -27,6 +27,8 @@ FORMATS = {
     "FP8 per row": "float8_rowwise",
     "FP8 1x128 and 128x128": "float8_block",
     "MXFP8": "mxfp8",
+    "MXFP6": "mxfp6",
+    "MXFP4": "mxfp4",
     "NVFP4": "nvfp4",
 }
 
