@@ -29,10 +29,10 @@ from mezzotint.availability import (
     is_non_tn_fp8_gemm_supported,
     is_nvfp4_available,
 )
-from mezzotint.comm.groups import world_size
+from mezzotint.comm.agreement import check_agreed, is_fake, without_addresses
+from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.constants import DType
 from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
-from mezzotint.meeting import agree
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScalingRequest,
@@ -43,6 +43,7 @@ from mezzotint.recipe import (
     element,
 )
 from mezzotint.region import Opened, current_state, get_autocast_state, leave, set_autocast_state
+from mezzotint.tracing import call_untraced
 
 __all__ = [
     "CustomRecipe",
@@ -68,6 +69,18 @@ __all__ = [
     "is_nvfp4_available",
     "quantized_model_init",
 ]
+
+
+def _check_recipe(recipe: Recipe | None, group: Any) -> None:
+    """All ranks that amaxes are taken over have this recipe, or all of them raise: one with another recipe would take
+    none, and the others wait for it. They are asked once for each recipe of a group."""
+    if torch.compiler.is_exporting() or world_size(None) == 1:
+        return
+    group = group_by_name(group.group_name)  # itself: in a graph Dynamo has something in its place
+    state, text = current_state(), f"{without_addresses(recipe)} in autocast"  # modules compare without these words
+    if world_size(group) > 1 and not is_fake(group) and (group.group_name, text) not in state.agreed:
+        check_agreed(group, recipe=text)
+        state.agreed |= {(group.group_name, text)}
 
 
 class autocast:
@@ -99,11 +112,10 @@ class autocast:
     def __enter__(self) -> "autocast":
         enabled, _, recipe, group = self.state
         if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
-            agree(recipe if enabled else None, group)
+            call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
         state.opened = Opened(self, get_autocast_state(), state.opened)
         set_autocast_state(self.state)
-        state.leaders = ()
         state.depth += 1
         return self
 
@@ -112,7 +124,6 @@ class autocast:
         state.opened, outer = leave(state.opened, self)
         if outer is not None:
             set_autocast_state(outer)
-        state.leaders = ()
         state.depth -= 1
         if state.depth == 0:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())

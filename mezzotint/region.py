@@ -1,12 +1,11 @@
 """The one mutable state: what `autocast` and `quantized_model_init` set, and what modules leave for their ends.
 
 Each thread has its own, as `torch.autocast` has: a region that one thread enters is none of another's business.
-`current_state` finds it, in eager code and in graphs; modules ask once per call. `agreed`, `leaders` and `known` are
-those of `meeting.py`.
+`current_state` finds it, in eager code and in graphs; modules ask once per call.
 """
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,19 +26,21 @@ class Pending:
 
 class RunStatus:
     """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
-    quantized. Of its own: to set an attribute of an `nn.Module` is slow.
+    quantized; and what the ranks that share its weights were found to have alike (recipe, input, module). Of its own:
+    to set an attribute of an `nn.Module` is slow.
 
     In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
-    gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all processes
-    were found to quantize them alike.
+    gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all ranks were
+    found to quantize them alike.
     """
 
-    __slots__ = ("has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
+    __slots__ = ("agreed", "has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
 
     def __init__(self) -> None:
         self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
         self.held = True, True
         self.reads_rows_again: bool | None = None
+        self.agreed: frozenset[tuple[str, ...]] = frozenset()
 
 
 class Opened:
@@ -69,9 +70,7 @@ class State:
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
-    agreed: tuple[tuple[str, str, bool], ...] = ()  # groups, recipes that all of one had, and whether it takes maxima
-    leaders: tuple[tuple[str, torch.Tensor | None], ...] = ()  # groups, and the mark of the module that compares
-    known: dict[int, Any] = field(default_factory=dict)  # marks of modules that processes have agreed on
+    agreed: frozenset[tuple[str, str]] = frozenset()  # (group, recipe) of regions that all ranks of the group had
     entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
 
 

@@ -1,5 +1,6 @@
 """What eager code does and a traced graph cannot, or must do otherwise: each function says what differs, and why."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -66,3 +67,52 @@ def memoized(owner: Any, name: str, key: Any, make: Callable[[], _T]) -> _T:
     if memo is None or memo[0] != key:
         memo = owner.__dict__[name] = (key, make())
     return memo[1]
+
+
+def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)`, of a plain function. For a graph it is called once, while Dynamo traces this line: to
+    warn, to prepare buffers, to compare with other ranks. The graph has no node of it, and no guard on what it reads.
+
+    The function is then given objects from outside of the graph as they are, frozen dataclasses that the graph makes
+    made once more, and for a size that is dynamic that of the call which is traced; no tensors that the graph computes.
+    What it returns, None or a bool, a number or a text, is a constant of the graph.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return function(*args)
+    result = None
+    torch._dynamo.comptime.comptime(_call)  # writes it
+    return result
+
+
+def _call(context: Any) -> None:
+    """Called by Dynamo in `call_untraced`, whose locals it reads and writes. Its variables are private (seen in torch
+    2.11 and 2.13); nothing here imports Dynamo, which has been imported where it traces."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    function, args = [_read(translator.symbolic_locals[name], translator) for name in ("function", "args")]
+    made = function(*args)
+    translator.symbolic_locals["result"] = torch._dynamo.variables.ConstantVariable.create(made)
+
+
+def _read(variable: Any, translator: Any) -> Any:
+    """What a variable of Dynamo's stands for; a text where that cannot be known."""
+    variable, kinds = variable.realize(), torch._dynamo.variables
+    if isinstance(variable, kinds.UserFunctionVariable):
+        return variable.fn
+    if isinstance(variable, kinds.BaseListVariable):
+        return tuple([_read(item, translator) for item in variable.items])
+    if isinstance(variable, kinds.SymNodeVariable):
+        return variable.sym_num.node.hint
+    if variable.source is None and dataclasses.is_dataclass(variable.python_type()):
+        # Of one that the graph makes Dynamo knows the fields, and has an object without them.
+        made: Any = object.__new__(variable.python_type())
+        for field in dataclasses.fields(made):
+            object.__setattr__(made, field.name, _read(_attribute(variable, field.name, translator), translator))
+        return made
+    if hasattr(variable, "value"):
+        return variable.value
+    return variable.as_python_constant() if variable.is_python_constant() else repr(variable)
+
+
+def _attribute(variable: Any, name: str, translator: Any) -> Any:
+    build = torch._dynamo.variables.VariableTracker.build
+    return build(translator, getattr).call_function(translator, [variable, build(translator, name)], {})

@@ -30,7 +30,6 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("availability", "region"),
     ("functional",),
-    ("meeting",),
     ("custom_recipes", "quantization"),
     ("compat",),
     ("layer",),

@@ -30,7 +30,7 @@ from mezzotint.trainer.sample import write_on
 from mezzotint.trainer.settings import ONE_RANK_LAYOUT, RunConfig, TrainConfig, make_config
 from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
 from mezzotint.trainer.training import Training
-from mezzotint.trainer.world import World, check_same, find_world, joined, losing_none, on_first, together
+from mezzotint.trainer.world import World, check_same_options, find_world, joined, losing_none, on_first, together
 
 
 def run_train(
@@ -47,7 +47,7 @@ def run_train(
             entry.name: given.get(entry.name) for kind in (ModelConfig, TrainConfig, Layout) for entry in fields(kind)
         }
         asked |= {"out": out, "resume": resume, "overwrite": overwrite, "model": model}
-        check_same(world, {flag(name): value for name, value in asked.items()})
+        check_same_options(world, {flag(name): value for name, value in asked.items()})
         _train(world, out, resume, overwrite, model, given)
 
 
@@ -160,7 +160,7 @@ def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
 def _make(world: World, config: RunConfig, text: Text) -> Training:
     """All processes with the same configuration, or none."""
     parts = {**asdict(config.model), **asdict(config.train), "data": config.fingerprint}
-    check_same(world, {flag(name): value for name, value in parts.items()})
+    check_same_options(world, {flag(name): value for name, value in parts.items()})
     return together(world, lambda: Training(config, text, world))
 
 

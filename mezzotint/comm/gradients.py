@@ -1,7 +1,7 @@
 """Gradients that each process has a part of: of parameters that all processes hold whole, and use on some tokens.
 
 Plain parameters are summed by hand, after backward (`reduce_gradients`). Those that are DTensors are summed in backward
-(`local_part`): as a DTensor that is the same everywhere, a gradient must be so, too.
+(`local_shard`): as a DTensor that is the same everywhere, a gradient must be so, too.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from mezzotint.comm.collectives import all_reduce
 from mezzotint.comm.groups import world_size
 
 
-def local_part(parameter: Any, sums_over: Any = None) -> torch.Tensor:
-    """This process's part of a DTensor; its gradient is the sum over a group where one is given."""
+def local_shard(parameter: Any, sums_over: Any = None) -> torch.Tensor:
+    """This rank's shard of a DTensor; its gradient is the sum over a group where one is given."""
     part = parameter.to_local()
     return part if sums_over is None else _SummedGradient.apply(part, sums_over)
 

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mezzotint.comm.gradients import reduce_gradients
+from mezzotint.distributed.check import check_same
 from mezzotint.moe.exchange import Exchange, combine, dispatch, plan_exchange
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "TensorParallel",
+    "check_same",
     "combine",
     "dispatch",
     "low_precision_gather",

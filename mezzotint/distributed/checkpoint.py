@@ -33,7 +33,15 @@ from torch.utils import _pytree as pytree
 
 from mezzotint.comm.groups import is_initialized
 from mezzotint.constants import cdiv
-from mezzotint.distributed.parts import Parts, Place, check_shared_scales, find_split, local_of, place_of, whole_of
+from mezzotint.distributed.parts import (
+    Parts,
+    ShardPlacement,
+    check_shared_scales,
+    find_split,
+    local_of,
+    placement_of,
+    whole_of,
+)
 from mezzotint.distributed.reading import METADATA, in_one_process, load_state, read_metadata
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -134,7 +142,7 @@ def load(
     return state["extra"]
 
 
-def _placed(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Module) -> dict[str, Any]:
+def _placed(state: Mapping[str, Any], places: Mapping[str, ShardPlacement], model: nn.Module) -> dict[str, Any]:
     """The state of a model with parts of weights in the places of the whole. A state dict may call a parameter by
     another name (of operations), and has buffers of a quantized one: then it is known by its memory."""
     by_memory: dict[int, Parts] = {}
@@ -155,7 +163,7 @@ def _placed(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Mod
     return placed
 
 
-def _placed_state(state: Mapping[str, Any], places: Mapping[str, Place], model: nn.Module) -> dict[str, Any]:
+def _placed_state(state: Mapping[str, Any], places: Mapping[str, ShardPlacement], model: nn.Module) -> dict[str, Any]:
     """The same of an optimizer's, `state.<parameter>.<what>`, which has the parameter's shape or none."""
     placed = dict(state)
     for key, value in state.items():
@@ -210,7 +218,7 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
         if value.dtype != target.dtype:
             raise ValueError(f"{key} is {value.dtype}, the model's {target.dtype}: cast one of them first")
         if isinstance(target, DTensor):
-            place_of(key, target).copy_whole(target, value)
+            placement_of(key, target).copy_whole(target, value)
         else:
             target.copy_(value)
     _set_learnt(model, state)

@@ -40,8 +40,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Of a parameter, and of what an optimizer keeps for it."""
+class ShardPlacement:
+    """Where in the whole lies what this rank holds: of a parameter, and of what an optimizer keeps for it."""
 
     name: str  # in the whole model
     shape: tuple[int, ...]  # of the whole
@@ -109,7 +109,7 @@ def local_of(value: torch.Tensor) -> torch.Tensor:
     return local._tensor if isinstance(local, ShardedWeight) else local
 
 
-def find_split(model: nn.Module) -> dict[str, Place]:
+def find_split(model: nn.Module) -> dict[str, ShardPlacement]:
     """Of each parameter that is this process's part of one and does not say so itself, by its name."""
     found = {}
     for path, module in model.named_modules():
@@ -118,8 +118,8 @@ def find_split(model: nn.Module) -> dict[str, Place]:
             group: Any = module.tp_group
             name = f"{path}.{own}" if path else own
             parameter, of = getattr(module, own), (world_size(group), rank_in(group))
-            found[name] = _place_of_part(name, parameter.shape, _held(parameter), of, *how)
-    found.update({name: place_of(name, p) for name, p in model.named_parameters() if has_halves(p)})
+            found[name] = _placement_of_shard(name, parameter.shape, _held(parameter), of, *how)
+    found.update({name: placement_of(name, p) for name, p in model.named_parameters() if has_halves(p)})
     return found
 
 
@@ -139,19 +139,19 @@ def check_shared_scales(model: nn.Module) -> None:
                 )
 
 
-def find_places(model: nn.Module) -> dict[str, Place]:
+def find_placements(model: nn.Module) -> dict[str, ShardPlacement]:
     """Of each parameter, by its name."""
     split = find_split(model)
-    return {name: split.get(name) or place_of(name, parameter) for name, parameter in model.named_parameters()}
+    return {name: split.get(name) or placement_of(name, parameter) for name, parameter in model.named_parameters()}
 
 
-def place_of(name: str, value: Any) -> Place:
+def placement_of(name: str, value: Any) -> ShardPlacement:
     """Of a tensor that is whole, or of a DTensor, which says what of the whole this process has."""
     if has_halves(value):
-        return _place_of_halves(name, value)
+        return _placement_of_halves(name, value)
     shape, offsets = _held(value)
     pieces = (Piece(0, shape[0], tuple(offsets)),) if shape[0] else ()
-    return Place(name, tuple(value.shape), pieces)
+    return ShardPlacement(name, tuple(value.shape), pieces)
 
 
 def has_halves(value: Any) -> bool:
@@ -190,7 +190,7 @@ def _part_of_halves(parameter: Any) -> tuple[int, ...]:
     return parameter.shape[0] // parameter.device_mesh.size(-1), *parameter.shape[1:]
 
 
-def _place_of_halves(name: str, parameter: Any) -> Place:
+def _placement_of_halves(name: str, parameter: Any) -> ShardPlacement:
     """The last dimension of the mesh is that of the parts, those before it are FSDP2's."""
     mesh, last = parameter.device_mesh, parameter.placements[-1]
     coordinate: Any = mesh.get_coordinate()
@@ -202,17 +202,17 @@ def _place_of_halves(name: str, parameter: Any) -> Place:
             size = cdiv(part[dim], mesh.size(number))
             offsets[dim] = min(coordinate[number] * size, part[dim])
             shape[dim] = min(size, part[dim] - offsets[dim])
-    return _place_of_part(name, part, (shape, offsets), (mesh.size(-1), coordinate[-1]), 0, last.split_factor)
+    return _placement_of_shard(name, part, (shape, offsets), (mesh.size(-1), coordinate[-1]), 0, last.split_factor)
 
 
-def _place_of_part(
+def _placement_of_shard(
     name: str,
     part: tuple[int, ...],
     held: tuple[Sequence[int], Sequence[int]],
     of: tuple[int, int],
     dim: int,
     stride: int,
-) -> Place:
+) -> ShardPlacement:
     """Of a parameter that is a part of a weight, of shape `part`, split along `dim`; this process has `held` of it (its
     shape, where it begins). `of`: how many parts there are, which one this is. `stride`: of so many weights, one below
     the other, of each of which this process has its part."""
@@ -221,7 +221,7 @@ def _place_of_part(
     whole = tuple(size * count if number == dim else size for number, size in enumerate(part))
     if dim:
         place = tuple(at + rank * part[dim] if number == dim else at for number, at in enumerate(held[1]))
-        return Place(name, whole, (Piece(0, last - first, place),) if last > first else ())
+        return ShardPlacement(name, whole, (Piece(0, last - first, place),) if last > first else ())
     rows = part[0] // stride
     pieces = []
     for number in range(stride):
@@ -229,7 +229,7 @@ def _place_of_part(
         if begin < end:
             row = (number * count + rank) * rows + begin - number * rows
             pieces.append(Piece(begin - first, end - first, (row, *rest)))
-    return Place(name, whole, tuple(pieces))
+    return ShardPlacement(name, whole, tuple(pieces))
 
 
 class Parts(torch.Tensor):

@@ -1,12 +1,8 @@
-"""What the compiler must know of us: quantizers that are constants in a graph, tensors without data, and which
-operators wait for other processes."""
+"""What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
 
-from mezzotint.comm.collectives import collective
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
 from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
-from mezzotint.dynamo.order import keep_in_line
-from mezzotint.meeting import MEETINGS
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
 
 TensorSpec = TensorProto
@@ -25,5 +21,3 @@ __all__ = [
     "to_tensor_proto",
     "to_tensor_spec",
 ]
-
-keep_in_line((collective, *MEETINGS))

@@ -15,13 +15,12 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import take
 from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
-from mezzotint.functional.traced import read_local, set_local
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.names import Named
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.resolve import NO_QUANTIZERS, delayed_request, resolve_numerics, resolve_quantizers
-from mezzotint.layer.scaling_state import first_rows
+from mezzotint.layer.scaling_state import first_rows, warn_of_scales
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import has_own_rule, reduction_groups, update_rule
@@ -39,7 +38,7 @@ from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import in_inference_mode
+from mezzotint.tracing import call_untraced, in_inference_mode
 
 
 @dataclass(slots=True)
@@ -207,10 +206,7 @@ class Layer(Named, ParallelModule):
                 "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
                 "recipe without state such as Float8CurrentScaling"
             )
-        if not torch.compiler.is_compiling():
-            self._warn_of_scales()
-        elif torch.compiler.is_dynamo_compiling():
-            torch._dynamo.comptime.comptime(_warn_of_scales)
+        call_untraced(warn_of_scales, self)
         groups = reduction_groups(request, self._sharing_group())
         self._use_history(request, self._backward_clears(request))
         recomputation = state.recomputation
@@ -341,15 +337,7 @@ class Layer(Named, ParallelModule):
 
     def _keeps_inference(self) -> bool:
         """Whether kept weights come from a graph that ran in inference mode: backward cannot have them."""
-        if not torch.compiler.is_dynamo_compiling():
-            return not torch.compiler.is_compiling() and self._has_inference_workspaces()
-        found = False
-        torch._dynamo.comptime.comptime(_look_at_workspaces)  # writes it; graphs are apart by what kind they are given
-        return found
-
-    def _has_inference_workspaces(self) -> bool:
-        kept = [each for each in self._workspaces or () if isinstance(each, QuantizedTensorStorage)]
-        return any(buffer.is_inference() for workspace in kept for _, buffer in workspace._buffers())
+        return call_untraced(_has_inference_workspaces, self)  # graphs are apart by what kind they are given
 
     def _linear_args(
         self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
@@ -435,14 +423,9 @@ def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> N
         )
 
 
-def _warn_of_scales(context: Any) -> None:
-    """Called by Dynamo while it traces `_start_delayed`: a graph that asked would guard on the answer."""
-    read_local(context, "self")._warn_of_scales()
-
-
-def _look_at_workspaces(context: Any) -> None:
-    """Called by Dynamo in `_keeps_inference`."""
-    set_local(context, "found", read_local(context, "self")._has_inference_workspaces())
+def _has_inference_workspaces(module: Layer) -> bool:
+    kept = [each for each in module._workspaces or () if isinstance(each, QuantizedTensorStorage)]
+    return any(buffer.is_inference() for workspace in kept for _, buffer in workspace._buffers())
 
 
 def as_microbatch(is_first: Any) -> bool | None:

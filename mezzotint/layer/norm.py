@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.comm.gradients import local_part
+from mezzotint.comm.gradients import local_shard
 from mezzotint.functional.norm import Residual
 from mezzotint.layer.parameters import PlaceParameter, resolve_device
 
@@ -52,7 +52,7 @@ def norm_parameters(module: Any, prefix: str) -> tuple[Any, Any]:
     if group is None:
         return gamma, beta
     sums_over = group if module.sequence_parallel else None
-    return local_part(gamma, sums_over), None if beta is None else local_part(beta, sums_over)
+    return local_shard(gamma, sums_over), None if beta is None else local_shard(beta, sums_over)
 
 
 def resolve_branch(branch: Branch | None) -> tuple[torch.Tensor | None, torch.Tensor | None, Residual | None]:

@@ -1,17 +1,25 @@
-"""Modules that hold a part of their weights: which part, and whether all processes of the group mean the same."""
+"""Modules that hold shards of their weights: which ones, and whether all ranks of the group mean the same.
+
+Ranks compare recipe, input and module when a module first runs with its group in eager code, and while a graph is
+traced that runs it with something new. Nothing of it is in the graph. Which rank has compared what must not differ
+between them, or one would wait for the others: so a rank remembers what all have agreed on, and asks for that no more.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
 
+from mezzotint.comm.agreement import check_agreed, is_fake, without_addresses
 from mezzotint.comm.groups import check_group, resolve_size, world_size
 from mezzotint.functional.tensor_parallel import Parallel
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.scaling_state import StatefulModule
-from mezzotint.meeting import follow, forget, meet
+from mezzotint.recipe import Recipe
+from mezzotint.region import recipe_in_force
 from mezzotint.tensor.partition import Split
+from mezzotint.tracing import call_untraced
 
 
 class ParallelModule(StatefulModule):
@@ -35,8 +43,7 @@ class ParallelModule(StatefulModule):
         """The group of processes that share the weights: as many as the module was made for."""
         check_group(tp_group, self.tp_size)
         self.tp_group = tp_group
-        if "scale_bwd" in self._buffers:
-            forget(self.scale_bwd)
+        self._run_status.agreed = frozenset()
         self._share_weights()
 
     def _share_weights(self) -> None:
@@ -104,8 +111,8 @@ class ParallelModule(StatefulModule):
         """The processes that hold the other parts of this module's tensors; None: it holds them all."""
         return self.tp_group if self._modes else None
 
-    def _meet(self, inp: torch.Tensor) -> None:
-        """What can go wrong over processes goes wrong here, on each of them, before one waits for another: so before
+    def _check_ranks(self, inp: torch.Tensor) -> None:
+        """What can go wrong over ranks goes wrong here, on each of them, before one waits for another: so before
         weights are quantized. `inp`: what the module, or the chain of operations that it is in, is given."""
         if not self._modes:
             return
@@ -114,7 +121,14 @@ class ParallelModule(StatefulModule):
                 f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
                 "before the first forward"
             )
-        meet(self, inp)
+        if torch.compiler.is_dynamo_compiling() or not self._run_status.agreed:
+            call_untraced(_compare, self, recipe_in_force(), tuple(inp.shape), inp.dtype)
+
+    def _describe(self) -> str:
+        """What the ranks that share its weights must have alike."""
+        dtypes = {str(parameter.dtype) for parameter in self.parameters(recurse=False)}
+        modes = " and ".join(map(str, self._modes))
+        return f"{self} of {', '.join(sorted(dtypes))}, split by {modes}, sequence_parallel={self.sequence_parallel}"
 
     def _check_tokens(self, inp: torch.Tensor) -> None:
         if not self.sequence_parallel:
@@ -129,16 +143,19 @@ class ParallelModule(StatefulModule):
                 "the first dimension, which they must divide; pad it"
             )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        mark = self._buffers.get("scale_bwd")
-        made = super()._apply(fn, recurse)
-        if mark is not None:
-            follow(mark, self.scale_bwd)
-        return made
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.tp_group)] = self.tp_group  # a copy is in the same group
         return super().__deepcopy__(memo)
+
+
+def _compare(module: ParallelModule, recipe: Recipe | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """With the ranks that share the module's weights, or raise on all of them. Nobody answers an export."""
+    if torch.compiler.is_exporting() or is_fake(module.tp_group):
+        return
+    status, given = module._run_status, (without_addresses(recipe), f"{shape} of {dtype}", module._describe())
+    if given not in status.agreed:
+        check_agreed(module.tp_group, **dict(zip(("recipe", "inp", "module"), given, strict=True)))
+        status.agreed |= {given}
 
 
 def set_groups(module: nn.Module, tp_group: Any) -> None:

@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.functional.traced import read_local
 from mezzotint.layer.parameters import attributes_of, resolve_device, restore_attributes
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
-from mezzotint.tracing import lasting
+from mezzotint.tracing import call_untraced, lasting
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -167,20 +166,13 @@ class StatefulModule(nn.Module):
             else:
                 old[length:].zero_()
 
-    def _grow_history(self, length: int) -> None:
-        if length > self.amax_history_fwd.shape[0] or length > self.amax_history_bwd.shape[0]:
-            self.adjust_amax_history_length(length)
-
     def _use_history(self, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
         """From now on this request's rows. Those behind them are cleared: a longer history would find them again. Those
         of gradients are left to backward where it clears them."""
         if not torch.compiler.is_compiling() and self._request is request:
             return
         length = request.amax_history_len
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.comptime.comptime(_grow_outside)
-        else:
-            self._grow_history(length)
+        call_untraced(grow_history, self, length)
         # A graph clears them always: what was before it is state that it would have to guard on.
         is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
         if is_shorter and length < self.amax_history_fwd.shape[0]:
@@ -319,12 +311,6 @@ class StatefulModule(nn.Module):
         self._drop_workspaces()
         self._tie_weights()
 
-    def _warn_of_scales(self) -> None:
-        """Before a run with delayed scaling, in eager code and while a graph is traced."""
-        if self._lacks_scales:
-            self._lacks_scales = False
-            warnings.warn(LOST_SCALES, stacklevel=3)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
         made = type(self).__new__(type(self))
@@ -352,12 +338,19 @@ class StatefulModule(nn.Module):
         return state
 
 
-def _grow_outside(context: Any) -> None:
-    """Called by Dynamo while it traces `_use_history`: a buffer that a graph makes is no buffer that its backward can
-    write, and in inference mode nothing that training can."""
-    module, request = read_local(context, "self"), read_local(context, "request")
-    with torch.inference_mode(False), torch.no_grad():
-        module._grow_history(request.amax_history_len)
+def grow_history(module: StatefulModule, length: int) -> None:
+    """Outside of a graph: a buffer that it makes is none that its backward can write, and in inference mode none that
+    training can."""
+    if length > module.amax_history_fwd.shape[0] or length > module.amax_history_bwd.shape[0]:
+        with torch.inference_mode(False), torch.no_grad():
+            module.adjust_amax_history_length(length)
+
+
+def warn_of_scales(module: StatefulModule) -> None:
+    """Before a run with delayed scaling. Outside of a graph, which would guard on the answer."""
+    if module._lacks_scales:
+        module._lacks_scales = False
+        warnings.warn(LOST_SCALES, stacklevel=4)
 
 
 LOST_SCALES = (

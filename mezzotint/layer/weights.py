@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mezzotint.comm.agreement import check_agreed, without_addresses
-from mezzotint.comm.gradients import local_part
+from mezzotint.comm.gradients import local_shard
 from mezzotint.comm.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.parameters import (
@@ -250,7 +250,7 @@ class Weights:
         """(out, in), differentiable."""
         parts = [getattr(module, name) for name in self.weight_names]
         if self.is_placed:
-            parts = [local_part(part) for part in parts]
+            parts = [local_shard(part) for part in parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def bias(self, module: Any) -> Any:
@@ -258,7 +258,7 @@ class Weights:
         parts = [getattr(module, name) for name in self.bias_names]
         if self.is_placed:
             partial = module.sequence_parallel and self.mode == "row"  # added to this process's tokens
-            parts = [local_part(part, module.tp_group if partial else None) for part in parts]
+            parts = [local_shard(part, module.tp_group if partial else None) for part in parts]
         if not parts:
             return None
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -269,7 +269,7 @@ class Weights:
         for name, rows in zip(self.weight_names, self.sizes, strict=True):
             weight = getattr(module, name)
             into = getattr(weight, "main_grad", None) if weight.requires_grad else None
-            into = local_part(into) if self.is_placed and hasattr(into, "to_local") else into
+            into = local_shard(into) if self.is_placed and hasattr(into, "to_local") else into
             if into is None and weight.requires_grad:
                 raise ValueError(f"fuse_wgrad_accumulation needs {name}.main_grad, a tensor to add into: set it first")
             into = into if into is None else self._own(name, into)

@@ -131,7 +131,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
         check_module_input(inp, self.in_features)
-        self._meet(inp)
+        self._check_ranks(inp)
         self._check_tokens(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         gamma, beta = norm_parameters(self, "layer_norm_")

@@ -169,7 +169,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     ) -> torch.Tensor | Any:
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
         check_module_input(inp, self.hidden_size)
-        self._meet(inp)
+        self._check_ranks(inp)
         self._check_tokens(inp)
         (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
         gamma, beta = norm_parameters(self, "layer_norm_")

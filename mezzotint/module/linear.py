@@ -122,7 +122,7 @@ class Linear(TransformerEngineBaseModule):
         kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
         """
         check_module_input(inp, self.in_features)
-        self._meet(inp)
+        self._check_ranks(inp)
         self._check_tokens(inp)
         weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
         dtype = activation_dtype(inp)

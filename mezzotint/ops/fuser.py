@@ -333,7 +333,7 @@ class OperationFuser:
         if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         for op in self._basic_ops:
-            op._meet_others(input_)
+            op._check_others(input_)
         extra_inputs = self._wiring.read(self._basic_ops, extra_inputs)
         pipeline = Pipeline(
             self._basic_ops,

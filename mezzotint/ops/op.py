@@ -28,6 +28,7 @@ from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer, RunSettings
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.resolve import delayed_request
+from mezzotint.layer.scaling_state import grow_history
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
@@ -294,7 +295,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         if "scale_fwd" in self._buffers:
             request = None if recipe is None else self._delayed_request(recipe)
             if request is not None:
-                self._grow_history(request.amax_history_len)
+                grow_history(self, request.amax_history_len)
 
     def _reset_state(self) -> None:
         if self._has_state():  # an operation without quantizers has none
@@ -321,7 +322,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     _takes_run: ClassVar[bool] = False  # its forward gets what `_begin` gave as the keyword argument `run`
 
-    def _meet_others(self, input_: torch.Tensor) -> None:
+    def _check_others(self, input_: torch.Tensor) -> None:
         """Before the chain, whose input this is, begins: processes that share a weight find out what differs."""
 
     def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:

@@ -10,10 +10,10 @@ from mezzotint.distributed import parts
 from mezzotint.trainer.mixture import Mixture
 
 
-def find_places(model: nn.Module) -> dict[str, parts.Place]:
+def find_numbered_placements(model: nn.Module) -> dict[str, parts.ShardPlacement]:
     """Of each parameter, by its name on this process."""
     numbers = _expert_numbers(model)
-    return {name: replace(place, name=numbers.get(name, name)) for name, place in parts.find_places(model).items()}
+    return {name: replace(place, name=numbers.get(name, name)) for name, place in parts.find_placements(model).items()}
 
 
 def _expert_numbers(model: nn.Module) -> dict[str, str]:

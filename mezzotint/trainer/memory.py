@@ -37,7 +37,7 @@ from mezzotint.trainer.mesh import (
     make_meshes,
     make_model,
     make_optimizer,
-    reduce_gradients,
+    reduce_over_meshes,
 )
 from mezzotint.trainer.model import LanguageModel
 from mezzotint.trainer.savings import Savings
@@ -241,9 +241,9 @@ def _plan(
             live.end_part("backward of the embedding")
             if meshes is not None:
                 for number, layer in enumerate(model.layers):
-                    reduce_gradients(layer, layout, meshes)
+                    reduce_over_meshes(layer, layout, meshes)
                     live.end_part(_reduction(number))
-                reduce_gradients(model, layout, meshes, but=model.layers)
+                reduce_over_meshes(model, layout, meshes, but=model.layers)
                 live.end_part("gradients of the embedding")
             optimizer.step()  # makes its state, which the next step finds; it needs nothing else
 

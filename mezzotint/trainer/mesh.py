@@ -130,7 +130,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": group} for group in (sharded, whole) if group], fused=True)
 
 
-def reduce_gradients(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:
+def reduce_over_meshes(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:
     """The sum of what processes have parts of, of one batch; over replicas the mean, which FSDP2 takes by itself.
 
     An expert has the sum over the replicas whose tokens it got already. Parameters of `but` are left out.

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mezzotint.comm.collectives import gather_objects
-from mezzotint.distributed.parts import Place
+from mezzotint.distributed.parts import ShardPlacement
 from mezzotint.distributed.reading import load_state, read_metadata
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.files import remove, sync
@@ -30,7 +30,7 @@ from mezzotint.trainer.world import World, on_first, together
 
 
 def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, places: Mapping[str, Place]
+    model: nn.Module, optimizer: torch.optim.Optimizer, places: Mapping[str, ShardPlacement]
 ) -> dict[str, torch.Tensor]:
     """Weights and AdamW's state, by the names of the whole model, over the memory of this process's parts."""
     found: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ from mezzotint.quantization import autocast
 from mezzotint.trainer.clipping import clip_gradients
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.data import Batches, Text, draw_seed, hold_out
-from mezzotint.trainer.expert_parts import find_places
+from mezzotint.trainer.expert_parts import find_numbered_placements
 from mezzotint.trainer.local_checkpoint import (
     DELAYED,
     Checkpoint,
@@ -36,7 +36,7 @@ from mezzotint.trainer.local_checkpoint import (
 )
 from mezzotint.trainer.machine import check_compiler, find_device
 from mezzotint.trainer.manifest import SEVERAL, About
-from mezzotint.trainer.mesh import Meshes, make_meshes, make_model, reduce_gradients
+from mezzotint.trainer.mesh import Meshes, make_meshes, make_model, reduce_over_meshes
 from mezzotint.trainer.model import LanguageModel
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import RunConfig
@@ -75,7 +75,7 @@ class Training:
         whole = _make_whole(config, world)  # on the CPU: the same weights anywhere
         self.whole = {name: torch.empty_like(value, device="meta") for name, value in whole.named_parameters()}
         self.model = whole.to(self.device) if self.meshes is None else self._make_part(whole, self.meshes)
-        self.places = find_places(self.model)
+        self.places = find_numbered_placements(self.model)
         self.call: Any = self.model
         if train.compile:
             self._compile()
@@ -89,7 +89,7 @@ class Training:
     def _make_part(self, whole: LanguageModel, meshes: Meshes) -> LanguageModel:
         config, layout = self.config.model, self.config.layout
         model = make_model(config, layout, meshes, self.recipe, device=self.device)
-        places = find_places(model)
+        places = find_numbered_placements(model)
         for name, parameter in model.named_parameters():
             places[name].copy_whole(parameter, whole.get_parameter(places[name].name))
         torch.manual_seed(draw_seed(self.config.train.seed, 0, self.world.rank))  # of stochastic rounding
@@ -130,7 +130,7 @@ class Training:
         if self.meshes is None:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         else:
-            reduce_gradients(self.model, self.config.layout, self.meshes)
+            reduce_over_meshes(self.model, self.config.layout, self.meshes)
             norm = clip_gradients(self.model, self.meshes, limit)
             total = all_reduce(total, self.meshes.replica_group) / self.replicas
         self.optimizer.step()

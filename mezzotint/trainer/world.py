@@ -123,7 +123,7 @@ def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> A
     return found[0][0]
 
 
-def check_same(world: World, values: Mapping[str, Any]) -> None:
+def check_same_options(world: World, values: Mapping[str, Any]) -> None:
     """Options and the like, or an error on every process that names the one that differs."""
     if world.size == 1:
         return

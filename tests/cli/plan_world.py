@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mezzotint.quantization import autocast
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import LiveBytes, SavedBytes, storage_of
-from mezzotint.trainer.mesh import make_meshes, make_model, make_optimizer, reduce_gradients
+from mezzotint.trainer.mesh import make_meshes, make_model, make_optimizer, reduce_over_meshes
 from mezzotint.trainer.model import LanguageModel
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.sizes import ModelConfig
@@ -52,7 +52,7 @@ def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
             kept = saved.total
             loss.backward()
             del loss, tokens
-            reduce_gradients(model, layout, meshes)
+            reduce_over_meshes(model, layout, meshes)
             optimizer.step()
             optimizer.zero_grad()
         live.end_part("step")
@@ -92,7 +92,7 @@ def compare(config: ModelConfig, layout: Layout) -> Result:
     losses = [model(tokens, tokens) for model in (whole, part)]
     for loss in losses:
         loss.backward()
-    reduce_gradients(part, layout, meshes)
+    reduce_over_meshes(part, layout, meshes)
     errors = {}
     for name, parameter in part.named_parameters():
         wanted = own_part(whole, name, parameter, "grad")

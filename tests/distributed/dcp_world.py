@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, is_complete, load, load_full_state, plain_state, save
 from mezzotint.distributed.fsdp import low_precision_gather
-from mezzotint.distributed.parts import find_places
+from mezzotint.distributed.parts import find_placements
 from tests.distributed.parallel import BITWISE
 from tests.distributed.sharded import model, optimizer, sharded, spread_out, train
 from tests.recipes import RECIPES
@@ -161,7 +161,7 @@ def split_steps(made: nn.Module, optim: Any, first: int, count: int) -> list[flo
 def learnt(made: nn.Module, optim: Any) -> Result:
     """Of each parameter: itself and AdamW's state, what this process has of them, and where that lies in the whole."""
     found: Result = {}
-    places = find_places(made)
+    places = find_placements(made)
     for name, parameter in made.named_parameters():
         for key, value in (("", parameter), *optim.state[parameter].items()):
             if value.dim():

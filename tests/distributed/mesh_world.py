@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import mezzotint as mz
 from mezzotint.distributed.checkpoint import full_state, load, load_full_state, save
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
-from mezzotint.distributed.parts import find_places
+from mezzotint.distributed.parts import find_placements
 from mezzotint.distributed.styles import ColwiseParallel, RowwiseParallel, TensorParallel
 from tests.distributed.dcp_world import folder, learnt
 from tests.distributed.sharded import batch, loss_of, sent, sharded, spread_out
@@ -102,7 +102,7 @@ def train(made: Any, recipe: Any, count: int = 2, *, optim: Any = None, clip: fl
 
 def distance(made: nn.Module, whole: nn.Module, start: nn.Module) -> float:
     """Between what a model and one process have learnt, of what that has learnt: the largest over parameters."""
-    places, found = find_places(made), []
+    places, found = find_placements(made), []
     known, first = dict(whole.named_parameters()), dict(start.named_parameters())
     for name, parameter in made.named_parameters():
         change = (known[name] - first[name]).detach().norm()

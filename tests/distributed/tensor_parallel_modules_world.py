@@ -13,7 +13,6 @@ import mezzotint as mz
 from mezzotint import ops
 from mezzotint.distributed import reduce_gradients
 from mezzotint.optimizers import FusedAdam
-from tests.distributed.agreement_world import changes, comparisons, compiled_changes, compiled_wrong_use, wrong_use
 from tests.distributed.delayed_world import different_modules, endings, graphs, reductions
 from tests.distributed.parallel import BITWISE, differing, draw, error, make, part, part_like, step, unit, world
 from tests.recipes import RECIPES
@@ -375,7 +374,6 @@ def dynamic(rank: int) -> Result:
 
 
 CHECKS: tuple[Callable[[int], Result], ...] = (
-    changes,  # before there are graphs, for which regions compare
     norms,
     norm_outputs,
     layers,
@@ -391,8 +389,4 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     kept_weights,
     stochastic,
     dynamic,
-    compiled_changes,
-    comparisons,
-    wrong_use,
-    compiled_wrong_use,
 )

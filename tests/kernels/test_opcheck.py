@@ -42,7 +42,6 @@ from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.kernels.rope import rope, rope_join, rope_split
-from mezzotint.meeting import agree_op, meet_op
 from tests.formats import ELEMENTS, FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
@@ -336,16 +335,11 @@ def alone() -> Iterator[str]:
 
 @pytest.mark.compile
 def test_processes(alone: str) -> None:
-    """Without outputs but for the collective; what they compare is the affair of `tests/distributed`."""
+    """In a group of one; what ranks compare is the affair of `tests/distributed`."""
     for kind in ("gather", "scatter", "sum", "max"):
         torch.library.opcheck(collective, (sample((16, 32), torch.bfloat16), kind, 1, alone), test_utils=ALL)
     numbers = [torch.tensor([i]) for i in range(2)]
     torch.library.opcheck(delayed_compare, (torch.ones(6), numbers, alone), test_utils=ALL)
-    mark = torch.ones(2)
-    described = [16, 32], torch.bfloat16, "recipe", "module", alone
-    for _ in range(2):
-        torch.library.opcheck(meet_op, (mark, *described, False, 1), test_utils=ALL)
-        torch.library.opcheck(agree_op, (mark, "recipe", True, alone, 1), test_utils=ALL)
 
 
 def library_ops() -> set[str]:
@@ -369,8 +363,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (norm_backward_add, activation_scale_gradient, column_sum)}
     here |= {op.name() for op in (delayed_saw_, delayed_snapshot_, delayed_step_, delayed_step_first_, delayed_update_)}
     here |= {op.name() for op in (delayed_catch_up_, delayed_compare, delayed_hand_over_, delayed_take_)}
-    here |= {op.name() for op in (collective, meet_op, agree_op)}
-    here |= {norm_add_stats.name()}
+    here |= {op.name() for op in (collective, norm_add_stats)}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}

@@ -113,8 +113,8 @@ class BasicLinear(BasicOperation):
 
     # One run
 
-    def _meet_others(self, input_: torch.Tensor) -> None:
-        self._meet(input_)
+    def _check_others(self, input_: torch.Tensor) -> None:
+        self._check_ranks(input_)
 
     def _begin(
         self,
