@@ -128,7 +128,10 @@ def test_options(options: dict[str, Any]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("case", ["padding_causal_bottom_right", "alibi", "thd window"])
+@pytest.mark.parametrize(
+    "case",
+    ["thd window", *[pytest.param(case, marks=pytest.mark.slow) for case in ("padding_causal_bottom_right", "alibi")]],
+)
 def test_inductor(case: str) -> None:
     """The kernel is not looked into, and masks are exact: the same bits."""
     module = mz.DotProductAttention(HEADS, CHANNELS, GROUPS)

@@ -96,6 +96,7 @@ def test_a_signal_leaves_what_is_finished(
     assert len(losses(tmp_path / "runs/compare-001/bf16")) == 6
 
 
+@pytest.mark.slow  # five runs of 40 steps; tests/module/test_training.py has losses of every recipe
 def test_gaps_are_small(capsys: Capture, tmp_path: Path) -> None:
     """What `make train` allows after 150 steps, for a smaller model after 40: seeds 0 to 2 end at most 0.013 away."""
     sizes = ("--hidden=64", "--ffn=128", "--heads=2", "--kv-heads=1", "--sequence=32", "--batch=8", "--threads=1")

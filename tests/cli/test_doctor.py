@@ -15,6 +15,7 @@ from tests.cli.tools import run, works
 Capture = pytest.CaptureFixture[str]
 
 
+@pytest.mark.slow  # each compiles by Inductor
 @pytest.mark.compile
 def test_every_recipe_is_right_here(capsys: Capture) -> None:
     """Eager and compiled, by the compiler that users have."""

@@ -12,6 +12,7 @@ from tests.cli.tools import ROOT, one_thread
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_training_loop(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = EXAMPLES / "training_loop.py"

@@ -43,6 +43,7 @@ def compiled(module: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
 # What a converted layer computes
 
 
+@pytest.mark.cover(2)
 @over_recipes
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_converted_layer_is_our_module(recipe: str, bias: bool) -> None:

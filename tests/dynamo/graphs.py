@@ -3,11 +3,27 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mezzotint import QuantizedTensorStorage
-from tests.quantizer_formats import buffers
+from tests.quantizer_formats import FORMATS, buffers
+
+# One of each kind: per tensor, stateful, blocks, Hadamard, two formats.
+SOME = ("float8_current", "float8_delayed", "mxfp8", "nvfp4_rht_stochastic", "hybrid")
+
+
+def over_every_format(**wanted: Any) -> pytest.MarkDecorator:
+    """Parametrize `fmt` over all formats, or those with some options. The compiler sees a class and its fields: of each
+    class of quantizers the first one and `SOME` run always, the others are slow."""
+    first = {type(fmt.make()): name for name, fmt in reversed(FORMATS.items())}
+    always = {*first.values(), *SOME}
+    picked = [fmt for fmt in FORMATS.values() if all(getattr(fmt, option) == value for option, value in wanted.items())]
+    return pytest.mark.parametrize(
+        "fmt",
+        [pytest.param(fmt, marks=() if fmt.name in always else pytest.mark.slow, id=fmt.name) for fmt in picked],
+    )
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> tuple[Any, Any]:

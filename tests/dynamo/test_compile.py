@@ -9,15 +9,13 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint.tensor.quantizer import quantize, quantize_storage
-from tests.dynamo.graphs import assert_same, compiled, run
+from tests.dynamo.graphs import SOME, assert_same, compiled, over_every_format, run
 from tests.quantizer_formats import E4M3, FORMATS, Format, assert_same_bytes, over_formats, same_bytes, sample
 
 opaque_object = pytest.importorskip("torch._library.opaque_object")
 
 pytestmark = pytest.mark.compile
 
-# One of each kind: per tensor, stateful, blocks, Hadamard, two formats.
-SOME = ("float8_current", "float8_delayed", "mxfp8", "nvfp4_rht_stochastic", "hybrid")
 
 GLOBAL_QUANTIZER: Any = None
 
@@ -33,7 +31,7 @@ def everything(x: torch.Tensor, quantizer: Any) -> Any:
 # Whole graphs, the same bits
 
 
-@over_formats()
+@over_every_format()
 def test_every_format_compiles_whole(fmt: Format) -> None:
     x = sample((40, 48), torch.bfloat16)
     function, counter = compiled(everything)
@@ -106,7 +104,7 @@ def test_internal_quantizers(fmt: Format) -> None:
     assert_same(made, run(make, x, fmt.quantizer(internal=True)))
 
 
-@over_formats()
+@over_every_format()
 def test_usages_inside_the_graph(fmt: Format) -> None:
     """Another usage is asked for inside, and the quantizer of that usage used in any way."""
 
@@ -155,7 +153,7 @@ def test_multi_quantize_and_views(fmt: Format) -> None:
 # Recompiles
 
 
-@over_formats(is_value=True)
+@over_every_format(is_value=True)
 def test_equal_quantizers_do_not_recompile(fmt: Format) -> None:
     x = sample((32, 64))
     function, counter = compiled(lambda x, q: q.quantize(x))
@@ -212,7 +210,7 @@ def test_assignment_recompiles_updates() -> None:
     assert_same_bytes(target, quantizer.quantize(sample((32, 64))))
 
 
-@over_formats()
+@over_every_format()
 def test_dynamic_batch(fmt: Format) -> None:
     def both(x: torch.Tensor, quantizer: Any) -> Any:
         tensor = quantizer.quantize(x)

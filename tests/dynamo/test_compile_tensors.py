@@ -9,21 +9,18 @@ from torch import nn
 import mezzotint as mz
 from mezzotint import TensorProto, to_tensor_proto
 from mezzotint.tensor.quantizer import quantize_storage
-from tests.dynamo.graphs import assert_same, compiled, run
+from tests.dynamo.graphs import SOME, assert_same, compiled, over_every_format, run
 from tests.quantizer_formats import E4M3, Format, assert_same_bytes, over_formats, sample, snapshot
 
 opaque_object = pytest.importorskip("torch._library.opaque_object")
 
 pytestmark = pytest.mark.compile
 
-# One of each kind: per tensor, stateful, blocks, Hadamard, two formats.
-SOME = ("float8_current", "float8_delayed", "mxfp8", "nvfp4_rht_stochastic", "hybrid")
-
 
 # In place
 
 
-@over_formats()
+@over_every_format()
 def test_updates_show_in_the_same_graph(fmt: Format) -> None:
     """What is written to an argument's buffers shows in the argument at once, however it is read."""
 
@@ -92,7 +89,7 @@ def test_updates_under_a_noop_flag(fmt: Format) -> None:
 # Quantized arguments and parameters
 
 
-@over_formats()
+@over_every_format()
 def test_quantized_arguments(fmt: Format) -> None:
     def use(tensor: Any, storage: Any) -> Any:
         return tensor.dequantize(), tensor + 1, storage.dequantize(), tensor.view(4, 8, 64), tensor.detach()
@@ -138,7 +135,7 @@ def test_a_quantized_parameter(fmt: Format, backend: str) -> None:
 # Prototypes
 
 
-@over_formats(is_value=True)
+@over_every_format(is_value=True)
 def test_protos_inside_the_graph(fmt: Format) -> None:
     def make(x: torch.Tensor, quantizer: Any) -> Any:
         proto = TensorProto(tuple(x.shape), x.dtype, quantizer)

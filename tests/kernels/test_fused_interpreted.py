@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from tests.kernels.test_pointwise_interpreted import convert, draw
@@ -22,9 +23,10 @@ USAGES = ((False, True), (True, True))
 TWO_PASSES = ("current", "rowwise")
 
 
-def test_interpreted() -> None:
+@pytest.mark.parametrize("tiles", ["cut", pytest.param("whole", marks=pytest.mark.slow)])
+def test_interpreted(tiles: str) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_fused_interpreted"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_fused_interpreted", tiles]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -127,7 +129,8 @@ def as_on_a_gpu() -> None:
         module.cast_fp8 = cast_fp8
 
 
-def main() -> None:
+def main(tiles: str) -> None:
+    """`tiles`: shapes that are whole ones, or those that cut them."""
     from mezzotint.constants import E4M3, E5M2
     from mezzotint.kernels.float8 import float8_quantize, float8_quantize_scaled
     from mezzotint.kernels.float8_block import float8_block_quantize
@@ -146,7 +149,8 @@ def main() -> None:
     )
     check_copied_input(float8.quantize, float8_quantize)
     check_given_maxima(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)
-    for shape, dtype in zip(SHAPES, (BF16, FP32, FP16), strict=True):
+    chosen = list(zip(SHAPES, (BF16, FP32, FP16), strict=True))
+    for shape, dtype in chosen[:1] if tiles == "whole" else chosen[1:]:
         for source, args in cases(shape, dtype):
             for name, launch, op, options in tested:
                 for how in ("inside", "first", "before") if name in TWO_PASSES else ("inside", "before"):
@@ -156,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -173,6 +173,7 @@ def test_nvfp4_odd_sizes_and_hadamard_padding() -> None:
     assert torch.equal(gemm(padded, b, out_dtype=F32), gemm(a, b, out_dtype=F32))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("bias_dtype", [F32, F16, B16])
 @pytest.mark.parametrize("out_dtype", [F32, F16, B16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -206,6 +207,7 @@ def test_accumulate_into_a_view() -> None:
     assert int((whole != 0).sum()) == 12
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("sizes", [(0, 4, 8), (4, 0, 8), (4, 6, 0), (0, 0, 0)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -52,6 +52,7 @@ def one_by_one(a, b, out_dtype, biases=None) -> list[torch.Tensor]:  # type: ign
 SPLITS = [[16, 32], [7], [3, 0, 5, 0], [0, 9], [0, 0]]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("make", [fprop, wgrad])

@@ -17,6 +17,7 @@ from tests.recipes import MODULES, RECIPES, assert_equal, forward_arguments, mak
 from tests.values import VIEWS, as_view, negated
 
 
+@pytest.mark.cover(1)
 @over_formats()
 @pytest.mark.parametrize("view", ["negative", *VIEWS])
 def test_quantize_reads_values_whatever_the_memory(fmt: Format, view: str) -> None:

@@ -103,6 +103,7 @@ def test_apply_rounds_once_per_operation(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(raw(got), raw(torch.from_numpy(y).to(dtype)))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", HIGH, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[-1]], ids=str)

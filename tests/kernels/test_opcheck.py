@@ -90,11 +90,16 @@ def check_quantize(variant: Variant, x: torch.Tensor, usage: tuple[bool, ...], u
         torch.library.opcheck(variant.quantize_, (x, out, noop, *arguments), test_utils=utils)
 
 
-@pytest.mark.parametrize(
-    ("variant", "usage", "dtype"),
-    [(variant, usage, dtype) for variant in VARIANTS for usage in variant.usages() for dtype in variant.dtypes],
-    ids=describe,
-)
+def quantize_cases() -> Iterator[Any]:
+    """Every variant and usage with a dtype, in turn; with its other dtypes they are slow."""
+    pairs = [(variant, usage) for variant in VARIANTS for usage in variant.usages()]
+    for i, (variant, usage) in enumerate(pairs):
+        for j, dtype in enumerate(variant.dtypes):
+            is_slow = j != i % len(variant.dtypes)
+            yield pytest.param(variant, usage, dtype, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(("variant", "usage", "dtype"), quantize_cases(), ids=describe)
 def test_quantize(variant: Variant, usage: tuple[bool, ...], dtype: torch.dtype) -> None:
     for shape in SHAPES:
         check_quantize(variant, sample(shape, dtype), usage, FAST)

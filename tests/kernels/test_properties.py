@@ -118,6 +118,7 @@ def test_fake_is_real(name: str, data: st.DataObject) -> None:
     check_fake_is_real(data.draw(cases(name)))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("shape", [(64, 256), (2, 32, 48), (5, 7)], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

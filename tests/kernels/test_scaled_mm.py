@@ -50,6 +50,7 @@ def test_sizes(name: str, kind_a: str, kind_b: str, sizes: tuple[int, int, int])
     run(name, quantize(torch.randn(rows_a, size), kind_a), quantize(torch.randn(rows_b, size), kind_b), dtype=B16)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("bias_dtype", [None, F32, F16, B16])
 @pytest.mark.parametrize("dtype", [F32, F16, B16])
 @pytest.mark.parametrize(("name", "kind_a", "kind_b"), PAIRS)

@@ -64,6 +64,7 @@ def compile_ahead(kernel: Any, signature: dict[str, Any], constants: dict[str, A
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("module", "index"),

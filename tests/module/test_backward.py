@@ -53,6 +53,7 @@ def test_backward_under_another_recipe(name: str, recipe: str) -> None:
     assert_equal(got, {key: expected[key] for key in got})
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @over_recipes
 @over_modules

@@ -25,6 +25,7 @@ def compiled(module: Any, **options: Any) -> tuple[Any, Any]:
     return torch.compile(module, fullgraph=True, backend=counter, **options), counter
 
 
+@pytest.mark.cover(1)
 @over_some
 @over_modules
 def test_micro_batches_have_two_graphs(name: str, recipe: str) -> None:
@@ -38,6 +39,7 @@ def test_micro_batches_have_two_graphs(name: str, recipe: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.cover(1)
 @over_some
 @pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
 def test_five_batch_sizes_have_two_graphs(name: str, recipe: str) -> None:
@@ -101,6 +103,7 @@ def test_five_routings_have_two_graphs(recipe: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.cover(1)
 @over_some
 @over_modules
 def test_train_eval_train(name: str, recipe: str) -> None:

@@ -41,6 +41,7 @@ def check_compiled(name: str, recipe: Any, backend: str, **options: Any) -> None
     assert not counters["graph_break"]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.compile
 @over_bias
 @over_recipes
@@ -49,6 +50,7 @@ def test_aot_eager(name: str, recipe: str, bias: bool) -> None:
     check_compiled(name, EVERY_RECIPE[recipe], "aot_eager", bias=bias)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @over_bias
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -57,6 +59,7 @@ def test_inductor(name: str, recipe: str, bias: bool) -> None:
     check_compiled(name, RECIPES[recipe], "inductor", bias=bias)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("variant", VARIANTS)
 @over_modules
@@ -100,6 +103,7 @@ def reference(module: Any, name: str, x: torch.Tensor) -> dict[str, torch.Tensor
     return {"output": y.detach(), "input": x.grad, **zero}
 
 
+@pytest.mark.cover(2)
 @over_bias
 @over_recipes
 @over_modules

@@ -24,6 +24,7 @@ def poisoned() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+@pytest.mark.cover(2)
 @over_recipes
 @over_modules
 @pytest.mark.parametrize("rows", [1, 7, 33])
@@ -63,6 +64,7 @@ def test_no_tokens(name: str, recipe: str) -> None:
         assert not got[key].any()
 
 
+@pytest.mark.cover(2)
 @over_recipes
 @pytest.mark.parametrize("sizes", [[0, 0, 40], [40, 0, 0], [0, 40, 0], [1, 38, 1], [13, 14, 13]])
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -104,6 +106,7 @@ def test_leading_dimensions_and_strides(name: str, recipe: str) -> None:
     assert_equal(step(make(name), strided, RECIPES[recipe]), flat)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @over_recipes
 @over_modules

@@ -41,7 +41,7 @@ def test_loss_falls_as_it_does_in_bf16(name: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["delayed", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_compiled_losses_are_the_same_bits(name: str) -> None:
     batches = make_batches(SIZES, 8, seed=0)
     assert train(name, batches, SIZES, backend="aot_eager").losses == train(name, batches, SIZES).losses

@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("score", "topk", "pre", "groups", "biased"), CASES)
 @pytest.mark.parametrize("scaling", [None, 2.5])
 def test_topk(score: str, topk: int, pre: bool, groups: Any, biased: bool, scaling: float | None) -> None:

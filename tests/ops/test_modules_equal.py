@@ -128,6 +128,7 @@ def test_linear(recipe: str, bias: bool) -> None:
     check(make_linear(bias), ALL[recipe])
 
 
+@pytest.mark.cover(2)
 @over_bias
 @pytest.mark.parametrize("zero_centered_gamma", [False, True])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -5,6 +5,7 @@ Here: the prototype is the real tensor is the fake one; values are close; flatte
 
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -36,6 +37,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # Prototype = real = fake
 
 
+@pytest.mark.cover(2)
 @over_formats()
 @over_usages
 @over_internal
@@ -173,6 +175,7 @@ def test_quantizing_again_gives_the_same_where_it_is_safe(fmt: Format) -> None:
 # Flatten and save
 
 
+@pytest.mark.cover(2)
 @over_formats()
 @over_usages
 @over_internal

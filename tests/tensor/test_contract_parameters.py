@@ -124,6 +124,7 @@ def test_state_dict_loads_both_ways(fmt: Format) -> None:
 # Pickling
 
 
+@pytest.mark.cover(2)
 @over_formats()
 @over_usages
 @pytest.mark.parametrize("weights_only", [True, False])

@@ -110,6 +110,7 @@ def test_quantizing_a_quantized_tensor(fmt: Format) -> None:
         assert_same_bytes(target, expected)
 
 
+@pytest.mark.cover(2)
 @over_formats()
 @over_usages
 @over_internal
