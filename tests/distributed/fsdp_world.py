@@ -444,7 +444,6 @@ def ways_of_uneven(recipe: Any) -> nn.Module:
 
 
 CHECKS = (
-    long_run,
     short_runs,
     compositions,
     one_unit,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
-from tests.distributed.fsdp_world import CHECKS, LONG
+from tests.distributed.fsdp_world import CHECKS, LONG, long_run
 from tests.distributed.sharded import model
 from tests.recipes import RECIPES
 from tests.worlds import World, results, shared_world
@@ -19,9 +19,16 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return shared_world(tmp_path_factory, CHECKS)
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world of its own: it takes long."""
+    return shared_world(tmp_path_factory, (long_run,))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fifty_steps_with_weights_gathered_in_low_precision(world: World, recipe: str) -> None:
-    first, second = results(world, "long_run")
+def test_fifty_steps_with_weights_gathered_in_low_precision(long: World, recipe: str) -> None:
+    first, second = results(long, "long_run")
     alone, made = first[f"{recipe} alone"], first[recipe]
     assert len(made["losses"]) == LONG
     assert made["losses"] == alone["losses"]
@@ -32,9 +39,10 @@ def test_fifty_steps_with_weights_gathered_in_low_precision(world: World, recipe
         assert torch.equal(made[name], second[recipe][name]), name
 
 
-def test_recipes_differ(world: World) -> None:
+@pytest.mark.slow
+def test_recipes_differ(long: World) -> None:
     """What the equalities above are worth: no two recipes have the same losses."""
-    found = results(world, "long_run")[0]
+    found = results(long, "long_run")[0]
     losses = [tuple(found[recipe]["losses"]) for recipe in RECIPES]
     assert len(set(losses)) == len(losses)
 

@@ -29,7 +29,7 @@ def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
     return shared_world(tmp_path_factory, (compiled,), 2)
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
 def world(request: pytest.FixtureRequest) -> World:
     return request.getfixturevalue(request.param)
 
@@ -139,11 +139,13 @@ def test_weights_that_are_kept_quantized(two: World, recipe: str, mode: str) -> 
         assert found[f"{recipe} {mode}"] == []
 
 
+@pytest.mark.slow
 def test_weights_that_four_keep_quantized(four: World) -> None:
     for found in results(four, "kept"):
         assert found == {f"{recipe} {mode}": [] for recipe in KEPT[:4] for mode in MODES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_compiled_equals_eager(compiling: World, recipe: str) -> None:
     for found in results(compiling, "compiled"):

@@ -6,7 +6,8 @@ import torch
 
 from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
-from mezzotint.kernels.hadamard import hadamard16
+from mezzotint.kernels.hadamard import RANDOM_SIGN_MASK, hadamard16
+from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.swizzle import unswizzle
 from tests import exact
 from tests.formats import Variant, variants_of
@@ -66,3 +67,13 @@ def expected_nvfp4(
         two_d="two_d" in variant.traits,
         noise=noise,
     )
+
+
+def test_the_amax_is_that_of_what_is_quantized() -> None:
+    """Column-wise of the transposed and transformed tensor, filled up with zeros; row-wise of the tensor itself."""
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows, columns = nvfp4_amax(x, True, RANDOM_SIGN_MASK, False, True, True)
+    filled = torch.nn.functional.pad(x, (0, 0, 0, 8)).t().contiguous()
+    assert rows.tolist() == [x.abs().max().item()]
+    assert columns.tolist() == [hadamard16(filled, RANDOM_SIGN_MASK).abs().max().item()]
+    assert rows != columns
