@@ -99,7 +99,7 @@ def quantize_cases() -> Iterator[Any]:
             yield pytest.param(variant, usage, dtype, marks=pytest.mark.slow if is_slow else ())
 
 
-@pytest.mark.parametrize(("variant", "usage", "dtype"), quantize_cases(), ids=describe)
+@pytest.mark.parametrize(("variant", "usage", "dtype"), [*quantize_cases()], ids=describe)
 def test_quantize(variant: Variant, usage: tuple[bool, ...], dtype: torch.dtype) -> None:
     for shape in SHAPES:
         check_quantize(variant, sample(shape, dtype), usage, FAST)
