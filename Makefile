@@ -27,7 +27,7 @@ help:
 SMOKE := $(addprefix tests/, test_layers.py kernels/test_elements.py kernels/test_vectors.py kernels/test_delayed.py \
     kernels/test_norm.py comm tensor/test_contract.py optimizers/test_states.py test_recipe.py test_regions.py \
     functional/test_linear.py test_quantization.py test_delayed_scaling.py module/test_signatures.py \
-    module/test_options.py module/test_boundary.py ops/test_basic.py ops/test_fuser.py attention/test_dot_product.py \
+    module/test_options.py module/test_boundary.py ops/test_basic.py attention/test_rope.py attention/test_multihead.py \
     moe/test_permutation.py moe/test_router.py test_cross_entropy.py convert/test_choice.py compat/test_shims.py \
     trainer/test_data.py)
 
