@@ -109,8 +109,9 @@ def gathered(recipe: str, mode: str) -> dict[str, int]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_sent(two: World, recipe: str, mode: str) -> None:
-    """Quantized bytes where the format can, counted; the sums in BF16; of amaxes a few numbers, or one for a column; and a
-    number before each of delayed scaling's two reductions, by which ranks compare the modules that they reduce."""
+    """Ranks send quantized bytes where the format allows it, sums in BF16, and few amaxes or one for each column.
+
+    Before each of delayed scaling's two reductions they send one number, by which they compare the modules reduced."""
     m, k = unit(recipe), unit(recipe) * 2
     for found in results(two, "sent"):
         sent = dict(found[f"{recipe} {mode}"])
