@@ -20,6 +20,7 @@ from mezzotint.tensor.checks import check_choice, check_epsilon
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer, Float8ScaledQuantizer
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.mxfp4 import MXFP4Quantizer
 from mezzotint.tensor.mxfp6 import MXFP6Quantizer
 from mezzotint.tensor.mxfp8 import MXFP8Quantizer
@@ -86,7 +87,7 @@ def slot(gemm: int, tensor_type: str) -> int:
 
 
 @dataclass(frozen=True)
-class QuantizerRole:
+class QuantizerRole(GraphConstant):
     """What a tensor is: the kind of module, "input" | "weight" | "output" | "grad_output" | "grad_input", its name."""
 
     module_type: str = ""
@@ -98,7 +99,7 @@ class QuantizerRole:
 
 
 @dataclass(frozen=True)
-class QuantizerRequest:
+class QuantizerRequest(GraphConstant):
     """What a factory may return in the place of a quantizer: state that the module keeps for it."""
 
 
@@ -121,8 +122,8 @@ class DelayedScalingRequest(QuantizerRequest):
         return Float8ScaledQuantizer(element(self.fp8_format, forward))
 
 
-@dataclass(frozen=True)
-class Recipe:
+@dataclass(frozen=True, eq=False)
+class Recipe(GraphConstant):
     """Base of all recipes."""
 
     # In figures. Those of ours are Okabe and Ito's, which colour-blind readers can tell apart.
@@ -131,6 +132,11 @@ class Recipe:
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
         """How the tensor of this role is quantized."""
         raise NotImplementedError(f"{type(self).__name__} does not say how tensors are quantized")
+
+    def answers_once(self) -> bool:
+        """Return whether `quantizer` goes by the fields of the recipe and the type of the tensor alone. A factory, or a
+        user's own recipe, may go by the name of the module, or by what changes: it is asked at each run."""
+        return type(self).quantizer in _ANSWERS
 
     def products(self) -> tuple[bool, bool, bool]:
         """Whether forward, input-gradient and weight-gradient GEMM may accumulate fast, with fewer bits."""
@@ -598,12 +604,6 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
 
 
 _ANSWERS = frozenset(recipe.quantizer for recipe in RECIPES.values())
-
-
-def answers_once(recipe: Recipe) -> bool:
-    """Whether a role has the same quantizer each time, so that a module need not ask again: those that follow from the
-    fields of a recipe. A factory, or a user's own recipe, may read what changes."""
-    return type(recipe).quantizer in _ANSWERS
 
 
 def check_recipe(recipe: Any) -> None:

@@ -34,9 +34,19 @@ class RunStatus:
     found to quantize them alike.
     """
 
-    __slots__ = ("agreed", "has_backward", "held", "is_alike", "is_pending", "is_quantized", "reads_rows_again")
+    __slots__ = (
+        "agreed",
+        "has_backward",
+        "held",
+        "is_alike",
+        "is_pending",
+        "is_quantized",
+        "reads_rows_again",
+        "request",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, request: Any = None) -> None:
+        self.request = request  # of delayed scaling, which the module keeps state for
         self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
         self.held = True, True
         self.reads_rows_again: bool | None = None

@@ -3,11 +3,50 @@
 import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
+from mezzotint.late import after_import
+
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Any)
+
+
+def below_dynamo(function: _F) -> _F:
+    """Decorate a function that Dynamo does not walk through: it puts one call of it into its graph.
+
+    AOTAutograd traces the function later, on fake tensors, as the plain eager code that it is. Its arguments are
+    tensors, tuples of them, and constants (`GraphConstant`); it returns tensors, and writes to tensors alone.
+    """
+    after_import("torch._dynamo", lambda dynamo: dynamo.allow_in_graph(function))
+    return function
+
+
+def inlined(function: _F) -> _F:
+    """Return a copy of a function of `below_dynamo` that Dynamo walks through, for arguments that are no constants."""
+    copied: Any = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def is_traced() -> bool:
+    """Return whether this code runs for a graph: Dynamo walks through it, or AOTAutograd runs it on fake tensors."""
+    return torch.compiler.is_compiling()
+
+
+def read_live(*tensors: torch.Tensor | None) -> None:
+    """Tell the compiler that a backward reads these tensors, and writes them, as they are when it runs: one that comes
+    between forward and that backward may write them. As of what eager code keeps on `ctx` without saving it."""
+    if is_traced() and not torch.compiler.is_dynamo_compiling():  # Dynamo knows it of an autograd function itself
+        from torch.fx.experimental.proxy_tensor import _get_proxies  # in a graph alone: what it imports is slow
+
+        for tensor in tensors:
+            for proxy in [] if tensor is None else _get_proxies(tensor):
+                proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def backward_task() -> int:

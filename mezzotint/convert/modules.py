@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from mezzotint.functional.norm import NormOptions
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.weights import Weights
@@ -83,7 +84,7 @@ class ConvertedLinear(Converted, Linear):
     def _saves_state(self) -> bool:
         """The keys of the state dict are those of the layer that this was, as long as delayed scaling has nothing to
         do with it: neither its recipe asks for it, nor was anything learnt under another around it."""
-        if self.recipe is not None and self._resolve(self.recipe, ((True, True),))[1] is not None:
+        if self.recipe is not None and self._request_of(self.recipe) is not None:
             return True
         return not self._is_fresh()
 
@@ -122,6 +123,12 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
     eps = property(lambda self: self.pair[0].eps)
     rms = property(lambda self: isinstance(self.pair[0], nn.RMSNorm))
 
+    def _config_fields(self) -> dict[str, Any]:
+        return ConvertedLinear._config_fields(self)  # the norm is another module, which may change on its own
+
+    def _norm_options(self) -> NormOptions:
+        return NormOptions(self.eps, self.zero_centered_gamma, self.rms)
+
     def after_norm(self, input: torch.Tensor) -> torch.Tensor:
         """(…, in) → (…, out): the norm, then this."""
         with self._region():
@@ -152,6 +159,9 @@ class ConvertedConv1D(ConvertedLinear):
 
 class TransposedWeights(Weights):
     """Of a parameter (in, out)."""
+
+    def is_plain(self) -> bool:
+        return False
 
     def weight(self, module: Any) -> torch.Tensor:
         return module.weight.t()

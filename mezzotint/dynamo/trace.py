@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.dynamo.late import after_import
+from mezzotint.late import after_import
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -138,9 +139,10 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
         try:
             reconstruct(self, codegen)
         except NotImplementedError:  # torch 2.11
-            if _quantizer_of(self) is None:
+            value = getattr(self.value, "real_obj", self.value)
+            if not isinstance(value, Quantizer | GraphConstant):
                 raise
-            name = codegen.tx.output.install_global_by_id("__mezzotint_quantizer", self.as_python_constant())
+            name = codegen.tx.output.install_global_by_id("__mezzotint_constant", value)
             codegen.append_output(codegen.create_load_global(name, add=True))
 
     variable.call_function, variable.call_method = traced_call, traced_method

@@ -20,6 +20,7 @@ from mezzotint.functional.delayed import SCALE_UPDATES, ScaleState, hand_over, u
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import read_live
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ class _Apply(torch.autograd.Function):
         ctx.spec = flatten(core.setup(args, made), flat)
         ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
         ctx.save_for_backward(*flat)
+        if args.grad_state is not None:
+            read_live(args.grad_state.scale, args.grad_state.history, args.grad_state.number)
         if kept is not None:
             kept.extend(extras)
             return outputs

@@ -32,6 +32,7 @@ from mezzotint.functional.tensor_parallel import (
 from mezzotint.kernels._lib import as_matrix, matrix_shape, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
@@ -39,7 +40,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(frozen=True)
-class LinearQuantizers:
+class LinearQuantizers(GraphConstant):
     """One for each tensor, with the usages that this call needs; None leaves a tensor in high precision."""
 
     input: Quantizer | None
@@ -48,7 +49,7 @@ class LinearQuantizers:
 
 
 @dataclass(frozen=True)
-class Numerics:
+class Numerics(GraphConstant):
     """Dtype of activations, which GEMMs may accumulate fast, and what backward computes on."""
 
     dtype: torch.dtype
@@ -59,8 +60,8 @@ class Numerics:
     keeps_wgrad: bool  # the weight gradient on unquantized tensors
 
 
-@dataclass(slots=True)
-class Needs:
+@dataclass(frozen=True)
+class Needs(GraphConstant):
     """Which gradients are asked for: taken once, in the module."""
 
     input: bool

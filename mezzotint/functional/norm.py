@@ -12,12 +12,13 @@ import torch
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, norm_backward_add, norm_stats
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
 
 
 @dataclass(frozen=True)
-class NormOptions:
+class NormOptions(GraphConstant):
     """gamma is stored minus one when `zero_centered`."""
 
     eps: float
@@ -26,7 +27,7 @@ class NormOptions:
 
 
 @dataclass(frozen=True)
-class Residual:
+class Residual(GraphConstant):
     """The residual stream that goes past a norm, given out behind it."""
 
     has_branch: bool  # which is added before the norm

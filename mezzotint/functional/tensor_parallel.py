@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mezzotint.comm.collectives import start_all_reduce, start_reduce_scatter
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import Split, can_gather, gather_rows, needs_whole_amaxes, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
@@ -24,7 +25,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(GraphConstant):
     """How the weight is split over the ranks of a group: "column" (N) or "row" (K)."""
 
     mode: str

@@ -14,22 +14,22 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import take
-from mezzotint.functional.linear import LinearFwdArgs, LinearQuantizers, Needs, Numerics, WeightGrad
+from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels.delayed import delayed_snapshot_
-from mezzotint.layer.names import Named
+from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
-from mezzotint.layer.resolve import NO_QUANTIZERS, delayed_request, resolve_numerics, resolve_quantizers
-from mezzotint.layer.scaling_state import first_rows, warn_of_scales
+from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
+from mezzotint.layer.run import Delayed, Kept, backward_clears, live_grad_state, scale_of
+from mezzotint.layer.scaling_state import warn_of_scales
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.quantization import has_own_rule, reduction_groups, update_rule
+from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     DelayedScalingRequest,
     QuantizerRole,
     Recipe,
-    answers_once,
     element,
     slot,
 )
@@ -38,38 +38,54 @@ from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import call_untraced, in_inference_mode
+from mezzotint.tracing import call_untraced, in_inference_mode, memoized
+
+# Attributes of a module that its configuration is made of.
+_CONFIGURED = frozenset(
+    {
+        "_modes",
+        "_weights",
+        "checkpoint",
+        "eps",
+        "fuse_wgrad_accumulation",
+        "in_features",
+        "num_gemms",
+        "return_bias",
+        "return_layernorm_output",
+        "return_layernorm_output_gathered",
+        "save_original_input",
+        "sequence_parallel",
+        "tp_group",
+        "tp_size",
+        "wgrad_stores",
+        "zero_centered_gamma",
+    }
+)
 
 
 @dataclass(slots=True)
 class RunSettings:
-    """One forward: what the state said, resolved for every GEMM of the module."""
+    """One run: its plan, and what of the module's state it goes by."""
 
-    quantizers: tuple[LinearQuantizers, ...]
-    needs: tuple[Needs, ...]
-    numerics: Numerics
-    request: DelayedScalingRequest | None
-    scales: torch.Tensor | None  # forward, FP32 [3 per GEMM]
-    weight_scales: torch.Tensor | None  # those that kept weights were quantized with
-    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]
-    grad_state: GradState | None
-    records: bool  # amaxes enter the history
-    caches: bool
-    reuses: bool
+    plan: Plan
+    scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
+    weight_scales: torch.Tensor | None = None  # those that kept weights were quantized with
+    grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
+    grad_state: GradState | None = None
+    records: bool = False  # amaxes enter the history
+    calibrates: bool = False  # high precision, but amaxes of inputs and weights are entered
+    caches: bool = False
+    reuses: bool = False
+    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are taken
+    is_first: bool = False  # since the last update of scales: its backward comes last
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
-
-    def needs_any(self) -> bool:
-        """Whether it has a backward; where nothing is known of its GEMMs it may have one."""
-        for need in self.needs:
-            if need.input or need.weight or need.bias:
-                return True
-        return not self.needs
 
 
 class Layer(Named, ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
+    _config: LayerConfig
     gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
 
     def __init__(self, name: str | None = None) -> None:
@@ -83,16 +99,12 @@ class Layer(Named, ParallelModule):
 
     # Roles and quantizers
 
-    def _set_name(self, name: str, is_given: bool) -> None:
-        super()._set_name(name, is_given)
-        self._resolved = None  # quantizers of another name
-
-    def _gemm_name(self, gemm: int) -> str:
-        """What a role calls the GEMM."""
-        return self._name
+    def _inner_name(self, gemm: int) -> str:
+        """Return what a role calls the GEMM, behind the name of the module."""
+        return ""
 
     def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
-        return QuantizerRole(self.module_type, tensor_type, self._gemm_name(gemm))
+        return QuantizerRole(self.module_type, tensor_type, join_path(self._name, self._inner_name(gemm)))
 
     def _live_quantizer(self, recipe: Recipe, gemm: int, tensor_type: str) -> Quantizer:
         """A quantizer that reads and writes this module's state where it needs one."""
@@ -105,11 +117,62 @@ class Layer(Named, ParallelModule):
             scale[i : i + 1], history[0, i : i + 1], element(delayed_request(made).fp8_format, forward)
         )
 
-    def _resolve(
-        self, recipe: Recipe, needs: tuple[tuple[bool, bool], ...]
-    ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
-        """As `resolve_quantizers`, of this module."""
-        return resolve_quantizers(recipe, self._role, needs, self.save_original_input)
+    def _plan(self, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+        """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
+        if recipe is None or recipe.answers_once():
+            key = self._config, recipe, dtype, needs
+            return memoized(self, "_planned", key, lambda: self._config.plan(recipe, "", dtype, needs))
+        return plan_anew(self._config, recipe, self._name, dtype, needs)
+
+    def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
+        """Return the state that a recipe asks for, in a run with all gradients."""
+        return self._plan(recipe, torch.float32, (Needs(True, True, True),) * self.num_gemms).request
+
+    def _init_state(self, num_gemms: int, device: torch.device) -> None:
+        super()._init_state(num_gemms, device)
+        self._configure()
+
+    def _configure(self) -> None:
+        """Note what the module is made with; again whenever an attribute of `_CONFIGURED` is assigned."""
+        self.__dict__["_config"] = LayerConfig(**self._config_fields())
+
+    def _config_fields(self) -> dict[str, Any]:
+        """Return the fields of the configuration."""
+        gemms, weights = range(self.num_gemms), self._weights
+        is_plain = bool(weights) and all(type(each).is_plain(each) for each in weights)
+        return {
+            "module_type": self.module_type,
+            "gemm_names": tuple([self._inner_name(gemm) for gemm in gemms]),
+            "saves_original_input": self.save_original_input,
+            "parallels": tuple([self._parallel(gemm) for gemm in gemms]),
+            "sequence_parallel": self.sequence_parallel,
+            "weight_names": tuple([each.weight_names[0] for each in weights]) if is_plain else (),
+            "bias_names": tuple([each.bias_names[0] if each.bias_names else None for each in weights if is_plain]),
+            "accumulates": self.fuse_wgrad_accumulation or bool(self.wgrad_stores),
+        }
+
+    def _parameters_of(self, config: LayerConfig) -> list[tuple[Any, Any]]:
+        """Return the weight and the bias, or None, of each GEMM."""
+        if config.weight_names:
+            return [
+                (getattr(self, weight), None if bias is None else getattr(self, bias))
+                for weight, bias in zip(config.weight_names, config.bias_names, strict=True)
+            ]
+        return [(each.weight(self), each.bias(self)) for each in self._weights]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = super().__deepcopy__(memo)
+        made._configure()
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._configure()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _CONFIGURED and "_config" in self.__dict__:
+            self._configure()
 
     # One forward
 
@@ -117,58 +180,24 @@ class Layer(Named, ParallelModule):
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        needs = tuple(needs)
+        plan = self._plan(recipe, dtype, tuple(needs))
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
+        call = RunSettings(plan)
         if recipe is None:
-            none, numerics = (NO_QUANTIZERS,) * len(needs), resolve_numerics(None, dtype)
-            return RunSettings(
-                quantizers=none,
-                needs=needs,
-                numerics=numerics,
-                request=None,
-                scales=None,
-                weight_scales=None,
-                grad_scales=None,
-                grad_state=None,
-                records=False,
-                caches=False,
-                reuses=False,
-            )
+            call.calibrates = state.calibrating
+            return call
         is_first_microbatch = as_microbatch(is_first_microbatch)  # not above: without a recipe nothing depends on it
-        key = tuple([(need.input, need.weight) for need in needs])
         if not torch.compiler.is_compiling() and self._recipe is not recipe:
             self._recipe = recipe
-        if torch.compiler.is_compiling() or not answers_once(recipe):
-            # No memo: in a graph it would be state to guard on, and a factory may answer otherwise at each run.
-            quantizers, request = self._resolve(recipe, key)
-        else:
-            memo = self._resolved
-            if memo is None or memo[1] != key or (memo[0] is not recipe and memo[0] != recipe):
-                memo = self._resolved = (recipe, key, *self._resolve(recipe, key))
-            quantizers, request = memo[2], memo[3]
-        numerics = resolve_numerics(recipe, dtype)
         is_second = state.recomputation is not None and state.recomputation.is_second
         # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
-        caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
-        reuses = is_first_microbatch is False
-        call = RunSettings(
-            quantizers=quantizers,
-            needs=needs,
-            numerics=numerics,
-            request=request,
-            scales=None,
-            weight_scales=None,
-            grad_scales=None,
-            grad_state=None,
-            records=False,
-            caches=caches,
-            reuses=reuses,
-        )
-        if caches and state.skip_weight_update is not None:
+        call.caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
+        call.reuses = is_first_microbatch is False
+        if call.caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
-        return call if request is None else self._start_delayed(call)
+        return call if plan.request is None else self._start_delayed(call)
 
     def _note_run(self, recipe: Recipe | None, state: State) -> None:
         """A run inside of backward is one of `torch.utils.checkpoint`."""
@@ -198,7 +227,7 @@ class Layer(Named, ParallelModule):
         return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
 
     def _start_delayed(self, call: RunSettings) -> RunSettings:
-        request, state = call.request, current_state()
+        request, state = call.plan.request, current_state()
         assert request is not None
         if state.recomputes_in_graph:
             raise RuntimeError(
@@ -207,17 +236,20 @@ class Layer(Named, ParallelModule):
                 "recipe without state such as Float8CurrentScaling"
             )
         call_untraced(warn_of_scales, self)
-        groups = reduction_groups(request, self._sharing_group())
-        self._use_history(request, self._backward_clears(request))
+        config = self._config.read()
+        groups = reduction_groups(request, config.sharing_group())
+        self._use_history(request, backward_clears(request))
         recomputation = state.recomputation
         # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
-        has_backward = (torch.is_grad_enabled() and call.needs_any()) or (
+        has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
             recomputation is not None and recomputation.has_backward
         )
         is_first = has_backward and not self._run_status.has_backward
         call.records = True
         # Where backward quantizes again it needs the scales of forward, which are written before.
-        call.scales = self._snapshot(self.scale_fwd) if self._requantizes() else self.scale_fwd
+        call.scales = (
+            self._snapshot(self.scale_fwd) if config.saves_original_input or config.recomputes else self.scale_fwd
+        )
         if recomputation is not None and recomputation.is_second:
             # The scales of the first run, whose maxima have been entered.
             call.scales, call.weight_scales, is_first = recomputation.next_scales()
@@ -232,6 +264,7 @@ class Layer(Named, ParallelModule):
             if has_backward and not is_first:
                 take(self._grad_state(request, groups, False), self.amax_history_fwd)
         if torch.is_grad_enabled():
+            call.groups, call.is_first = groups, is_first
             call.grad_scales = self._snapshot(self.scale_bwd)
             call.grad_state = self._grad_state(request, groups, is_first)
         return call
@@ -255,16 +288,25 @@ class Layer(Named, ParallelModule):
         return quantizer.with_usage(rowwise=True, columnwise=False), state
 
     def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
-        buffer, length, takes_all = self.amax_history_bwd, request.amax_history_len, self._backward_clears(request)
-        history = buffer if takes_all else first_rows(buffer, length)
-        rule = update_rule(request, forward=False)
-        rows = length if takes_all else None
-        return GradState(self.scale_bwd, history, *rule, groups, rows, self._number, is_first)
+        return live_grad_state(
+            request, self.scale_bwd, self.amax_history_bwd, self._number, groups=groups, is_first=is_first
+        )
 
-    def _backward_clears(self, request: DelayedScalingRequest) -> bool:
-        """Whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
-        forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
-        return torch.compiler.is_compiling() and not has_own_rule(request)
+    def _delayed(self, call: RunSettings) -> Delayed | None:
+        """Return delayed scaling's tensors as the module's function takes them, or None where the plan has none."""
+        if call.scales is None or call.weight_scales is None:
+            return None
+        return Delayed(
+            call.scales,
+            call.weight_scales,
+            call.grad_scales,
+            self.amax_history_fwd if call.records else None,
+            self.scale_bwd,
+            self.amax_history_bwd,
+            self._number,
+            tuple([group.group_name for group in call.groups]),
+            call.is_first,
+        )
 
     def _snapshot(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy for backward of what is written before it, made in forward."""
@@ -287,10 +329,6 @@ class Layer(Named, ParallelModule):
             self._weight_scales = self.scale_fwd.clone()
         return call.scales
 
-    def _requantizes(self) -> bool:
-        """Whether backward quantizes the input again."""
-        return self.save_original_input
-
     def _weights_q(
         self, call: RunSettings, weights: Sequence[Any]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
@@ -303,7 +341,7 @@ class Layer(Named, ParallelModule):
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
-        quantizers = [call.quantizers[gemm].weight for gemm in range(len(weights))]
+        quantizers = [call.plan.quantizers[gemm].weight for gemm in range(len(weights))]
         scales = [scale_of(call.weight_scales, gemm, "weight") for gemm in range(len(weights))]
         parallel = [self._parallel(gemm) for gemm in range(len(weights))]
         together = None
@@ -335,6 +373,16 @@ class Layer(Named, ParallelModule):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 
+    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> Kept | None:
+        """Return quantized weights where they are kept for other micro-batches, else None: the run makes its own."""
+        return Kept(*self._weights_q(call, weights)) if call.caches else None
+
+    def _wgrads(self, config: LayerConfig, weights: Sequence[Any]) -> tuple[WeightGrad, ...] | None:
+        """Return where the gradient of each weight goes, or None where autograd gets them all."""
+        if not config.accumulates:
+            return None
+        return tuple([self._weight_grad(gemm, weight, gemm) for gemm, weight in enumerate(weights)])
+
     def _keeps_inference(self) -> bool:
         """Whether kept weights come from a graph that ran in inference mode: backward cannot have them."""
         return call_untraced(_has_inference_workspaces, self)  # graphs are apart by what kind they are given
@@ -349,9 +397,9 @@ class Layer(Named, ParallelModule):
             bias=bias,
             x_q=None,
             weight_q=weight_q,
-            needs=call.needs[gemm],
-            quantizers=call.quantizers[gemm],
-            numerics=call.numerics,
+            needs=call.plan.needs[gemm],
+            quantizers=call.plan.quantizers[gemm],
+            numerics=call.plan.numerics,
             wgrad=self._weight_grad(gemm, weight, gemm),
             input_scale=scale_of(call.scales, gemm, "input"),
             grad_scale=scale_of(call.grad_scales, gemm, "grad_output"),
@@ -445,11 +493,3 @@ def activation_dtype(inp: torch.Tensor) -> torch.dtype:
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"inp has dtype {dtype}: modules take float32, float16 or bfloat16")
     return dtype
-
-
-def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
-    """[1] of a GEMM's tensor, out of one direction's [n]; None of none."""
-    if scales is None:
-        return None
-    i = slot(gemm, tensor_type)
-    return scales[i : i + 1]

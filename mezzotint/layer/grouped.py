@@ -60,6 +60,9 @@ class GroupWeights(Weights):
             module.register_parameter(name, None if value is None else nn.Parameter(value))
         self._mark(module)
 
+    def is_plain(self) -> bool:
+        return False  # `GroupedLayer._group_parameters` has them
+
     def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         return value[self.group] if self.stacks.get(name, False) else value
 

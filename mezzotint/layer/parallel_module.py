@@ -111,6 +111,12 @@ class ParallelModule(StatefulModule):
         """The processes that hold the other parts of this module's tensors; None: it holds them all."""
         return self.tp_group if self._modes else None
 
+    def _check_parallel(self, config: Any, inp: torch.Tensor) -> None:
+        """Check an input with the other ranks that hold the weights, and its tokens."""
+        if any(config.parallels):
+            self._check_ranks(inp)
+            self._check_tokens(inp)
+
     def _check_ranks(self, inp: torch.Tensor) -> None:
         """What can go wrong over ranks goes wrong here, on each of them, before one waits for another: so before
         weights are quantized. `inp`: what the module, or the chain of operations that it is in, is given."""

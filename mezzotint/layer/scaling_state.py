@@ -25,7 +25,7 @@ from mezzotint.layer.parameters import attributes_of, resolve_device, restore_at
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
-from mezzotint.tracing import call_untraced, lasting
+from mezzotint.tracing import call_untraced, is_traced, lasting
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -60,6 +60,7 @@ class StatefulModule(nn.Module):
     """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
 
     num_gemms: int
+    _config: Any  # LayerConfig of a `Layer`
     scale_fwd: torch.Tensor
     amax_history_fwd: torch.Tensor
     scale_bwd: torch.Tensor
@@ -74,9 +75,8 @@ class StatefulModule(nn.Module):
         self._is_fully_sharded = False
         self._number: torch.Tensor | None = None  # None on the meta device, where a process may plan a model alone
         self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
-        self._request: DelayedScalingRequest | None = None
         self._recipe: Recipe | None = None
-        self._resolved: Any = None  # (recipe, what it was resolved for, quantizers, request): a memo of eager code
+        self._planned: Any = None  # the plan of the last run, and what it was looked up by: a memo of eager code
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         """Buffers of delayed scaling."""
@@ -169,20 +169,26 @@ class StatefulModule(nn.Module):
     def _use_history(self, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
         """From now on this request's rows. Those behind them are cleared: a longer history would find them again. Those
         of gradients are left to backward where it clears them."""
-        if not torch.compiler.is_compiling() and self._request is request:
+        status = self._run_status
+        if not is_traced() and status.request is request:
             return
         length = request.amax_history_len
         call_untraced(grow_history, self, length)
         # A graph clears them always: what was before it is state that it would have to guard on.
-        is_shorter = torch.compiler.is_compiling() or self._request is None or self._request.amax_history_len > length
+        is_shorter = is_traced() or status.request is None or status.request.amax_history_len > length
         if is_shorter and length < self.amax_history_fwd.shape[0]:
             self.adjust_amax_history_length(length, True if backward_clears else None)
-        self._request = request
+        status.request = request
+
+    @property
+    def _request(self) -> DelayedScalingRequest | None:
+        """The request of the last run with delayed scaling."""
+        return self._run_status.request
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
         """Scale, history, and the request that they serve: what the end of an autocast region updates."""
-        assert self._request is not None
-        return self.scale_fwd, first_rows(self.amax_history_fwd, self._request.amax_history_len), self._request
+        request = self._run_status.request
+        return self.scale_fwd, first_rows(self.amax_history_fwd, request.amax_history_len), request
 
     def _recipe_in_use(self) -> Recipe | None:
         """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
@@ -323,7 +329,7 @@ class StatefulModule(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
         replica: Any = super()._replicate_for_data_parallel()
-        replica.__dict__.update(_workspaces=None, _weight_scales=None, _resolved=None, _run_status=RunStatus())
+        replica.__dict__.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=RunStatus())
         replica.forward = autocast(*get_autocast_state())(partial(type(self).forward, replica))
         return replica
 
@@ -334,7 +340,9 @@ class StatefulModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_workspaces=None, _weight_scales=None, _resolved=None, _run_status=RunStatus())
+        status = RunStatus(self._run_status.request)
+        state.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=status)
+        state.pop("_config", None)
         return state
 
 

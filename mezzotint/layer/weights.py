@@ -125,6 +125,7 @@ class Weights:
         for name in self.bias_names:
             setattr(module, name, place(getattr(module, name), None if dim else 0, self.stride))
         self.is_placed = True
+        module._configure()
 
     def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         """Uninitialised parameters; parts are slices of one buffer."""
@@ -245,6 +246,10 @@ class Weights:
                 i, made = slot(gemm, "weight"), quantizer.copy()  # the other module may have the same object
                 made.scale, made.amax = module.scale_fwd[i : i + 1], module.amax_history_fwd[0, i : i + 1]
                 weight._quantizer = made
+
+    def is_plain(self) -> bool:
+        """Return whether the weight is one parameter of the module, as it is."""
+        return not self.parts and not self.is_placed
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""

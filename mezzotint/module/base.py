@@ -7,12 +7,11 @@ import torch
 
 from mezzotint.compat.base_module import UpstreamNames, quantize_weight
 from mezzotint.functional.delayed import take
-from mezzotint.kernels._lib import write_op
-from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.float8 import float8_amax
-from mezzotint.layer.base import Layer, RunSettings, activation_dtype, scale_of
+from mezzotint.layer.base import Layer, RunSettings, activation_dtype
+from mezzotint.layer.run import scale_of
 from mezzotint.quantization import reduction_groups
-from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe, slot
+from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
@@ -47,9 +46,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         self._recipe = recipe
         if not self._has_state():
             self._init_state(self.num_gemms, self._parameter_device())
-        _, request = self._resolve(recipe, ((True, True),) * self.num_gemms)
+        request = self._request_of(recipe)
         if request is None:
-            self._request = None
+            self._run_status.request = None
         else:
             self._use_history(request)
 
@@ -101,7 +100,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     @output_quantizer_role.setter
     def output_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._output_role, self._resolved = role, None
+        self._output_role = role
 
     @property
     def grad_input_quantizer_role(self) -> QuantizerRole | None:
@@ -109,7 +108,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._grad_input_role, self._resolved = role, None
+        self._grad_input_role = role
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int | None = None) -> list[QuantizerRole]:
         """Roles slot by slot."""
@@ -126,48 +125,32 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     # What came back
 
-    def _record(
-        self, call: RunSettings, amaxes: Sequence[torch.Tensor], weight_amaxes: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Enter the maxima of this call into the current row of the history: those that a core gave back, one for each
-        GEMM whose input has delayed scaling, and those of the weights."""
-        if not call.records:
-            return
-        seen, rest = [], list(amaxes)
-        slots: list[int] = []
-        for gemm, weight_amax in enumerate(weight_amaxes):
-            quantizer = call.quantizers[gemm].input
-            if quantizer is not None and quantizer.takes_scale():
-                seen.append(rest.pop(0))
-                slots.append(slot(gemm, "input"))
-            if weight_amax is not None:
-                seen.append(weight_amax)
-                slots.append(slot(gemm, "weight"))
-        if slots:
-            write_op(delayed_saw_, self.amax_history_fwd, seen, slots)
-
-    def _is_calibrating(self) -> bool:
-        state = current_state()
-        return state.calibrating and not state.enabled
-
     def _calibrate(self, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
         """High precision, but the maxima of each GEMM's input and weight are written to the history."""
-        if self._is_calibrating():
-            with torch.no_grad():
-                for tensor_type, tensors in (("input", inputs), ("weight", weights)):
-                    for gemm, tensor in enumerate(tensors):
-                        seen = scale_of(self.amax_history_fwd[0], gemm, tensor_type)
-                        is_held = isinstance(tensor, QuantizedTensorStorage)
-                        seen.copy_(float8_amax(tensor.dequantize() if is_held else tensor.detach()))
+        with torch.no_grad():
+            for tensor_type, tensors in (("input", inputs), ("weight", weights)):
+                for gemm, tensor in enumerate(tensors):
+                    seen = scale_of(self.amax_history_fwd[0], gemm, tensor_type)
+                    is_held = isinstance(tensor, QuantizedTensorStorage)
+                    seen.copy_(float8_amax(tensor.dequantize() if is_held else tensor.detach()))
+
+    def _config_fields(self) -> dict[str, Any]:
+        return {
+            **super()._config_fields(),
+            "return_bias": self.return_bias,
+            "return_layernorm_output": self.return_layernorm_output,
+            "gathers_norm": self.return_layernorm_output_gathered,
+        }
 
     def _outputs(
         self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None, residual: Any = None
     ) -> Any:
         """What forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
         outputs: list[Any] = [y]
-        if self.return_bias:
+        config = self._config.read()
+        if config.return_bias:
             outputs.append(None if bias is None else bias.to(dtype))
-        if self.return_layernorm_output:
+        if config.return_layernorm_output:
             outputs.append(norm_out)
         if residual is not None:
             outputs.append(residual)

@@ -12,8 +12,8 @@ from mezzotint.functional.grouped_linear import (
     group_tensors,
     is_stack,
 )
-from mezzotint.functional.linear import Needs
-from mezzotint.layer.base import activation_dtype, scale_of
+from mezzotint.functional.linear import Needs, WeightGrad
+from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import (
@@ -24,9 +24,52 @@ from mezzotint.layer.parameters import (
     resolve_device,
     resolve_dtype,
 )
+from mezzotint.layer.plan import Plan
+from mezzotint.layer.run import Delayed, Kept, grad_state, quantized_weights, record_amaxes, scale_of
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
+from mezzotint.tracing import below_dynamo, inlined
+
+
+@below_dynamo
+def run_grouped_linear(
+    plan: Plan,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor, ...],
+    splits: tuple[int, ...],
+    delayed: Delayed | None = None,
+    kept: Kept | None = None,
+    wgrads: tuple[WeightGrad, ...] | None = None,
+) -> torch.Tensor:
+    """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""
+    weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed, kept)
+    gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
+    if wgrads is None:
+        wgrads = tuple([WeightGrad(weights[0 if stacks else gemm].dtype, is_slice=stacks) for gemm in gemms])
+    scales, grad_scales = (None, None) if delayed is None else (delayed.scales, delayed.grad_scales)
+    args = GroupedLinearFwdArgs(
+        x=x,
+        weights=weights,
+        biases=biases,
+        weights_q=weights_q,
+        splits=splits,
+        needs=plan.needs[0],
+        quantizers=plan.quantizers,
+        numerics=plan.numerics,
+        wgrads=wgrads,
+        input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
+        grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
+        saves_original_input=plan.saves_original_input,
+        grad_state=grad_state(plan, delayed),
+    )
+    y, *amaxes = run_core(GROUPED_LINEAR, args, plan.has_backward)
+    record_amaxes(plan, delayed, amaxes, weight_amaxes)
+    return y
+
+
+_run_inlined = inlined(run_grouped_linear)
 
 
 class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
@@ -111,8 +154,11 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
                 "another one, and load the state dict of this one into it"
             )
 
-    def _gemm_name(self, gemm: int) -> str:
-        return self._part(str(gemm))
+    def _inner_name(self, gemm: int) -> str:
+        return str(gemm)
+
+    def _config_fields(self) -> dict[str, Any]:
+        return {**super()._config_fields(), "in_features": self.in_features}
 
     def forward(
         self,
@@ -127,7 +173,8 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         `m_splits`: rows of each group, a list or a tensor. `out` (…, out) takes the result;
         the gradient of `inp` is written to `dgrad_out` as well where it is given.
         """
-        check_module_input(inp, self.in_features)
+        config = self._config.read()
+        check_module_input(inp, config.in_features)
         splits = resolve_splits(m_splits, self.num_gemms)
         weights, biases = self._group_parameters()
         dtype = activation_dtype(inp)
@@ -137,7 +184,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         if dgrad_out is not None:
             check_buffer("dgrad_out", dgrad_out, inp)
             x = _WriteGradient.apply(x, dgrad_out)
-        added = () if self.return_bias else biases
+        added = () if config.return_bias else biases
         has_grad = torch.is_grad_enabled()
         needs = Needs(
             has_grad and x.requires_grad,
@@ -145,32 +192,17 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             has_grad and any(bias.requires_grad for bias in added),
         )
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
-        groups = group_tensors(weights, 2)
-        if self._is_calibrating():
-            self._calibrate(x.split(list(splits)), groups)
-        weights_q, weight_amaxes = self._weights_q(call, groups)
-        args = GroupedLinearFwdArgs(
-            x=x,
-            weights=weights,
-            biases=added,
-            weights_q=weights_q,
-            splits=splits,
-            needs=needs,
-            quantizers=call.quantizers,
-            numerics=call.numerics,
-            wgrads=self._weight_grads(weights),
-            input_scales=tuple([scale_of(call.scales, gemm, "input") for gemm in range(self.num_gemms)]),
-            grad_scales=tuple([scale_of(call.grad_scales, gemm, "grad_output") for gemm in range(self.num_gemms)]),
-            saves_original_input=self.save_original_input,
-            grad_state=call.grad_state,
-        )
-        y, *amaxes = run_core(GROUPED_LINEAR, args, needs.input or needs.weight or needs.bias)
-        self._record(call, amaxes, weight_amaxes)
+        if call.calibrates:
+            self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
+        kept = Kept(*self._weights_q(call, group_tensors(weights, 2))) if call.caches else None
+        wgrads = self._weight_grads(weights) if config.accumulates else None
+        run = run_grouped_linear if kept is None and wgrads is None else _run_inlined
+        y = run(call.plan, x, weights, added, splits, self._delayed(call), kept, wgrads)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:
             check_buffer("out", out, y)
             y = _WriteInto.apply(y, out)
-        if self.return_bias:
+        if config.return_bias:
             each = biases[0].unbind() if is_stack(biases, 1) else biases
             return y, [bias.to(dtype) for bias in each] or None
         return y

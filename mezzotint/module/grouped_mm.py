@@ -11,8 +11,8 @@ from mezzotint.functional.linear import LinearQuantizers, Needs, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.resolve import NO_QUANTIZERS, resolve_numerics, resolve_quantizers
-from mezzotint.recipe import QuantizerRole, Recipe, check_recipe
+from mezzotint.layer.plan import LayerConfig, Plan, plan_anew
+from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import require
@@ -56,7 +56,8 @@ def multiply_groups(
         has_grad and weight.requires_grad,
         has_grad and bias is not None and bias.requires_grad,
     )
-    quantizers = NO_QUANTIZERS if recipe is None else _quantizers(recipe, needs, name)
+    plan = _plan(recipe, needs, name, dtype)
+    quantizers = plan.quantizers[0]
     count = weight.shape[0]
     none = (None,) * count
     args = GroupedLinearFwdArgs(
@@ -67,7 +68,7 @@ def multiply_groups(
         splits=splits,
         needs=needs,
         quantizers=(quantizers,) * count,
-        numerics=resolve_numerics(recipe, dtype),
+        numerics=plan.numerics,
         wgrads=tuple([WeightGrad(weight.dtype, is_slice=True) for _ in range(count)]),
         input_scales=none,
         grad_scales=none,
@@ -78,20 +79,22 @@ def multiply_groups(
     return y
 
 
-def _quantizers(recipe: Recipe, needs: Needs, name: str) -> LinearQuantizers:
-    """Of every group: they lie in one tensor, which has one name."""
+_CONFIG = LayerConfig("grouped_linear", ("",), False, (None,))
 
-    def role_of(gemm: int, tensor_type: str) -> QuantizerRole:
-        return QuantizerRole("grouped_linear", tensor_type, name)
 
-    (quantizers,), request = resolve_quantizers(recipe, role_of, ((needs.input, needs.weight),), False)
-    if request is not None:
+def _plan(recipe: Recipe | None, needs: Needs, name: str, dtype: torch.dtype) -> Plan:
+    """Return the plan of one group: all of them lie in one tensor, which has one name."""
+    if recipe is None or recipe.answers_once():
+        plan = _CONFIG.plan(recipe, "", dtype, (needs,))
+    else:
+        plan = plan_anew(_CONFIG, recipe, name, dtype, (needs,))
+    if plan.request is not None:
         raise ValueError(
             f"recipe is {type(recipe).__name__}, which scales {name or 'a tensor of grouped_mm'} by what earlier calls "
             "saw: grouped_mm keeps nothing from one call to the next. Use GroupedLinear, or a recipe without state, "
             "such as Float8CurrentScaling; or keep experts in high precision (convert(model, filter=...))"
         )
-    return quantizers
+    return plan
 
 
 def _weights_q(groups: tuple[torch.Tensor, ...], quantizers: LinearQuantizers) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@ import torch
 
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
-from mezzotint.functional.linear import Needs, compute_weight_gradient
-from mezzotint.functional.norm import NormOptions
+from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
+from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.norm import (
@@ -21,12 +21,57 @@ from mezzotint.layer.norm import (
     resolve_branch,
 )
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.plan import Norm, Plan
+from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
+from mezzotint.tracing import below_dynamo, inlined
+
+
+@below_dynamo
+def run_layernorm_linear(
+    plan: Plan,
+    norm: Norm,
+    residual: Residual | None,
+    inputs: tuple[Any, ...],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    delayed: Delayed | None = None,
+    kept: Kept | None = None,
+    wgrads: tuple[WeightGrad, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return y (…, N), then the norm's output and the residual stream where they are asked for.
+
+    `inputs`: x (…, K); the branch that is added to it, and that branch's bias, or None; gamma and beta of the norm.
+    """
+    x, branch, branch_bias, gamma, beta = inputs
+    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed, kept)
+    args = LayerNormLinearFwdArgs(
+        x=x,
+        branch=branch,
+        branch_bias=branch_bias,
+        gamma=gamma,
+        beta=beta,
+        weight=weight,
+        bias=bias,
+        norm=norm.options,
+        linear=linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0]),
+        returns_norm=norm.is_returned,
+        gathers_norm=norm.is_gathered,
+        residual=residual,
+        grad_state=grad_state(plan, delayed),
+    )
+    outputs = run_core(LAYERNORM_LINEAR, args, plan.has_backward)
+    count = 1 + norm.is_returned + (residual is not None)
+    record_amaxes(plan, delayed, outputs[count:], weight_amaxes)
+    return outputs[:count]
+
+
+_run_inlined = inlined(run_layernorm_linear)
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
@@ -130,16 +175,16 @@ class LayerNormLinear(TransformerEngineBaseModule):
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
         """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
-        check_module_input(inp, self.in_features)
-        self._check_ranks(inp)
-        self._check_tokens(inp)
-        weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
+        config = self._config.read()
+        check_module_input(inp, config.in_features)
+        self._check_parallel(config, inp)
+        ((weight, bias),) = self._parameters_of(config)
         gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
-        added = None if self.return_bias or bias is None else bias
+        added = None if config.return_bias else bias
         branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
         needs = Needs(
@@ -148,31 +193,39 @@ class LayerNormLinear(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs,), is_first_microbatch)
-        (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
-        args = LayerNormLinearFwdArgs(
-            x=x,
-            branch=branch,
-            branch_bias=branch_bias,
-            gamma=gamma,
-            beta=beta,
-            weight=weight,
-            bias=added,
-            norm=NormOptions(self.eps, self.zero_centered_gamma, self.rms),
-            linear=self._linear_args(call, 0, weight, added, weight_q),
-            returns_norm=self.return_layernorm_output or self._is_calibrating(),
-            gathers_norm=self.return_layernorm_output_gathered,
-            residual=residual,
-            grad_state=call.grad_state,
+        kept, wgrads = self._kept(call, (weight,)), self._wgrads(config, (weight,))
+        run = run_layernorm_linear if kept is None and wgrads is None else _run_inlined
+        norm = Norm(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
+        outputs = list(
+            run(
+                call.plan,
+                norm,
+                residual,
+                (x, branch, branch_bias, gamma, beta),
+                weight,
+                added,
+                self._delayed(call),
+                kept,
+                wgrads,
+            )
         )
-        y, *rest = run_core(LAYERNORM_LINEAR, args, needs.input or needs.weight or needs.bias)
-        rest = list(rest)  # a tuple to Dynamo of torch 2.11
-        norm_out = rest.pop(0) if args.returns_norm else None
-        stream = None if residual is None else rest.pop(0)
-        self._calibrate((norm_out,), (weight,))
-        self._record(call, rest, weight_amaxes)
+        y = outputs.pop(0)
+        norm_out = outputs.pop(0) if norm.is_returned else None
+        stream = None if residual is None else outputs.pop(0)
+        if call.calibrates:
+            self._calibrate((norm_out,), (weight,))
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype, norm_out, stream)
+
+    def _norm_options(self) -> NormOptions:
+        norm = self._config.read().norm
+        assert norm is not None
+        return norm
+
+    def _config_fields(self) -> dict[str, Any]:
+        norm = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
+        return {**super()._config_fields(), "in_features": self.in_features, "norm": norm}
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -9,8 +9,8 @@ from mezzotint.comm.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
-from mezzotint.functional.linear import Needs, compute_weight_gradient
-from mezzotint.functional.norm import NormFwdArgs, NormOptions, norm_forward
+from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
+from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.norm import (
@@ -30,12 +30,65 @@ from mezzotint.layer.parameters import (
     resolve_device,
     resolve_dtype,
 )
+from mezzotint.layer.plan import LayerConfig, Plan
+from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import Recipe
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
+from mezzotint.tracing import below_dynamo, inlined
+
+
+@below_dynamo
+def run_layernorm_mlp(
+    plan: Plan,
+    config: LayerConfig,
+    residual: Residual | None,
+    inputs: tuple[Any, ...],
+    linears: tuple[Any, ...],
+    delayed: Delayed | None = None,
+    kept: Kept | None = None,
+    wgrads: tuple[WeightGrad, ...] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Return y (…, hidden), then the norm's output and the residual stream where they are asked for.
+
+    `inputs` as of `run_layernorm_linear`; `linears`: weight and bias of fc1, then those of fc2.
+    """
+    x, branch, branch_bias, gamma, beta = inputs
+    w1, b1, w2, b2 = linears
+    (w1_q, w2_q), weight_amaxes = quantized_weights(plan, (w1, w2), delayed, kept)
+    wgrad1, wgrad2 = (None, None) if wgrads is None else wgrads
+    assert config.norm is not None
+    args = LayerNormMLPFwdArgs(
+        x=x,
+        branch=branch,
+        branch_bias=branch_bias,
+        gamma=gamma,
+        beta=beta,
+        fc1_weight=w1,
+        fc1_bias=b1,
+        fc2_weight=w2,
+        fc2_bias=b2,
+        norm=config.norm,
+        fc1=linear_args(plan, 0, w1, b1, w1_q, delayed, wgrad1),
+        fc2=linear_args(plan, 1, w2, b2, w2_q, delayed, wgrad2),
+        activation=config.activation,
+        params=config.activation_params,
+        recomputes=config.recomputes,
+        returns_norm=config.return_layernorm_output,
+        gathers_norm=config.gathers_norm,
+        residual=residual,
+        grad_state=grad_state(plan, delayed),
+    )
+    outputs = run_core(LAYERNORM_MLP, args, plan.has_backward)
+    count = 1 + config.return_layernorm_output + (residual is not None)
+    record_amaxes(plan, delayed, outputs[count:], weight_amaxes)
+    return outputs[:count]
+
+
+_run_inlined = inlined(run_layernorm_mlp)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
@@ -155,11 +208,18 @@ class LayerNormMLP(TransformerEngineBaseModule):
         super().split_over(tp_group, sequence_parallel, place, "column", "row")
         self.set_parallel_mode = True
 
-    def _gemm_name(self, gemm: int) -> str:
-        return self._part("fc2" if gemm else "fc1")
+    def _inner_name(self, gemm: int) -> str:
+        return "fc2" if gemm else "fc1"
 
-    def _requantizes(self) -> bool:
-        return self.checkpoint
+    def _config_fields(self) -> dict[str, Any]:
+        return {
+            **super()._config_fields(),
+            "in_features": self.hidden_size,
+            "norm": NormOptions(self.eps, self.zero_centered_gamma, self.rms),
+            "activation": self._activation,
+            "activation_params": self._activation_params,
+            "recomputes": self.checkpoint,
+        }
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         return self.checkpoint or super()._reads_rows_again(recipe)
@@ -168,14 +228,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
     ) -> torch.Tensor | Any:
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
-        check_module_input(inp, self.hidden_size)
-        self._check_ranks(inp)
-        self._check_tokens(inp)
-        (w1, b1), (w2, b2) = [(fc.weight(self), fc.bias(self)) for fc in self._weights]
+        config = self._config.read()
+        check_module_input(inp, config.in_features)
+        self._check_parallel(config, inp)
+        (w1, b1), (w2, b2) = self._parameters_of(config)
         gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
-        added = None if self.return_bias or b2 is None else b2
+        added = None if config.return_bias else b2
         branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
         needs_norm = need_grad(x, branch, branch_bias, gamma, beta)
@@ -186,35 +246,15 @@ class LayerNormMLP(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs1, needs2), is_first_microbatch)
-        if self._is_calibrating():
+        if call.calibrates:
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
-        (w1_q, w2_q), weight_amaxes = self._weights_q(call, (w1, w2))
-        args = LayerNormMLPFwdArgs(
-            x=x,
-            branch=branch,
-            branch_bias=branch_bias,
-            gamma=gamma,
-            beta=beta,
-            fc1_weight=w1,
-            fc1_bias=b1,
-            fc2_weight=w2,
-            fc2_bias=added,
-            norm=NormOptions(self.eps, self.zero_centered_gamma, self.rms),
-            fc1=self._linear_args(call, 0, w1, b1, w1_q),
-            fc2=self._linear_args(call, 1, w2, added, w2_q),
-            activation=self._activation,
-            params=self._activation_params,
-            recomputes=self.checkpoint,
-            returns_norm=self.return_layernorm_output,
-            gathers_norm=self.return_layernorm_output_gathered,
-            residual=residual,
-            grad_state=call.grad_state,
-        )
-        y, *rest = run_core(LAYERNORM_MLP, args, needs2.input or needs2.weight or needs2.bias)
-        rest = list(rest)  # a tuple to Dynamo of torch 2.11
-        norm_out = rest.pop(0) if self.return_layernorm_output else None
-        stream = None if residual is None else rest.pop(0)
-        self._record(call, rest, weight_amaxes)
+        kept, wgrads = self._kept(call, (w1, w2)), self._wgrads(config, (w1, w2))
+        run = run_layernorm_mlp if kept is None and wgrads is None else _run_inlined
+        inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
+        outputs = list(run(call.plan, config, residual, inputs, linears, self._delayed(call), kept, wgrads))
+        y = outputs.pop(0)
+        norm_out = outputs.pop(0) if config.return_layernorm_output else None
+        stream = None if residual is None else outputs.pop(0)
         return self._outputs(y, b2, dtype, norm_out, stream)
 
     if TYPE_CHECKING:

@@ -6,15 +6,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.functional.autograd import run_core
-from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
+from mezzotint.functional.linear import LINEAR, Needs, WeightGrad, compute_weight_gradient
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.plan import Plan
+from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
+from mezzotint.tracing import below_dynamo, inlined
+
+
+@below_dynamo
+def run_linear(
+    plan: Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    delayed: Delayed | None = None,
+    kept: Kept | None = None,
+    wgrads: tuple[WeightGrad, ...] | None = None,
+) -> torch.Tensor:
+    """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
+    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed, kept)
+    args = linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0])
+    args.x, args.grad_state = x, grad_state(plan, delayed)
+    y, *amaxes = run_core(LINEAR, args, plan.has_backward)
+    record_amaxes(plan, delayed, amaxes, weight_amaxes)
+    return y
+
+
+_run_linear_inlined = inlined(run_linear)
 
 
 class Linear(TransformerEngineBaseModule):
@@ -109,6 +134,9 @@ class Linear(TransformerEngineBaseModule):
             self.wgrad_stores = (WeightGradStore(compute_weight_gradient),)
         self.reset_parameters(defer_init=device.type == "meta")
 
+    def _config_fields(self) -> dict[str, Any]:
+        return {**super()._config_fields(), "in_features": self.in_features}
+
     def forward(
         self,
         inp: torch.Tensor,
@@ -121,15 +149,15 @@ class Linear(TransformerEngineBaseModule):
         `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
         kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
         """
-        check_module_input(inp, self.in_features)
-        self._check_ranks(inp)
-        self._check_tokens(inp)
-        weight, bias = self._weights[0].weight(self), self._weights[0].bias(self)
+        config = self._config.read()
+        check_module_input(inp, config.in_features)
+        self._check_parallel(config, inp)
+        ((weight, bias),) = self._parameters_of(config)
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
-        added = None if self.return_bias or bias is None else bias
+        added = None if config.return_bias else bias
         has_grad = torch.is_grad_enabled()
         needs = Needs(
             has_grad and x.requires_grad,
@@ -137,15 +165,14 @@ class Linear(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs,), is_first_microbatch)
-        self._calibrate((x,), (weight,))
-        (weight_q,), weight_amaxes = self._weights_q(call, (weight,))
-        args = self._linear_args(call, 0, weight, added, weight_q)
-        args.x, args.grad_state = x, call.grad_state
-        y, *amaxes = run_core(LINEAR, args, needs.input or needs.weight or needs.bias)
-        self._record(call, amaxes, weight_amaxes)
+        if call.calibrates:
+            self._calibrate((x,), (weight,))
+        kept, wgrads = self._kept(call, (weight,)), self._wgrads(config, (weight,))
+        run = run_linear if kept is None and wgrads is None else _run_linear_inlined
+        y = run(call.plan, x, weight, added, self._delayed(call), kept, wgrads)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(y, bias, dtype)
+        return self._outputs(y, bias, dtype) if config.return_bias else y
 
     if TYPE_CHECKING:
         __call__ = forward

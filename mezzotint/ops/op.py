@@ -27,7 +27,7 @@ from torch import nn
 from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer, RunSettings
 from mezzotint.layer.parameters import resolve_device
-from mezzotint.layer.resolve import delayed_request
+from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.scaling_state import grow_history
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
@@ -427,22 +427,12 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         __call__ = forward
 
 
+_NO_GEMMS = LayerConfig("", (), False, ())
+
+
 def _call_of(request: DelayedScalingRequest) -> RunSettings:
     """Of an operation whose quantizers are its own affair: delayed scaling's state alone."""
-    none: Any = None
-    return RunSettings(
-        quantizers=(),
-        needs=(),
-        numerics=none,
-        request=request,
-        scales=None,
-        weight_scales=None,
-        grad_scales=None,
-        grad_state=None,
-        records=False,
-        caches=False,
-        reuses=False,
-    )
+    return RunSettings(_NO_GEMMS.state_plan(request))
 
 
 _HANDED_OVER = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")

@@ -26,13 +26,14 @@ from mezzotint.comm.collectives import all_reduce_max, start_all_gather, wait
 from mezzotint.comm.groups import world_size
 from mezzotint.constants import rup
 from mezzotint.kernels._lib import run_op
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import assemble, quantize_buffers, quantize_scaled, quantize_storage, update_quantized
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(GraphConstant):
     """A cut along dimension 0 or 1 of a matrix: each rank of the group holds one of the shards."""
 
     dim: int

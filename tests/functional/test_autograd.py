@@ -56,13 +56,12 @@ MUTABLE = [
     "LinearFwdArgs",
     "LinearMade",
     "MainGrad",
-    "Needs",
     "NormBwdArgs",
     "NormFwdArgs",
     "NormMade",
     "WeightGrad",
 ]
-FROZEN = ["Core", "LinearQuantizers", "NormOptions", "Numerics", "Parallel", "Residual"]
+FROZEN = ["Core", "LinearQuantizers", "Needs", "NormOptions", "Numerics", "Parallel", "Residual"]
 
 
 def test_all_arguments_are_known() -> None:

@@ -173,7 +173,7 @@ class BasicLinear(BasicOperation):
         """What backward needs."""
         made = LinearMade(tensors_to_save[0], None)
         ctx.save_for_backward(linear_setup(self._args(input_, run, None), made))
-        ctx.grad_output_quantizer = delayed(self, run.call, 0, "grad_output", run.call.quantizers[0].grad_output)
+        ctx.grad_output_quantizer = delayed(self, run.call, 0, "grad_output", run.call.plan.quantizers[0].grad_output)
 
     def op_forward_compute(
         self, input_: Any, *, run: LinearRun, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, **_: Any

@@ -21,9 +21,9 @@ from mezzotint.functional.linear import Needs
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
-from mezzotint.layer.base import scale_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
+from mezzotint.layer.run import scale_of
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
@@ -80,8 +80,8 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             group.tracker = rng_state_tracker_function
         self._init_groups(weights, device, resolve_dtype(dtype), delay_wgrad_compute)
 
-    def _gemm_name(self, gemm: int) -> str:
-        return self._part(str(gemm))
+    def _inner_name(self, gemm: int) -> str:
+        return str(gemm)
 
     def pre_first_fuser_forward(self) -> None:
         if any(param.is_meta for param in self.parameters()):
@@ -145,9 +145,9 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             biases=() if self.scale_bias else biases,
             weights_q=run.weight_q,
             splits=splits,
-            needs=call.needs[0],
-            quantizers=call.quantizers,
-            numerics=in_dtype(call.numerics, x.dtype),
+            needs=call.plan.needs[0],
+            quantizers=call.plan.quantizers,
+            numerics=in_dtype(call.plan.numerics, x.dtype),
             wgrads=self._weight_grads(weights),
             input_scales=tuple([scale_of(call.scales, group, "input") for group in groups]),
             grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),

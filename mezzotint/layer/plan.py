@@ -1,0 +1,199 @@
+"""The plan of a module's run: what its configuration, the recipe in force and the gradients that are needed decide.
+
+    config = LayerConfig(…)                       a module has one, and a new one when an attribute of it is assigned
+    plan = config.plan(recipe, name, dtype, needs)    looked up; resolved when it is asked for the first time
+
+Both are constants of a graph: the compiler guards on the configuration and on the recipe, by `==`, and looks up the
+plan while it traces. So modules of one configuration share their graphs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mezzotint.functional.linear import LinearQuantizers, Needs, Numerics
+from mezzotint.functional.norm import NormOptions
+from mezzotint.functional.tensor_parallel import Parallel
+from mezzotint.recipe import (
+    FORWARD_TENSORS,
+    CustomRecipe,
+    DelayedScalingRequest,
+    QuantizerRequest,
+    QuantizerRole,
+    Recipe,
+)
+from mezzotint.tensor.graph_constant import GraphConstant
+from mezzotint.tensor.quantizer import Quantizer
+
+NO_QUANTIZERS = LinearQuantizers(None, None, None)
+PLANS = 4096  # that are kept, those that were used last
+
+
+@dataclass(frozen=True)
+class Plan(GraphConstant):
+    """What one run of a module does, decided for each of its GEMMs."""
+
+    quantizers: tuple[LinearQuantizers, ...]
+    needs: tuple[Needs, ...]
+    numerics: Numerics
+    request: DelayedScalingRequest | None  # the state that its quantizers ask for
+    has_backward: bool
+    parallels: tuple[Parallel | None, ...]
+    saves_original_input: bool
+
+
+@dataclass(frozen=True)
+class Norm(GraphConstant):
+    """The norm in front of a module's GEMMs, and whether its output is an output of the module."""
+
+    options: NormOptions
+    is_returned: bool
+    is_gathered: bool  # of the tokens of all ranks
+
+
+@dataclass(frozen=True)
+class LayerConfig(GraphConstant):
+    """What a module was made with: its plans, and what its forward does around them, depend on nothing else of it."""
+
+    module_type: str = ""
+    gemm_names: tuple[str, ...] = ()  # behind the module's own name
+    saves_original_input: bool = False
+    parallels: tuple[Parallel | None, ...] = ()  # how the weight of each GEMM is split
+    sequence_parallel: bool = False
+    in_features: int = 0
+    weight_names: tuple[str, ...] = ()  # of one parameter for each GEMM; none where a weight is in parts, or a DTensor
+    bias_names: tuple[str | None, ...] = ()
+    accumulates: bool = False  # weight gradients go elsewhere than to autograd
+    return_bias: bool = False
+    return_layernorm_output: bool = False
+    gathers_norm: bool = False
+    norm: NormOptions | None = None
+    activation: str = ""
+    activation_params: tuple[float, ...] = ()
+    recomputes: bool = False  # in backward
+
+    def read(self) -> "LayerConfig":
+        """Return this configuration. In a graph: without a guard on each of its fields, beside that on the whole."""
+        return self
+
+    def sharing_group(self) -> Any:
+        """Return the ranks that hold the other shards of the weights, or None."""
+        return next((parallel.group for parallel in self.parallels if parallel is not None), None)
+
+    def plan(self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+        """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
+        go by it, else "": modules of other names then have the same plan."""
+        is_kept = recipe is None or recipe.answers_once()
+        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs)
+
+    def state_plan(self, request: DelayedScalingRequest) -> Plan:
+        """Return the plan of an operation whose quantizers are its own affair: delayed scaling's state alone."""
+        return Plan((), (), resolve_numerics(None, torch.float32), request, True, (), False)
+
+    def role(self, name: str, gemm: int, tensor_type: str) -> QuantizerRole:
+        """Return what a recipe is told of a tensor of the module of this name."""
+        inner = self.gemm_names[gemm]
+        return QuantizerRole(self.module_type, tensor_type, f"{name}.{inner}" if name and inner else name or inner)
+
+
+def _resolve(
+    config: LayerConfig, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]
+) -> Plan:
+    quantizers: tuple[LinearQuantizers, ...] = (NO_QUANTIZERS,) * len(needs)
+    request: DelayedScalingRequest | None = None
+    if recipe is not None:
+
+        def role_of(gemm: int, tensor_type: str) -> QuantizerRole:
+            return config.role(name, gemm, tensor_type)
+
+        quantizers, request = resolve_quantizers(recipe, role_of, needs, config.saves_original_input)
+    return Plan(
+        quantizers=quantizers,
+        needs=needs,
+        numerics=resolve_numerics(recipe, dtype),
+        request=request,
+        has_backward=any(need.input or need.weight or need.bias for need in needs),
+        parallels=config.parallels,
+        saves_original_input=config.saves_original_input,
+    )
+
+
+_kept_plan = lru_cache(maxsize=PLANS)(_resolve)
+
+
+def plan_anew(config: LayerConfig, recipe: Recipe, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+    """Return the plan under a recipe that is asked at each run. While a graph is traced, the compiler walks through a
+    factory first, for the guards on all that it reads: when its answer changes there is another graph."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(recipe, CustomRecipe):
+        for gemm in range(len(config.gemm_names)):
+            for tensor_type in ("input", "weight", "grad_output"):
+                recipe.qfactory(config.role(name, gemm, tensor_type))
+    return config.plan(recipe, name, dtype, needs)
+
+
+def resolve_quantizers(
+    recipe: Recipe,
+    role_of: Callable[[int, str], QuantizerRole],
+    needs: tuple[Needs, ...],
+    saves_original_input: bool,
+) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
+    """Quantizers that make the directions which are read, and the state that they ask for.
+
+    `role_of(gemm, tensor_type)` says what a tensor is.
+    """
+    override, keeps_wgrad = recipe.override(), recipe.keeps_wgrad()
+    saves_input = saves_original_input or keeps_wgrad
+    request: DelayedScalingRequest | None = None
+    found: list[LinearQuantizers] = []
+    for gemm, need in enumerate(needs):
+        made: list[Quantizer | None] = []
+        for tensor_type, rowwise, columnwise in (
+            ("input", True, need.weight and override is None and not saves_input),
+            ("weight", True, need.input and override is None),
+            ("grad_output", need.input, need.weight and not keeps_wgrad),
+        ):
+            if tensor_type == "grad_output" and (override is not None or not (rowwise or columnwise)):
+                made.append(None)
+                continue
+            quantizer = recipe.quantizer(role_of(gemm, tensor_type))
+            if isinstance(quantizer, QuantizerRequest):
+                asked = delayed_request(quantizer)
+                if request is not None and asked != request:
+                    raise ValueError(
+                        f"{role_of(gemm, tensor_type)} asks for {asked}, another tensor of the module for "
+                        f"{request}: the requests of one module must be equal"
+                    )
+                request = asked
+                quantizer = asked.scaled_quantizer(tensor_type in FORWARD_TENSORS)
+            made.append(quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
+        found.append(LinearQuantizers(made[0], made[1], made[2]))
+    return tuple(found), request
+
+
+def resolve_numerics(recipe: Recipe | None, dtype: torch.dtype) -> Numerics:
+    """How the three GEMMs compute; without a recipe, in high precision."""
+    if recipe is None:
+        return Numerics(
+            dtype=dtype, fast_fprop=False, fast_dgrad=False, fast_wgrad=False, override=None, keeps_wgrad=False
+        )
+    fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
+    return Numerics(
+        dtype=dtype,
+        fast_fprop=fast_fprop,
+        fast_dgrad=fast_dgrad,
+        fast_wgrad=fast_wgrad,
+        override=recipe.override(),
+        keeps_wgrad=recipe.keeps_wgrad(),
+    )
+
+
+def delayed_request(request: Any) -> DelayedScalingRequest:
+    """What modules can keep state for."""
+    if not isinstance(request, DelayedScalingRequest):
+        raise TypeError(
+            f"a quantizer request is {type(request).__name__}: modules keep state for DelayedScalingRequest"
+        )
+    return request

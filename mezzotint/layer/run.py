@@ -1,0 +1,159 @@
+"""What the runs of modules share: weights and arguments of each GEMM, and delayed scaling, of a plan and tensors.
+
+A module gathers the tensors of a run and hands them, with the plan, to its function (`below_dynamo`). What computes is
+in there, the same for eager code and for graphs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mezzotint.comm.groups import group_by_name
+from mezzotint.functional.autograd import GradState
+from mezzotint.functional.linear import LinearFwdArgs, WeightGrad
+from mezzotint.functional.weight import quantize_weight, quantize_weights
+from mezzotint.kernels._lib import write_op
+from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.layer.plan import Plan
+from mezzotint.layer.scaling_state import first_rows
+from mezzotint.quantization import has_own_rule, update_rule
+from mezzotint.recipe import DelayedScalingRequest, slot
+from mezzotint.tracing import is_traced
+
+
+class Delayed(NamedTuple):
+    """Delayed scaling in one run: tensors, and constants of a graph."""
+
+    scales: torch.Tensor  # forward, FP32 [3 per GEMM]
+    weight_scales: torch.Tensor  # those that the weights are quantized with
+    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]; None where there is no backward
+    history: torch.Tensor | None  # of forward, FP32 (L, 3 per GEMM); None for a run that enters no amaxes
+    scale_bwd: torch.Tensor  # live, as the two behind it
+    history_bwd: torch.Tensor
+    number: torch.Tensor | None
+    groups: tuple[str, ...]  # of ranks over which amaxes are taken, by name
+    is_first: bool  # since the last update: its backward comes last
+
+
+class Kept(NamedTuple):
+    """Weights that were quantized before the run, since they are kept for others; and their amaxes."""
+
+    weights_q: tuple[Any, ...]
+    amaxes: Sequence[torch.Tensor | None]
+
+
+def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
+    """Return the scale [1] of a GEMM's tensor, out of those of its direction [n]; None of none."""
+    if scales is None:
+        return None
+    i = slot(gemm, tensor_type)
+    return scales[i : i + 1]
+
+
+def quantized_weights(
+    plan: Plan, weights: Sequence[Any], delayed: Delayed | None, kept: Kept | None
+) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
+    """Return the weights as the GEMMs take them, and their amaxes where delayed scaling asks for them."""
+    if kept is not None:
+        return kept
+    scales = None if delayed is None else delayed.weight_scales
+    if len(weights) == 1:
+        weight_q, _, amax = quantize_weight(
+            weights[0], plan.quantizers[0].weight, scale=scale_of(scales, 0, "weight"), parallel=plan.parallels[0]
+        )
+        return (weight_q,), (amax,)
+    each = [scale_of(scales, gemm, "weight") for gemm in range(len(weights))]
+    quantizers = [plan.quantizers[gemm].weight for gemm in range(len(weights))]
+    if not any(plan.parallels):
+        together = quantize_weights(weights, quantizers, each)
+        if together is not None:
+            return together
+    made = [
+        quantize_weight(weight, quantizer, scale=scale, parallel=parallel)
+        for weight, quantizer, scale, parallel in zip(weights, quantizers, each, plan.parallels, strict=True)
+    ]
+    return tuple([weight_q for weight_q, _, _ in made]), [amax for _, _, amax in made]
+
+
+def linear_args(
+    plan: Plan,
+    gemm: int,
+    weight: Any,
+    bias: torch.Tensor | None,
+    weight_q: Any,
+    delayed: Delayed | None,
+    wgrad: WeightGrad | None,
+) -> LinearFwdArgs:
+    """Return the arguments of one GEMM's linear, without x."""
+    return LinearFwdArgs(
+        x=None,
+        weight=weight,
+        bias=bias,
+        x_q=None,
+        weight_q=weight_q,
+        needs=plan.needs[gemm],
+        quantizers=plan.quantizers[gemm],
+        numerics=plan.numerics,
+        wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
+        input_scale=None if delayed is None else scale_of(delayed.scales, gemm, "input"),
+        grad_scale=None if delayed is None else scale_of(delayed.grad_scales, gemm, "grad_output"),
+        saves_original_input=plan.saves_original_input,
+        grad_state=None,
+        parallel=plan.parallels[gemm],
+    )
+
+
+def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:
+    """Return the live state of gradients that the backward of a run enters its amaxes in."""
+    if delayed is None or delayed.grad_scales is None:
+        return None
+    assert plan.request is not None
+    groups = tuple([group_by_name(name) for name in delayed.groups])
+    state = (delayed.scale_bwd, delayed.history_bwd, delayed.number)
+    return live_grad_state(plan.request, *state, groups, delayed.is_first)
+
+
+def live_grad_state(
+    request: DelayedScalingRequest,
+    scale: torch.Tensor,
+    buffer: torch.Tensor,
+    number: torch.Tensor | None,
+    groups: tuple[Any, ...],
+    is_first: bool,
+) -> GradState:
+    length, takes_all = request.amax_history_len, backward_clears(request)
+    history = buffer if takes_all else first_rows(buffer, length)
+    rule = update_rule(request, forward=False)
+    return GradState(scale, history, *rule, groups, length if takes_all else None, number, is_first)
+
+
+def backward_clears(request: DelayedScalingRequest) -> bool:
+    """Return whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
+    forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
+    return is_traced() and not has_own_rule(request)
+
+
+def record_amaxes(
+    plan: Plan,
+    delayed: Delayed | None,
+    amaxes: Sequence[torch.Tensor],
+    weight_amaxes: Sequence[torch.Tensor | None],
+) -> None:
+    """Enter the amaxes of a run into the current row of the history: those that a core gave back, one for each GEMM
+    whose input has delayed scaling, and those of the weights."""
+    if delayed is None or delayed.history is None:
+        return
+    seen: list[torch.Tensor] = []
+    slots: list[int] = []
+    rest = list(amaxes)
+    for gemm, weight_amax in enumerate(weight_amaxes):
+        quantizer = plan.quantizers[gemm].input
+        if quantizer is not None and quantizer.takes_scale():
+            seen.append(rest.pop(0))
+            slots.append(slot(gemm, "input"))
+        if weight_amax is not None:
+            seen.append(weight_amax)
+            slots.append(slot(gemm, "weight"))
+    if slots:
+        write_op(delayed_saw_, delayed.history, seen, slots)
