@@ -6,22 +6,19 @@ scaling's buffers are in `scaling_state.py`.
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
-from mezzotint.functional.delayed import take
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
-from mezzotint.kernels.delayed import delayed_snapshot_
+from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
-from mezzotint.layer.run import Delayed, Kept, backward_clears, live_grad_state, scale_of
-from mezzotint.layer.scaling_state import warn_of_scales
+from mezzotint.layer.run import Kept, RunSettings, scale_of
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import reduction_groups
@@ -33,7 +30,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.region import Pending, RunStatus, State, current_state, recipe_in_force
+from mezzotint.region import RunStatus, State, current_state, recipe_in_force
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
@@ -61,24 +58,6 @@ _CONFIGURED = frozenset(
         "zero_centered_gamma",
     }
 )
-
-
-@dataclass(slots=True)
-class RunSettings:
-    """One run: its plan, and what of the module's state it goes by."""
-
-    plan: Plan
-    scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
-    weight_scales: torch.Tensor | None = None  # those that kept weights were quantized with
-    grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
-    grad_state: GradState | None = None
-    records: bool = False  # amaxes enter the history
-    calibrates: bool = False  # high precision, but amaxes of inputs and weights are entered
-    caches: bool = False
-    reuses: bool = False
-    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are taken
-    is_first: bool = False  # since the last update of scales: its backward comes last
-    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
 
 class Layer(Named, ParallelModule):
@@ -117,16 +96,9 @@ class Layer(Named, ParallelModule):
             scale[i : i + 1], history[0, i : i + 1], element(delayed_request(made).fp8_format, forward)
         )
 
-    def _plan(self, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
-        """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
-        if recipe is None or recipe.answers_once():
-            key = self._config, recipe, dtype, needs
-            return memoized(self, "_planned", key, lambda: self._config.plan(recipe, "", dtype, needs))
-        return plan_anew(self._config, recipe, self._name, dtype, needs)
-
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
         """Return the state that a recipe asks for, in a run with all gradients."""
-        return self._plan(recipe, torch.float32, (Needs(True, True, True),) * self.num_gemms).request
+        return plan_of(self, recipe, torch.float32, (Needs(True, True, True),) * self.num_gemms).request
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         super()._init_state(num_gemms, device)
@@ -145,20 +117,11 @@ class Layer(Named, ParallelModule):
             "gemm_names": tuple([self._inner_name(gemm) for gemm in gemms]),
             "saves_original_input": self.save_original_input,
             "parallels": tuple([self._parallel(gemm) for gemm in gemms]),
-            "sequence_parallel": self.sequence_parallel,
+            "is_parallel": bool(self._modes),
             "weight_names": tuple([each.weight_names[0] for each in weights]) if is_plain else (),
             "bias_names": tuple([each.bias_names[0] if each.bias_names else None for each in weights if is_plain]),
             "accumulates": self.fuse_wgrad_accumulation or bool(self.wgrad_stores),
         }
-
-    def _parameters_of(self, config: LayerConfig) -> list[tuple[Any, Any]]:
-        """Return the weight and the bias, or None, of each GEMM."""
-        if config.weight_names:
-            return [
-                (getattr(self, weight), None if bias is None else getattr(self, bias))
-                for weight, bias in zip(config.weight_names, config.bias_names, strict=True)
-            ]
-        return [(each.weight(self), each.bias(self)) for each in self._weights]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = super().__deepcopy__(memo)
@@ -180,7 +143,7 @@ class Layer(Named, ParallelModule):
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        plan = self._plan(recipe, dtype, tuple(needs))
+        plan = plan_of(self, recipe, dtype, tuple(needs))
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         call = RunSettings(plan)
@@ -197,7 +160,7 @@ class Layer(Named, ParallelModule):
         if call.caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
-        return call if plan.request is None else self._start_delayed(call)
+        return call if plan.request is None else start_delayed(self, call)
 
     def _note_run(self, recipe: Recipe | None, state: State) -> None:
         """A run inside of backward is one of `torch.utils.checkpoint`."""
@@ -226,108 +189,17 @@ class Layer(Named, ParallelModule):
             )
         return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
 
-    def _start_delayed(self, call: RunSettings) -> RunSettings:
-        request, state = call.plan.request, current_state()
-        assert request is not None
-        if state.recomputes_in_graph:
-            raise RuntimeError(
-                "delayed scaling in a checkpoint inside a compiled function: its scales are written before backward "
-                "reads them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a "
-                "recipe without state such as Float8CurrentScaling"
-            )
-        call_untraced(warn_of_scales, self)
-        config = self._config.read()
-        groups = reduction_groups(request, config.sharing_group())
-        self._use_history(request, backward_clears(request))
-        recomputation = state.recomputation
-        # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
-        has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
-            recomputation is not None and recomputation.has_backward
-        )
-        is_first = has_backward and not self._run_status.has_backward
-        call.records = True
-        # Where backward quantizes again it needs the scales of forward, which are written before.
-        call.scales = (
-            self._snapshot(self.scale_fwd) if config.saves_original_input or config.recomputes else self.scale_fwd
-        )
-        if recomputation is not None and recomputation.is_second:
-            # The scales of the first run, whose maxima have been entered.
-            call.scales, call.weight_scales, is_first = recomputation.next_scales()
-            call.records = False
-        else:
-            call.weight_scales = self._scales_of_weights(call)
-            if recomputation is not None:
-                recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
-            if is_first and state.depth > 0:
-                self._run_status.has_backward = True
-            self._await_update(groups, state)
-            if has_backward and not is_first:
-                take(self._grad_state(request, groups, False), self.amax_history_fwd)
-        if torch.is_grad_enabled():
-            call.groups, call.is_first = groups, is_first
-            call.grad_scales = self._snapshot(self.scale_bwd)
-            call.grad_state = self._grad_state(request, groups, is_first)
-        return call
-
-    def _await_update(self, groups: tuple[Any, ...], state: State) -> None:
-        """Take new forward scales at the end of the region."""
-        if state.depth > 0 and not self._run_status.is_pending:
-            self._run_status.is_pending = True
-            state.pending = Pending(self, groups, state.pending)
-
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
         recipe = recipe_in_force()
         request = None if recipe is None else recipe.quantizer(self._role(gemm, tensor_type))
         if not isinstance(request, DelayedScalingRequest):
             return None, None
-        state = self._grad_state(request, reduction_groups(request, self._sharing_group()), False)
+        state = grad_state_of(self, request, reduction_groups(request, self._sharing_group()), False)
         if not state.is_handed_over():
             return None, None
         quantizer = request.scaled_quantizer(tensor_type in FORWARD_TENSORS)
         return quantizer.with_usage(rowwise=True, columnwise=False), state
-
-    def _grad_state(self, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
-        return live_grad_state(
-            request, self.scale_bwd, self.amax_history_bwd, self._number, groups=groups, is_first=is_first
-        )
-
-    def _delayed(self, call: RunSettings) -> Delayed | None:
-        """Return delayed scaling's tensors as the module's function takes them, or None where the plan has none."""
-        if call.scales is None or call.weight_scales is None:
-            return None
-        return Delayed(
-            call.scales,
-            call.weight_scales,
-            call.grad_scales,
-            self.amax_history_fwd if call.records else None,
-            self.scale_bwd,
-            self.amax_history_bwd,
-            self._number,
-            tuple([group.group_name for group in call.groups]),
-            call.is_first,
-        )
-
-    def _snapshot(self, scale: torch.Tensor) -> torch.Tensor:
-        """A copy for backward of what is written before it, made in forward."""
-        if not torch.compiler.is_compiling():
-            return scale.clone()
-        with torch.no_grad():
-            return delayed_snapshot_(self.amax_history_fwd, scale)
-
-    def _scales_of_weights(self, call: RunSettings) -> Any:
-        """Those that the weights of this call are quantized with, or were when they were kept."""
-        if call.skips is not None:
-            scales = self.scale_fwd.clone()
-            if self._weight_scales is not None:
-                scales = torch.where(call.skips == 1, self._weight_scales, scales)
-            self._weight_scales = scales
-            return scales
-        if call.reuses:
-            return call.scales if self._weight_scales is None else self._weight_scales
-        if call.caches:
-            self._weight_scales = self.scale_fwd.clone()
-        return call.scales
 
     def _weights_q(
         self, call: RunSettings, weights: Sequence[Any]
@@ -373,14 +245,12 @@ class Layer(Named, ParallelModule):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 
-    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> Kept | None:
-        """Return quantized weights where they are kept for other micro-batches, else None: the run makes its own."""
-        return Kept(*self._weights_q(call, weights)) if call.caches else None
+    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> Kept:
+        """Return quantized weights that are kept for other micro-batches."""
+        return Kept(*self._weights_q(call, weights))
 
-    def _wgrads(self, config: LayerConfig, weights: Sequence[Any]) -> tuple[WeightGrad, ...] | None:
-        """Return where the gradient of each weight goes, or None where autograd gets them all."""
-        if not config.accumulates:
-            return None
+    def _wgrads(self, weights: Sequence[Any]) -> tuple[WeightGrad, ...]:
+        """Return where the gradient of each weight goes."""
         return tuple([self._weight_grad(gemm, weight, gemm) for gemm, weight in enumerate(weights)])
 
     def _keeps_inference(self) -> bool:
@@ -460,6 +330,25 @@ class Layer(Named, ParallelModule):
             for gemm, weights in enumerate(self._weights):
                 weights.reset(self, gemm)
             self._reset_state()
+
+
+def plan_of(module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+    """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
+    # No method: in a graph each look-up of one in a module has its guards.
+    if recipe is None or recipe.answers_once():
+        key = module._config, recipe, dtype, needs
+        return memoized(module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs))
+    return plan_anew(module._config, recipe, module._name, dtype, needs)
+
+
+def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
+    """Return the weight and the bias, or None, of each GEMM."""
+    if config.weight_names:
+        return [
+            (getattr(module, weight), None if bias is None else getattr(module, bias))
+            for weight, bias in zip(config.weight_names, config.bias_names, strict=True)
+        ]
+    return [(each.weight(module), each.bias(module)) for each in module._weights]
 
 
 def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> None:

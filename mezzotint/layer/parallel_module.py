@@ -111,11 +111,10 @@ class ParallelModule(StatefulModule):
         """The processes that hold the other parts of this module's tensors; None: it holds them all."""
         return self.tp_group if self._modes else None
 
-    def _check_parallel(self, config: Any, inp: torch.Tensor) -> None:
+    def _check_parallel(self, inp: torch.Tensor) -> None:
         """Check an input with the other ranks that hold the weights, and its tokens."""
-        if any(config.parallels):
-            self._check_ranks(inp)
-            self._check_tokens(inp)
+        self._check_ranks(inp)
+        self._check_tokens(inp)
 
     def _check_ranks(self, inp: torch.Tensor) -> None:
         """What can go wrong over ranks goes wrong here, on each of them, before one waits for another: so before

@@ -62,7 +62,7 @@ class LayerConfig(GraphConstant):
     gemm_names: tuple[str, ...] = ()  # behind the module's own name
     saves_original_input: bool = False
     parallels: tuple[Parallel | None, ...] = ()  # how the weight of each GEMM is split
-    sequence_parallel: bool = False
+    is_parallel: bool = False  # one of them is
     in_features: int = 0
     weight_names: tuple[str, ...] = ()  # of one parameter for each GEMM; none where a weight is in parts, or a DTensor
     bias_names: tuple[str | None, ...] = ()

@@ -5,6 +5,7 @@ in there, the same for eager code and for graphs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,24 @@ from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
 from mezzotint.tracing import is_traced
+
+
+@dataclass(slots=True)
+class RunSettings:
+    """One run: its plan, and what of the module's state it goes by."""
+
+    plan: Plan
+    scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
+    weight_scales: torch.Tensor | None = None  # those that kept weights were quantized with
+    grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
+    grad_state: GradState | None = None
+    records: bool = False  # amaxes enter the history
+    calibrates: bool = False  # high precision, but amaxes of inputs and weights are entered
+    caches: bool = False
+    reuses: bool = False
+    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are taken
+    is_first: bool = False  # since the last update of scales: its backward comes last
+    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
 
 
 class Delayed(NamedTuple):

@@ -166,20 +166,6 @@ class StatefulModule(nn.Module):
             else:
                 old[length:].zero_()
 
-    def _use_history(self, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
-        """From now on this request's rows. Those behind them are cleared: a longer history would find them again. Those
-        of gradients are left to backward where it clears them."""
-        status = self._run_status
-        if not is_traced() and status.request is request:
-            return
-        length = request.amax_history_len
-        call_untraced(grow_history, self, length)
-        # A graph clears them always: what was before it is state that it would have to guard on.
-        is_shorter = is_traced() or status.request is None or status.request.amax_history_len > length
-        if is_shorter and length < self.amax_history_fwd.shape[0]:
-            self.adjust_amax_history_length(length, True if backward_clears else None)
-        status.request = request
-
     @property
     def _request(self) -> DelayedScalingRequest | None:
         """The request of the last run with delayed scaling."""
@@ -344,6 +330,21 @@ class StatefulModule(nn.Module):
         state.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=status)
         state.pop("_config", None)
         return state
+
+
+def use_history(module: StatefulModule, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
+    """Have the module use the rows of its histories that this request asks for. Those behind them are cleared: a longer
+    history would find them again. Those of gradients are left to backward where it clears them."""
+    status = module._run_status
+    if not is_traced() and status.request is request:
+        return
+    length = request.amax_history_len
+    call_untraced(grow_history, module, length)
+    # A graph clears them always: what was before it is state that it would have to guard on.
+    is_shorter = is_traced() or status.request is None or status.request.amax_history_len > length
+    if is_shorter and length < module.amax_history_fwd.shape[0]:
+        module.adjust_amax_history_length(length, True if backward_clears else None)
+    status.request = request
 
 
 def grow_history(module: StatefulModule, length: int) -> None:

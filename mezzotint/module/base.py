@@ -8,8 +8,10 @@ import torch
 from mezzotint.compat.base_module import UpstreamNames, quantize_weight
 from mezzotint.functional.delayed import take
 from mezzotint.kernels.float8 import float8_amax
-from mezzotint.layer.base import Layer, RunSettings, activation_dtype
-from mezzotint.layer.run import scale_of
+from mezzotint.layer.base import Layer, activation_dtype
+from mezzotint.layer.delayed_run import await_update, grad_state_of
+from mezzotint.layer.run import RunSettings, scale_of
+from mezzotint.layer.scaling_state import use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
@@ -50,7 +52,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         if request is None:
             self._run_status.request = None
         else:
-            self._use_history(request)
+            use_history(self, request)
 
     def _prepare_delayed(self) -> None:
         """Before a forward of a user's, whose quantizers enter what they see: new scales at the end of the region, and
@@ -58,9 +60,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         request, state = self._request, current_state()
         if request is not None and state.enabled:
             groups = reduction_groups(request, self._sharing_group())
-            self._await_update(groups, state)
+            await_update(self, groups, state)
             if torch.is_grad_enabled():
-                take(self._grad_state(request, groups, False), self.amax_history_fwd)
+                take(grad_state_of(self, request, groups, False), self.amax_history_fwd)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
         """Note what a forward with this input computes in, as `activation_dtype`."""

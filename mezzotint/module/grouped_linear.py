@@ -15,6 +15,7 @@ from mezzotint.functional.grouped_linear import (
 from mezzotint.functional.linear import Needs, WeightGrad
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import (
     PlaceParameter,
@@ -194,10 +195,10 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
         if call.calibrates:
             self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
-        kept = Kept(*self._weights_q(call, group_tensors(weights, 2))) if call.caches else None
+        kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None
         wgrads = self._weight_grads(weights) if config.accumulates else None
         run = run_grouped_linear if kept is None and wgrads is None else _run_inlined
-        y = run(call.plan, x, weights, added, splits, self._delayed(call), kept, wgrads)
+        y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:
             check_buffer("out", out, y)

@@ -9,8 +9,9 @@ from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
 from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions, Residual
-from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.norm import (
     Branch,
     check_normalization,
@@ -177,8 +178,9 @@ class LayerNormLinear(TransformerEngineBaseModule):
         """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
         config = self._config.read()
         check_module_input(inp, config.in_features)
-        self._check_parallel(config, inp)
-        ((weight, bias),) = self._parameters_of(config)
+        if config.is_parallel:
+            self._check_parallel(inp)
+        ((weight, bias),) = weights_of(self, config)
         gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
@@ -193,7 +195,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
             has_grad and added is not None and added.requires_grad,
         )
         call = self._start(dtype, (needs,), is_first_microbatch)
-        kept, wgrads = self._kept(call, (weight,)), self._wgrads(config, (weight,))
+        kept = self._kept(call, (weight,)) if call.caches else None
+        wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_layernorm_linear if kept is None and wgrads is None else _run_inlined
         norm = Norm(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
         outputs = list(
@@ -204,7 +207,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
                 (x, branch, branch_bias, gamma, beta),
                 weight,
                 added,
-                self._delayed(call),
+                delayed_of(self, call),
                 kept,
                 wgrads,
             )

@@ -11,8 +11,9 @@ from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
 from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
-from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.norm import (
     Branch,
     check_normalization,
@@ -230,8 +231,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
         config = self._config.read()
         check_module_input(inp, config.in_features)
-        self._check_parallel(config, inp)
-        (w1, b1), (w2, b2) = self._parameters_of(config)
+        if config.is_parallel:
+            self._check_parallel(inp)
+        (w1, b1), (w2, b2) = weights_of(self, config)
         gamma, beta = norm_parameters(self, "layer_norm_")
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
@@ -248,10 +250,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
         call = self._start(dtype, (needs1, needs2), is_first_microbatch)
         if call.calibrates:
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
-        kept, wgrads = self._kept(call, (w1, w2)), self._wgrads(config, (w1, w2))
+        kept = self._kept(call, (w1, w2)) if call.caches else None
+        wgrads = self._wgrads((w1, w2)) if config.accumulates else None
         run = run_layernorm_mlp if kept is None and wgrads is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
-        outputs = list(run(call.plan, config, residual, inputs, linears, self._delayed(call), kept, wgrads))
+        outputs = list(run(call.plan, config, residual, inputs, linears, delayed_of(self, call), kept, wgrads))
         y = outputs.pop(0)
         norm_out = outputs.pop(0) if config.return_layernorm_output else None
         stream = None if residual is None else outputs.pop(0)

@@ -7,8 +7,9 @@ import torch
 
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.linear import LINEAR, Needs, WeightGrad, compute_weight_gradient
-from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import Plan
 from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
@@ -151,8 +152,9 @@ class Linear(TransformerEngineBaseModule):
         """
         config = self._config.read()
         check_module_input(inp, config.in_features)
-        self._check_parallel(config, inp)
-        ((weight, bias),) = self._parameters_of(config)
+        if config.is_parallel:
+            self._check_parallel(inp)
+        ((weight, bias),) = weights_of(self, config)
         dtype = activation_dtype(inp)
         x = dequantized(inp).to(dtype)
         if fp8_grad:
@@ -167,9 +169,10 @@ class Linear(TransformerEngineBaseModule):
         call = self._start(dtype, (needs,), is_first_microbatch)
         if call.calibrates:
             self._calibrate((x,), (weight,))
-        kept, wgrads = self._kept(call, (weight,)), self._wgrads(config, (weight,))
+        kept = self._kept(call, (weight,)) if call.caches else None
+        wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_linear if kept is None and wgrads is None else _run_linear_inlined
-        y = run(call.plan, x, weight, added, self._delayed(call), kept, wgrads)
+        y = run(call.plan, x, weight, added, delayed_of(self, call), kept, wgrads)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype) if config.return_bias else y

@@ -25,9 +25,11 @@ import torch
 from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
-from mezzotint.layer.base import Layer, RunSettings
+from mezzotint.layer.base import Layer
+from mezzotint.layer.delayed_run import start_delayed
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
+from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
@@ -333,7 +335,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
         request = self._delayed_request(recipe)
-        return None if request is None else Run(self._start_delayed(_call_of(request)))
+        return None if request is None else Run(start_delayed(self, _call_of(request)))
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's forward, does

@@ -10,8 +10,7 @@ import torch
 
 from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.weight import as_storage
-from mezzotint.layer.base import RunSettings
-from mezzotint.layer.run import scale_of
+from mezzotint.layer.run import RunSettings, scale_of
 from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled

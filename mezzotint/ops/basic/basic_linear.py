@@ -22,8 +22,8 @@ from mezzotint.functional.linear import (
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
-from mezzotint.layer.base import RunSettings
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.run import RunSettings
 from mezzotint.layer.weights import Weights
 from mezzotint.ops.op import BasicOperation, OperationContext, Run
 from mezzotint.ops.quantizing import delayed, enter, holds, plain

@@ -1,0 +1,115 @@
+"""Delayed scaling at the start of a module's run: the scales that it goes by, and the update that it waits for.
+
+Functions of a module, not its methods: in a graph each look-up of a method in a module has its guards.
+"""
+
+from typing import Any
+
+import torch
+
+from mezzotint.functional.autograd import GradState
+from mezzotint.functional.delayed import take
+from mezzotint.kernels.delayed import delayed_snapshot_
+from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
+from mezzotint.layer.scaling_state import use_history, warn_of_scales
+from mezzotint.quantization import reduction_groups
+from mezzotint.recipe import DelayedScalingRequest
+from mezzotint.region import Pending, State, current_state
+from mezzotint.tracing import call_untraced, is_traced
+
+
+def start_delayed(module: Any, call: RunSettings) -> RunSettings:
+    """Fill in what a run with delayed scaling goes by, and have its scales updated at the end of the region."""
+    request, state, status = call.plan.request, current_state(), module._run_status
+    assert request is not None
+    if state.recomputes_in_graph:
+        raise RuntimeError(
+            "delayed scaling in a checkpoint inside a compiled function: its scales are written before backward reads "
+            "them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a recipe "
+            "without state such as Float8CurrentScaling"
+        )
+    call_untraced(warn_of_scales, module)
+    config = module._config.read()
+    groups = reduction_groups(request, config.sharing_group())
+    use_history(module, request, backward_clears(request))
+    recomputation = state.recomputation
+    # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
+    has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
+        recomputation is not None and recomputation.has_backward
+    )
+    is_first = has_backward and not status.has_backward
+    call.records = True
+    # Where backward quantizes again it needs the scales of forward, which are written before.
+    quantizes_again = config.saves_original_input or config.recomputes
+    call.scales = snapshot(module, module.scale_fwd) if quantizes_again else module.scale_fwd
+    if recomputation is not None and recomputation.is_second:
+        # The scales of the first run, whose amaxes have been entered.
+        call.scales, call.weight_scales, is_first = recomputation.next_scales()
+        call.records = False
+    else:
+        call.weight_scales = weight_scales(module, call) if call.caches or call.reuses else call.scales
+        if recomputation is not None:
+            recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
+        if is_first and state.depth > 0:
+            status.has_backward = True
+        await_update(module, groups, state)
+        if has_backward and not is_first:
+            take(grad_state_of(module, request, groups, False), module.amax_history_fwd)
+    if torch.is_grad_enabled():
+        call.groups, call.is_first = groups, is_first
+        call.grad_scales = snapshot(module, module.scale_bwd)
+        call.grad_state = grad_state_of(module, request, groups, is_first)
+    return call
+
+
+def await_update(module: Any, groups: tuple[Any, ...], state: State) -> None:
+    """Have the module take new forward scales at the end of the region."""
+    if state.depth > 0 and not module._run_status.is_pending:
+        module._run_status.is_pending = True
+        state.pending = Pending(module, groups, state.pending)
+
+
+def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
+    """Return the module's live state of gradients."""
+    state = module.scale_bwd, module.amax_history_bwd, module._number
+    return live_grad_state(request, *state, groups, is_first)
+
+
+def snapshot(module: Any, scale: torch.Tensor) -> torch.Tensor:
+    """Return a copy for backward of what is written before it, made in forward."""
+    if not is_traced():
+        return scale.clone()
+    with torch.no_grad():
+        return delayed_snapshot_(module.amax_history_fwd, scale)
+
+
+def weight_scales(module: Any, call: RunSettings) -> Any:
+    """Return the scales that the weights of this run are quantized with, or were when they were kept."""
+    if call.skips is not None:
+        scales = module.scale_fwd.clone()
+        if module._weight_scales is not None:
+            scales = torch.where(call.skips == 1, module._weight_scales, scales)
+        module._weight_scales = scales
+        return scales
+    if call.reuses:
+        return call.scales if module._weight_scales is None else module._weight_scales
+    if call.caches:
+        module._weight_scales = module.scale_fwd.clone()
+    return call.scales
+
+
+def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
+    """Return delayed scaling's tensors as the function of a module takes them, or None where the plan has none."""
+    if call.scales is None or call.weight_scales is None:
+        return None
+    return Delayed(
+        call.scales,
+        call.weight_scales,
+        call.grad_scales,
+        module.amax_history_fwd if call.records else None,
+        module.scale_bwd,
+        module.amax_history_bwd,
+        module._number,
+        tuple([group.group_name for group in call.groups]),
+        call.is_first,
+    )
