@@ -14,7 +14,6 @@ from torch import nn
 import mezzotint as mz
 from bench._peers import quiet_import
 from mezzotint import recipe
-from mezzotint.dynamo import skip_own_guards
 from mezzotint.recipe import Recipe
 
 BASE = "bf16"
@@ -72,9 +71,9 @@ def missing(candidate: Candidate) -> str:
     return "torchao is not installed" if candidate.kind == "torchao" and not quiet_import() else ""
 
 
-def called(model: nn.Module, mode: str, backend: str, candidate: Candidate) -> Callable[..., Any]:
-    """What a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and candidates that
-    shared it would look through each other's. Ours are compiled with `skip_own_guards`, as their documentation says."""
+def called(model: nn.Module, mode: str, backend: str, skips_guards: bool = False) -> Callable[..., Any]:
+    """Return what a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and
+    candidates that shared it would look through each other's. `skips_guards` leaves out all guards."""
 
     def call(x: torch.Tensor, **kwargs: Any) -> Any:
         return model(x, **kwargs)
@@ -85,8 +84,8 @@ def called(model: nn.Module, mode: str, backend: str, candidate: Candidate) -> C
     options: dict[str, Any] = {}
     if backend == "inductor":
         options = dict(torch._inductor.list_mode_options(MODES[mode]))
-        if candidate.kind == "mezzotint":
-            options["guard_filter_fn"] = skip_own_guards
+        if skips_guards:
+            options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
         options = {"options": options}
     return torch.compile(own, fullgraph=True, dynamic=False, backend=backend, **options)
 

@@ -38,7 +38,8 @@ COLOURS = {
 def title(report: dict[str, Any]) -> str:
     peer = "without torchao" if report["torchao"] is None else f"torchao {report['torchao']}"
     told = [report["device"], f"torch {report['torch']}", peer, report["date"], f"medians of {report['reps']}"]
-    return ", ".join([*told, "backward in one thread"] if report["one_thread"] else told)
+    told += ["backward in one thread"] if report["one_thread"] else []
+    return ", ".join([*told, "without guards"] if report.get("skip_guards") else told)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -87,7 +88,9 @@ def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict
 
 def markdown(report: dict[str, Any]) -> str:
     """A page: the ratios of each mode, then every number."""
-    command = 'ARGS="peers --one-thread"' if report["one_thread"] else "ARGS=peers"
+    options = [flag for flag in ("one_thread", "skip_guards") if report.get(flag)]
+    command = " ".join(["peers", *[f"--{flag.replace('_', '-')}" for flag in options]])
+    command = f'ARGS="{command}"' if options else "ARGS=peers"
     lines = ["# Against the peers", "", f"As `make bench {command}` found it: {title(report)}.", ""]
     lines += ["`bench/peers.py` says what is measured, and how. A ratio is BF16's time in the same mode over the"]
     lines += ["candidate's: more is faster. Written with `--markdown`.", ""]

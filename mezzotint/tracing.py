@@ -33,7 +33,7 @@ def inlined(function: _F) -> _F:
     return copied
 
 
-def is_traced() -> bool:
+def in_graph() -> bool:
     """Return whether this code runs for a graph: Dynamo walks through it, or AOTAutograd runs it on fake tensors."""
     return torch.compiler.is_compiling()
 
@@ -41,11 +41,10 @@ def is_traced() -> bool:
 def read_live(*tensors: torch.Tensor | None) -> None:
     """Tell the compiler that a backward reads these tensors, and writes them, as they are when it runs: one that comes
     between forward and that backward may write them. As of what eager code keeps on `ctx` without saving it."""
-    if is_traced() and not torch.compiler.is_dynamo_compiling():  # Dynamo knows it of an autograd function itself
-        from torch.fx.experimental.proxy_tensor import _get_proxies  # in a graph alone: what it imports is slow
-
+    if in_graph() and not torch.compiler.is_dynamo_compiling():  # Dynamo knows it of an autograd function itself
+        find_proxies = torch.fx.experimental.proxy_tensor._get_proxies  # loaded where a graph is traced
         for tensor in tensors:
-            for proxy in [] if tensor is None else _get_proxies(tensor):
+            for proxy in [] if tensor is None else find_proxies(tensor):
                 proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 

@@ -1,7 +1,6 @@
 """What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
 
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
-from mezzotint.dynamo.guards import skip_own_guards
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
 
@@ -17,7 +16,6 @@ __all__ = [
     "fake_linear_forward",
     "is_value_opaque_quantizer",
     "register_value_opaque_quantizer",
-    "skip_own_guards",
     "to_tensor_proto",
     "to_tensor_spec",
 ]

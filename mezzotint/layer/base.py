@@ -18,7 +18,7 @@ from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
-from mezzotint.layer.run import Kept, RunSettings, scale_of
+from mezzotint.layer.run import KeptWeights, RunSettings, scale_of
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import reduction_groups
@@ -245,9 +245,9 @@ class Layer(Named, ParallelModule):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 
-    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> Kept:
+    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> KeptWeights:
         """Return quantized weights that are kept for other micro-batches."""
-        return Kept(*self._weights_q(call, weights))
+        return KeptWeights(*self._weights_q(call, weights))
 
     def _wgrads(self, weights: Sequence[Any]) -> tuple[WeightGrad, ...]:
         """Return where the gradient of each weight goes."""

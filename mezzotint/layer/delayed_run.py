@@ -15,7 +15,7 @@ from mezzotint.layer.scaling_state import use_history, warn_of_scales
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
 from mezzotint.region import Pending, State, current_state
-from mezzotint.tracing import call_untraced, is_traced
+from mezzotint.tracing import call_untraced, in_graph
 
 
 def start_delayed(module: Any, call: RunSettings) -> RunSettings:
@@ -77,7 +77,7 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
 
 def snapshot(module: Any, scale: torch.Tensor) -> torch.Tensor:
     """Return a copy for backward of what is written before it, made in forward."""
-    if not is_traced():
+    if not in_graph():
         return scale.clone()
     with torch.no_grad():
         return delayed_snapshot_(module.amax_history_fwd, scale)

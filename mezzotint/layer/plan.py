@@ -46,7 +46,7 @@ class Plan(GraphConstant):
 
 
 @dataclass(frozen=True)
-class Norm(GraphConstant):
+class NormInFront(GraphConstant):
     """The norm in front of a module's GEMMs, and whether its output is an output of the module."""
 
     options: NormOptions

@@ -20,7 +20,7 @@ from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
-from mezzotint.tracing import is_traced
+from mezzotint.tracing import in_graph
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Delayed(NamedTuple):
     is_first: bool  # since the last update: its backward comes last
 
 
-class Kept(NamedTuple):
+class KeptWeights(NamedTuple):
     """Weights that were quantized before the run, since they are kept for others; and their amaxes."""
 
     weights_q: tuple[Any, ...]
@@ -71,7 +71,7 @@ def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
 
 
 def quantized_weights(
-    plan: Plan, weights: Sequence[Any], delayed: Delayed | None, kept: Kept | None
+    plan: Plan, weights: Sequence[Any], delayed: Delayed | None, kept: KeptWeights | None
 ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
     """Return the weights as the GEMMs take them, and their amaxes where delayed scaling asks for them."""
     if kept is not None:
@@ -150,7 +150,7 @@ def live_grad_state(
 def backward_clears(request: DelayedScalingRequest) -> bool:
     """Return whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
     forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
-    return is_traced() and not has_own_rule(request)
+    return in_graph() and not has_own_rule(request)
 
 
 def record_amaxes(

@@ -25,7 +25,7 @@ from mezzotint.layer.parameters import attributes_of, resolve_device, restore_at
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
-from mezzotint.tracing import call_untraced, is_traced, lasting
+from mezzotint.tracing import call_untraced, in_graph, lasting
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -141,7 +141,7 @@ class StatefulModule(nn.Module):
             each.tie(self, gemm)
 
     def _drop_workspaces(self) -> None:
-        """Kept weights are of other parameters, or elsewhere, from now on."""
+        """KeptWeights weights are of other parameters, or elsewhere, from now on."""
         self._workspaces = self._weight_scales = None
 
     def _parameter_device(self) -> torch.device:
@@ -336,12 +336,12 @@ def use_history(module: StatefulModule, request: DelayedScalingRequest, backward
     """Have the module use the rows of its histories that this request asks for. Those behind them are cleared: a longer
     history would find them again. Those of gradients are left to backward where it clears them."""
     status = module._run_status
-    if not is_traced() and status.request is request:
+    if not in_graph() and status.request is request:
         return
     length = request.amax_history_len
     call_untraced(grow_history, module, length)
     # A graph clears them always: what was before it is state that it would have to guard on.
-    is_shorter = is_traced() or status.request is None or status.request.amax_history_len > length
+    is_shorter = in_graph() or status.request is None or status.request.amax_history_len > length
     if is_shorter and length < module.amax_history_fwd.shape[0]:
         module.adjust_amax_history_length(length, True if backward_clears else None)
     status.request = request

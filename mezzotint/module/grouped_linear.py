@@ -26,7 +26,7 @@ from mezzotint.layer.parameters import (
     resolve_dtype,
 )
 from mezzotint.layer.plan import Plan
-from mezzotint.layer.run import Delayed, Kept, grad_state, quantized_weights, record_amaxes, scale_of
+from mezzotint.layer.run import Delayed, KeptWeights, grad_state, quantized_weights, record_amaxes, scale_of
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
@@ -41,7 +41,7 @@ def run_grouped_linear(
     biases: tuple[torch.Tensor, ...],
     splits: tuple[int, ...],
     delayed: Delayed | None = None,
-    kept: Kept | None = None,
+    kept: KeptWeights | None = None,
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""

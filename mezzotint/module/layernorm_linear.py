@@ -22,8 +22,8 @@ from mezzotint.layer.norm import (
     resolve_branch,
 )
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
-from mezzotint.layer.plan import Norm, Plan
-from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.plan import NormInFront, Plan
+from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -36,13 +36,13 @@ from mezzotint.tracing import below_dynamo, inlined
 @below_dynamo
 def run_layernorm_linear(
     plan: Plan,
-    norm: Norm,
+    norm: NormInFront,
     residual: Residual | None,
     inputs: tuple[Any, ...],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     delayed: Delayed | None = None,
-    kept: Kept | None = None,
+    kept: KeptWeights | None = None,
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, N), then the norm's output and the residual stream where they are asked for.
@@ -198,7 +198,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_layernorm_linear if kept is None and wgrads is None else _run_inlined
-        norm = Norm(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
+        norm = NormInFront(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
         outputs = list(
             run(
                 call.plan,

@@ -32,7 +32,7 @@ from mezzotint.layer.parameters import (
     resolve_dtype,
 )
 from mezzotint.layer.plan import LayerConfig, Plan
-from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -50,7 +50,7 @@ def run_layernorm_mlp(
     inputs: tuple[Any, ...],
     linears: tuple[Any, ...],
     delayed: Delayed | None = None,
-    kept: Kept | None = None,
+    kept: KeptWeights | None = None,
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, hidden), then the norm's output and the residual stream where they are asked for.

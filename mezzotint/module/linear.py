@@ -12,7 +12,7 @@ from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import Plan
-from mezzotint.layer.run import Delayed, Kept, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -28,7 +28,7 @@ def run_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     delayed: Delayed | None = None,
-    kept: Kept | None = None,
+    kept: KeptWeights | None = None,
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""

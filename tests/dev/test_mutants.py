@@ -16,6 +16,7 @@ def tree(tmp_path: Path) -> Path:
     """A package of one function, and its test."""
     for folder in ("mezzotint", "tests"):
         (tmp_path / folder).mkdir()
+    (tmp_path / "mezzotint" / "__init__.py").touch()  # before one that is installed
     (tmp_path / "mezzotint" / "sums.py").write_text("def add(a, b):\n    return a + b\n")
     (tmp_path / "tests" / "test_sums.py").write_text(
         "from mezzotint.sums import add\n\n\ndef test_add():\n    assert add(2, 0) == 2\n"

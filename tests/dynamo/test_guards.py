@@ -1,33 +1,66 @@
-"""`skip_own_guards`: fewer looks at what never changes, the same looks at what may."""
+"""Guards: how many a compiled model has for each module of ours, and that all that may change is among them."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import mezzotint as mz
 from mezzotint import recipe
-from mezzotint.dynamo import skip_own_guards
 
 pytestmark = pytest.mark.compile
 
+FIXED = 220  # of a graph, whatever is in it
+# Of each further module in a graph.
+MODULES: dict[str, tuple[Any, int, int]] = {
+    "linear": (lambda: mz.Linear(32, 32), 30, 40),
+    "layernorm_linear": (lambda: mz.LayerNormLinear(32, 32), 45, 45),
+    "layernorm_mlp": (lambda: mz.LayerNormMLP(32, 64), 45, 45),
+}
 
-def test_what_may_change_is_still_looked_at() -> None:
-    """The recipe, whether it is in force, a module's options, shapes; an equal recipe makes no new graph."""
-    kept: list[tuple[int, int]] = []
 
-    def noted(guards: Any) -> list[bool]:
-        stays = skip_own_guards(guards)
-        kept.append((sum(stays), len(stays)))
-        return stays
+def count_guards(model: nn.Module, x: torch.Tensor) -> int:
+    found: list[int] = []
 
+    def count(guards: Any) -> list[bool]:
+        found.append(len(guards))
+        return [True] * len(guards)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager", options={"guard_filter_fn": count})
+    compiled(x)
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("chosen", [recipe.MXFP8BlockScaling(), recipe.DelayedScaling()], ids=["mxfp8", "delayed"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_further_module_has_few(name: str, chosen: recipe.Recipe) -> None:
+    """Five in a row against four: what one adds, and what is there once."""
+    make, most, most_delayed = MODULES[name]
+    x = torch.randn(32, 32, requires_grad=True)
+    with mz.autocast(recipe=chosen):
+        four, five = [count_guards(nn.Sequential(*[make() for _ in range(n)]), x) for n in (4, 5)]
+    assert five - four <= (most_delayed if chosen.delayed() else most)
+    assert four - 4 * (five - four) <= FIXED
+
+
+def test_what_may_change_is_looked_at() -> None:
+    """The recipe, whether it is in force, shapes, and a module's options; an equal recipe makes no new graph."""
+    graphs: list[int] = []
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
-    compiled = torch.compile(lambda x: module(x), fullgraph=True, dynamic=False, options={"guard_filter_fn": noted})
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph
+
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     current, coarse = recipe.Float8CurrentScaling(), recipe.Float8CurrentScaling(use_power_2_scales=True)
 
-    def run(chosen: Any, rows: int = 16) -> None:
+    def run(chosen: recipe.Recipe | None, rows: int = 16) -> int:
         x = torch.randn(rows, 32).bfloat16().requires_grad_()
         other = x.detach().clone().requires_grad_()
         with mz.autocast(enabled=chosen is not None, recipe=chosen):
@@ -36,10 +69,14 @@ def test_what_may_change_is_still_looked_at() -> None:
         want.float().square().sum().backward()
         assert torch.equal(y, want)
         assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+        return len(graphs)
 
-    graphs = []
-    for chosen, rows in ((current, 16), (recipe.Float8CurrentScaling(), 16), (coarse, 16), (None, 16), (current, 24)):
-        run(chosen, rows)
-        graphs.append(len(kept))
-    assert graphs == [1, 1, 2, 3, 4]
-    assert all(stays < 0.5 * there for stays, there in (kept[0], kept[1]))
+    assert run(current) == 1
+    assert run(recipe.Float8CurrentScaling()) == 1
+    assert run(coarse) == 2
+    assert run(None) == 3
+    assert run(current, 24) == 4
+    module.save_original_input = True
+    assert run(current) == 5
+    module.save_original_input = False
+    assert run(current) == 5
