@@ -146,6 +146,10 @@ class Recipe(GraphConstant):
         """None, or how backward computes without quantizing: on the original tensors, or on what forward made."""
         return getattr(self, "backward_override", None)
 
+    def quantizes_attention(self) -> bool:
+        """Whether it asks for attention in low precision."""
+        return bool(getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False))
+
     def keeps_wgrad(self) -> bool:
         """Whether the weight gradient alone is computed in high precision."""
         return False

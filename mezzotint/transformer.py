@@ -13,6 +13,7 @@ residual stream is added where that of the norm is made.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel_module import set_groups
 from mezzotint.layer.parameters import PlaceParameter, check_module_input, check_parallel, resolve_dtype
+from mezzotint.layer.settings import Configured, Settings
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -106,12 +108,26 @@ def _check_arguments(given: dict[str, Any]) -> None:
         raise ValueError("fuse_wgrad_accumulation needs one weight for queries, keys and values: fuse_qkv_params=True")
 
 
-class TransformerLayer(Named):
+@dataclass(frozen=True)
+class TransformerSettings(Settings):
+    """What of a `TransformerLayer` its forward reads."""
+
+    hidden_size: int
+    hidden_dropout: float
+    layer_type: str
+    output_layernorm: bool
+    parallel_attention_mlp: bool
+    apply_residual_connection_post_layernorm: bool
+
+
+class TransformerLayer(Configured, Named):
     """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (`output_layernorm`).
     Options of attention as of `MultiheadAttention`, of the MLP as of `LayerNormMLP`.
     """
+
+    _SETTINGS = TransformerSettings
 
     def __init__(
         self,
@@ -210,6 +226,7 @@ class TransformerLayer(Named):
                 device=device,
             )
         self._end_parts()
+        self._configure()
 
     def _make_attentions(self, options: dict[str, Any]) -> None:
         """Make self-attention, and a decoder's attention to the encoder. `options` are those that both have."""
@@ -290,7 +307,8 @@ class TransformerLayer(Named):
         Arguments of the self-attention as of `MultiheadAttention.forward`; those with `enc_dec` and `encoder_output`
         are of the cross-attention.
         """
-        check_module_input(hidden_states, self.hidden_size, "hidden_states")
+        own = self._settings.read()
+        check_module_input(hidden_states, own.hidden_size, "hidden_states")
         x = dequantized(hidden_states).to(activation_dtype(hidden_states))
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
@@ -319,10 +337,10 @@ class TransformerLayer(Named):
             **shared,
             **given,
         )
-        if self.parallel_attention_mlp:
+        if own.parallel_attention_mlp:
             mlp_out = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
             return self._bias_dropout_add(attended, mlp_out, x, self.drop_path)
-        if self.layer_type == "decoder":
+        if own.layer_type == "decoder":
             x, given = self._enter(self.inter_attention, attended, x, self.drop_path)
             attended = self.inter_attention(
                 x,
@@ -334,11 +352,11 @@ class TransformerLayer(Named):
                 **shared,
                 **given,
             )
-        drop_path = self.drop_path if self.layer_type == "encoder" else None
+        drop_path = self.drop_path if own.layer_type == "encoder" else None
         x, given = self._enter(self.layernorm_mlp, attended, x, drop_path)
         made: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch, **given)
         x = self._add(made, x, self.drop_path)
-        return self.layernorm(x) if self.output_layernorm else x
+        return self.layernorm(x) if own.output_layernorm else x
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -348,12 +366,13 @@ class TransformerLayer(Named):
 
         Nothing may change that before, and nobody may look at what blocks are given.
         """
-        if self.apply_residual_connection_post_layernorm or self.parallel_attention_mlp or self.drop_path is not None:
+        own = self._settings.read()
+        if own.apply_residual_connection_post_layernorm or own.parallel_attention_mlp or self.drop_path is not None:
             return False
-        if self.training and self.hidden_dropout > 0.0:
+        if own.hidden_dropout > 0.0 and self.training:
             return False
         if type(block) is MultiheadAttention:
-            name = "layernorm_qkv" if block.attention_type == "self" else "layernorm_query"
+            name = "layernorm_qkv" if block._settings.read().attention_type == "self" else "layernorm_query"
             norm = getattr(block, name, None)
         else:
             norm = block
@@ -378,8 +397,9 @@ class TransformerLayer(Named):
     ) -> torch.Tensor:
         """residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
         total = y if bias is None else y + bias.float()
-        if self.training and self.hidden_dropout > 0.0:
-            total = functional.dropout(total.float(), self.hidden_dropout)
+        dropout = self._settings.read().hidden_dropout
+        if dropout > 0.0 and self.training:
+            total = functional.dropout(total.float(), dropout)
         if drop_path is not None:
             total = drop_path(total.float())
         return (residual + total).to(residual.dtype)

@@ -6,6 +6,7 @@ sequence whose mask keeps its parts apart.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,32 @@ from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, w
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.names import Named
 from mezzotint.layer.parameters import PlaceParameter, check_features, default_init, resolve_device
+from mezzotint.layer.settings import Configured, Settings
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.checks import check_choice
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
-class DotProductAttention(Named):
+@dataclass(frozen=True)
+class AttentionSettings(Settings):
+    """What of a `DotProductAttention` its forward reads."""
+
+    num_attention_heads: int
+    num_gqa_groups: int
+    head_dim_k: int
+    head_dim_v: int
+    attention_dropout: float
+    qkv_format: str
+    attn_mask_type: str
+    window_size: tuple[int, int] | None
+    bottom_right_diagonal: bool | None
+    softmax_scale: float
+    softmax_type: str
+    return_max_logit: bool
+
+
+class DotProductAttention(Configured, Named):
     """Scaled dot product attention of `num_attention_heads` heads of `kv_channels` (or (of keys, of values)) channels.
 
     `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to
@@ -49,6 +69,8 @@ class DotProductAttention(Named):
     """
 
     softmax_offset: torch.Tensor | None
+
+    _SETTINGS = AttentionSettings
 
     def __init__(
         self,
@@ -108,6 +130,7 @@ class DotProductAttention(Named):
             offset = nn.Parameter(torch.empty(heads, dtype=torch.float32, device=resolve_device(None)))
         self.register_parameter("softmax_offset", offset)
         self.reset_parameters()
+        self._configure()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if defer_init or self.softmax_offset is None:
@@ -197,28 +220,31 @@ class DotProductAttention(Named):
                 f"fp8_output={fp8_output}, score_mod={score_mod}, score_mod_bprop={score_mod_bprop}: attention is "
                 "PyTorch's, in high precision; leave them off, and give core_attention_bias for scores of your own"
             )
+        own = self._settings.read()
         check_attention_recipe()
         check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
         q, k, v = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q, k, v = dequantized(q), dequantized(k), dequantized(v)
-        layout = self.qkv_format if qkv_format is None else qkv_format
+        layout = own.qkv_format if qkv_format is None else qkv_format
         check_choice("qkv_format", layout, QKV_FORMATS)
-        self._check_heads(q, k, v, layout)
+        check_heads(own, q, k, v, layout)
         rule = resolve_rule(
-            self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            self.window_size if window_size is None else window_size,
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+            own.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            own.window_size if window_size is None else window_size,
+            own.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
-        bias = self._bias(core_attention_bias_type, core_attention_bias)
-        slopes = self._slopes(core_attention_bias_type, alibi_slopes, q.device)
-        sink = self._sink(q.device)
+        bias = scaled_bias(own, core_attention_bias_type, core_attention_bias)
+        slopes = None
+        if core_attention_bias_type == "alibi" or alibi_slopes is not None:
+            slopes = self._slopes(core_attention_bias_type, alibi_slopes, q.device)
+        sink = None if own.softmax_type == "vanilla" else self._sink(q.device)
         arbitrary = checked_mask(attention_mask) if rule.is_arbitrary else None
         cu = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
         rule, q, k, v, sides = self._batch_first(rule, q, k, v, layout, cu, inference_params)
         is_plain = False
         if sides is None:
             is_plain = rule.is_plain(q.shape[1], k.shape[1]) and bias is None and slopes is None and sink is None
-            if not is_plain or self.return_max_logit:
+            if not is_plain or own.return_max_logit:
                 tokens = tokens_of(rule, q, k, attention_mask, cu_seqlens_q, cu_seqlens_kv)
                 sides = batch_sides(rule, q.shape[1], k.shape[1], *tokens, q.device)
         scores = Scores(
@@ -229,15 +255,15 @@ class DotProductAttention(Named):
             bias=bias,
             slopes=slopes,
             sink=sink,
-            scale=self.softmax_scale,
-            dropout=self.attention_dropout if self.training else 0.0,
+            scale=own.softmax_scale,
+            dropout=own.attention_dropout if own.attention_dropout > 0.0 and self.training else 0.0,
             recomputes=checkpoint_core_attention,
         )
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = self._attend(q, k, v, scores)
         y = y.permute(2, 0, 1, 3) if layout == "sbhd" else y.transpose(1, 2)
         y = (y[0] if layout == "thd" else y).flatten(-2)
-        return (y, largest_logit(q, k, scores).to(y.dtype)) if self.return_max_logit else y
+        return (y, largest_logit(q, k, scores).to(y.dtype)) if own.return_max_logit else y
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -309,33 +335,6 @@ class DotProductAttention(Named):
             sides = batch_sides(rule, q.shape[1], size, q_tokens, k_tokens, q.device)
         return rule, k.to(q.dtype), v.to(q.dtype), sides
 
-    def _check_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-        for label, tensor, heads, channels in (
-            ("query_layer", q, self.num_attention_heads, self.head_dim_k),
-            ("key_layer", k, self.num_gqa_groups, self.head_dim_k),
-            ("value_layer", v, self.num_gqa_groups, self.head_dim_v),
-        ):
-            if tensor.dim() != len(layout) or tuple(tensor.shape[-2:]) != (heads, channels):
-                raise ValueError(
-                    f"{label} has shape {tuple(tensor.shape)}: {layout!r} needs {len(layout)} dimensions, the last two "
-                    f"({heads}, {channels})"
-                )
-        if k.shape[:-1] != v.shape[:-1]:
-            raise ValueError(f"key_layer has shape {tuple(k.shape)}, value_layer {tuple(v.shape)}: give as many tokens")
-        if q.dtype != k.dtype or k.dtype != v.dtype:
-            raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
-
-    def _bias(self, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """As it is added after the scale."""
-        if (bias is None) != (bias_type in ("no_bias", "alibi")):
-            raise ValueError(
-                f"core_attention_bias_type is {bias_type!r} and core_attention_bias "
-                f"{'missing' if bias is None else 'given'}: pre_scale_bias and post_scale_bias need it, others do not"
-            )
-        if bias is None or bias_type == "post_scale_bias":
-            return bias
-        return (bias.float() * self.softmax_scale).to(bias.dtype)
-
     def _slopes(self, bias_type: str, slopes: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         if bias_type != "alibi":
             if slopes is not None:
@@ -364,10 +363,40 @@ class DotProductAttention(Named):
         )
 
 
+def check_heads(own: AttentionSettings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+    """Raise ValueError where queries, keys and values do not fit the module, or each other."""
+    for label, tensor, heads, channels in (
+        ("query_layer", q, own.num_attention_heads, own.head_dim_k),
+        ("key_layer", k, own.num_gqa_groups, own.head_dim_k),
+        ("value_layer", v, own.num_gqa_groups, own.head_dim_v),
+    ):
+        if tensor.dim() != len(layout) or tuple(tensor.shape[-2:]) != (heads, channels):
+            raise ValueError(
+                f"{label} has shape {tuple(tensor.shape)}: {layout!r} needs {len(layout)} dimensions, the last two "
+                f"({heads}, {channels})"
+            )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"key_layer has shape {tuple(k.shape)}, value_layer {tuple(v.shape)}: give as many tokens")
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
+
+
+def scaled_bias(own: AttentionSettings, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the bias as it is added after the scale."""
+    if (bias is None) != (bias_type in ("no_bias", "alibi")):
+        raise ValueError(
+            f"core_attention_bias_type is {bias_type!r} and core_attention_bias "
+            f"{'missing' if bias is None else 'given'}: pre_scale_bias and post_scale_bias need it, others do not"
+        )
+    if bias is None or bias_type == "post_scale_bias":
+        return bias
+    return (bias.float() * own.softmax_scale).to(bias.dtype)
+
+
 def check_attention_recipe() -> None:
     """What a recipe asks of attention and is not there is an error."""
     recipe = recipe_in_force()
-    if recipe is not None and (getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)):
+    if recipe is not None and recipe.quantizes_attention():
         raise NotImplementedError(
             "the recipe has fp8_dpa or fp8_mha set: attention is PyTorch's, in high precision; leave them False"
         )

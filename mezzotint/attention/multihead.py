@@ -1,6 +1,7 @@
 """MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from mezzotint.layer.parameters import (
     resolve_device,
     resolve_dtype,
 )
+from mezzotint.layer.settings import Configured, Settings
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
@@ -31,7 +33,26 @@ from mezzotint.tensor.checks import check_choice
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
-class MultiheadAttention(Named):
+@dataclass(frozen=True)
+class MultiheadSettings(Settings):
+    """What of a `MultiheadAttention` its forward reads."""
+
+    hidden_size: int
+    hidden_size_per_attention_head: int
+    num_attention_heads: int
+    num_gqa_groups: int
+    attention_type: str
+    attn_mask_type: str
+    window_size: tuple[int, int] | None
+    qkv_format: str
+    qkv_weight_interleaved: bool
+    input_layernorm: bool
+    return_bias: bool
+    rotary_pos_interleaved: bool
+    qk_norm_before_rope: bool
+
+
+class MultiheadAttention(Configured, Named):
     """Self-attention, or cross-attention over `encoder_output`, of `num_attention_heads` heads.
 
     Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
@@ -46,6 +67,8 @@ class MultiheadAttention(Named):
 
     q_norm: Any
     k_norm: Any
+
+    _SETTINGS = MultiheadSettings
 
     def __init__(
         self,
@@ -143,6 +166,7 @@ class MultiheadAttention(Named):
         linear |= {"init_method": output_layer_init_method, "parallel_mode": "row" if set_parallel_mode else None}
         self.proj = Linear(whole_q, hidden_size, return_bias=return_bias, name=self._part("proj"), **linear)
         self._end_parts()
+        self._configure()
 
     def _set_sizes(self, hidden_size: int, channels: int, heads: int, groups: int, shares: int) -> None:
         """Note the sizes of this rank, one of `shares` that share the heads out."""
@@ -262,22 +286,24 @@ class MultiheadAttention(Named):
         `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`. With `_branch`, which the norm adds
         to hidden_states first, their sum is the last output.
         """
-        check_module_input(hidden_states, self.hidden_size, "hidden_states")
+        own = self._settings.read()
+        check_module_input(hidden_states, own.hidden_size, "hidden_states")
         turns = None
         if rotary_pos_emb is not None:
             cu = (cu_seqlens_q, cu_seqlens_kv)
             if cu_seqlens_q_padded is not None and pad_between_seqs is not False:
                 cu = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
             turns = self._turns(rotary_pos_emb, cu, inference_params)
-        norm_first = self.qk_norm_before_rope and self.q_norm is not None
-        if self.attention_type == "self":
+        has_norm = self.q_norm is not None
+        norm_first = own.qk_norm_before_rope and has_norm
+        if own.attention_type == "self":
             mixed, norm_out = self._project(
-                "layernorm_qkv" if self.input_layernorm else "qkv", hidden_states, is_first_microbatch, _branch
+                "layernorm_qkv" if own.input_layernorm else "qkv", hidden_states, is_first_microbatch, _branch
             )
             layout = (
-                self.num_attention_heads,
-                self.num_gqa_groups,
-                self.num_gqa_groups if self.qkv_weight_interleaved else 1,
+                own.num_attention_heads,
+                own.num_gqa_groups,
+                own.num_gqa_groups if own.qkv_weight_interleaved else 1,
             )
             if turns is None or norm_first:
                 q, k, v = (part.flatten(-3, -2) for part in heads_of(mixed, *layout))
@@ -292,22 +318,22 @@ class MultiheadAttention(Named):
             q, k = self.q_norm(q), self.k_norm(k)
         if turns is not None:
             q, k = turn_both(q, k, *turns)
-        if self.q_norm is not None and not norm_first:
+        if has_norm and not norm_first:
             q, k = self.q_norm(q), self.k_norm(k)
         y = self.core_attention(
             q,
             k,
             v,
             attention_mask,
-            qkv_format=self.qkv_format,
+            qkv_format=own.qkv_format,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_kv,
-            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            window_size=self.window_size if window_size is None else window_size,
+            attn_mask_type=own.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window_size=own.window_size if window_size is None else window_size,
             bottom_right_diagonal=bottom_right_diagonal,
             checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type,
@@ -318,7 +344,7 @@ class MultiheadAttention(Named):
             pad_between_seqs=pad_between_seqs,
         )
         projected = self.proj(y, is_first_microbatch=is_first_microbatch)
-        outputs = projected if self.return_bias else (projected,)
+        outputs = projected if own.return_bias else (projected,)
         if norm_out is not None:
             outputs = (*outputs, norm_out)
         return outputs if len(outputs) > 1 else outputs[0]

@@ -118,8 +118,8 @@ class Layer(Named, ParallelModule):
             "saves_original_input": self.save_original_input,
             "parallels": tuple([self._parallel(gemm) for gemm in gemms]),
             "is_parallel": bool(self._modes),
-            "weight_names": tuple([each.weight_names[0] for each in weights]) if is_plain else (),
-            "bias_names": tuple([each.bias_names[0] if each.bias_names else None for each in weights if is_plain]),
+            "weight_names": tuple([tuple(each.weight_names) for each in weights]) if is_plain else (),
+            "bias_names": tuple([tuple(each.bias_names) for each in weights]) if is_plain else (),
             "accumulates": self.fuse_wgrad_accumulation or bool(self.wgrad_stores),
         }
 
@@ -341,13 +341,17 @@ def plan_of(module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tup
     return plan_anew(module._config, recipe, module._name, dtype, needs)
 
 
+def _joined(module: Any, names: tuple[str, ...]) -> Any:
+    if not names:
+        return None
+    return getattr(module, names[0]) if len(names) == 1 else torch.cat([getattr(module, name) for name in names])
+
+
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
     """Return the weight and the bias, or None, of each GEMM."""
     if config.weight_names:
-        return [
-            (getattr(module, weight), None if bias is None else getattr(module, bias))
-            for weight, bias in zip(config.weight_names, config.bias_names, strict=True)
-        ]
+        both = zip(config.weight_names, config.bias_names, strict=True)
+        return [(_joined(module, weights), _joined(module, biases)) for weights, biases in both]
     return [(each.weight(module), each.bias(module)) for each in module._weights]
 
 

@@ -58,7 +58,14 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     if torch.is_grad_enabled():
         call.groups, call.is_first = groups, is_first
         call.grad_scales = snapshot(module, module.scale_bwd)
-        call.grad_state = grad_state_of(module, request, groups, is_first)
+    return call
+
+
+def with_grad_state(module: Any, call: RunSettings) -> RunSettings:
+    """Return the settings of an operation's run with the live state of gradients, which its backward writes."""
+    if call.grad_scales is not None:
+        assert call.plan.request is not None
+        call.grad_state = grad_state_of(module, call.plan.request, call.groups, call.is_first)
     return call
 
 
@@ -71,7 +78,8 @@ def await_update(module: Any, groups: tuple[Any, ...], state: State) -> None:
 
 def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
     """Return the module's live state of gradients."""
-    state = module.scale_bwd, module.amax_history_bwd, module._number
+    number = module._number if groups else None  # by which ranks compare the modules that they reduce
+    state = module.scale_bwd, module.amax_history_bwd, number
     return live_grad_state(request, *state, groups, is_first)
 
 
@@ -109,7 +117,7 @@ def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
         module.amax_history_fwd if call.records else None,
         module.scale_bwd,
         module.amax_history_bwd,
-        module._number,
+        module._number if call.groups else None,
         tuple([group.group_name for group in call.groups]),
         call.is_first,
     )

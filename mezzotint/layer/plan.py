@@ -64,8 +64,8 @@ class LayerConfig(GraphConstant):
     parallels: tuple[Parallel | None, ...] = ()  # how the weight of each GEMM is split
     is_parallel: bool = False  # one of them is
     in_features: int = 0
-    weight_names: tuple[str, ...] = ()  # of one parameter for each GEMM; none where a weight is in parts, or a DTensor
-    bias_names: tuple[str | None, ...] = ()
+    weight_names: tuple[tuple[str, ...], ...] = ()  # of each GEMM: one, or its parts; none where they are no parameters
+    bias_names: tuple[tuple[str, ...], ...] = ()
     accumulates: bool = False  # weight gradients go elsewhere than to autograd
     return_bias: bool = False
     return_layernorm_output: bool = False

@@ -248,8 +248,8 @@ class Weights:
                 weight._quantizer = made
 
     def is_plain(self) -> bool:
-        """Return whether the weight is one parameter of the module, as it is."""
-        return not self.parts and not self.is_placed
+        """Return whether the weight is a parameter of the module as it is, or several, one below the other."""
+        return not self.is_placed
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""

@@ -26,7 +26,7 @@ from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer
-from mezzotint.layer.delayed_run import start_delayed
+from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
@@ -335,7 +335,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
         request = self._delayed_request(recipe)
-        return None if request is None else Run(start_delayed(self, _call_of(request)))
+        return None if request is None else Run(with_grad_state(self, start_delayed(self, _call_of(request))))
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's forward, does
