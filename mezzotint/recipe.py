@@ -613,7 +613,8 @@ _ANSWERS = frozenset(recipe.quantizer for recipe in RECIPES.values())
 def check_recipe(recipe: Any) -> None:
     """What is given for a recipe is one, not its class or its name."""
     if not isinstance(recipe, Recipe):
-        raise TypeError(f"recipe is {type(recipe).__name__}: give one of mezzotint.recipe, such as DelayedScaling()")
+        kind = "type" if isinstance(recipe, type) else type(recipe).__name__
+        raise TypeError(f"recipe is {kind}: give one of mezzotint.recipe, such as DelayedScaling()")
 
 
 def _element_of(recipe: Any, role: QuantizerRole) -> DType:

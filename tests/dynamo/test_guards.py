@@ -17,6 +17,7 @@ MODULES: dict[str, tuple[Any, int, int]] = {
     "linear": (lambda: mz.Linear(32, 32), 30, 40),
     "layernorm_linear": (lambda: mz.LayerNormLinear(32, 32), 45, 45),
     "layernorm_mlp": (lambda: mz.LayerNormMLP(32, 64), 45, 45),
+    "transformer_layer": (lambda: mz.TransformerLayer(32, 64, 2), 140, 170),
 }
 
 
@@ -39,11 +40,11 @@ def count_guards(model: nn.Module, x: torch.Tensor) -> int:
 def test_a_further_module_has_few(name: str, chosen: recipe.Recipe) -> None:
     """Five in a row against four: what one adds, and what is there once."""
     make, most, most_delayed = MODULES[name]
-    x = torch.randn(32, 32, requires_grad=True)
+    x = torch.randn(16, 2, 32, requires_grad=True)
     with mz.autocast(recipe=chosen):
         four, five = [count_guards(nn.Sequential(*[make() for _ in range(n)]), x) for n in (4, 5)]
     assert five - four <= (most_delayed if chosen.delayed() else most)
-    assert four - 4 * (five - four) <= FIXED
+    assert four - 4 * (five - four) <= FIXED + (20 if chosen.delayed() else 0)
 
 
 def test_what_may_change_is_looked_at() -> None:
