@@ -195,7 +195,8 @@ def test_default_recipe(cc: tuple[int, int] | None, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("context", [mz.autocast, mz.fp8_autocast, mz.quantized_model_init])
 def test_wrong_recipe(context: Any, wrong: Any) -> None:
     name = "fp8_recipe" if context is mz.fp8_autocast else "recipe"
-    with pytest.raises(TypeError, match=rf"recipe is {type(wrong).__name__}: give one of mezzotint.recipe"):
+    kind = "type" if isinstance(wrong, type) else type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"recipe is {kind}: give one of mezzotint.recipe"):
         context(**{name: wrong})
     assert in_force() == OUTSIDE
 

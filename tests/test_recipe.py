@@ -169,7 +169,8 @@ def test_slots() -> None:
 
 @pytest.mark.parametrize("wrong", [None, "mxfp8", MXFP8BlockScaling, 3])
 def test_what_is_no_recipe(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=rf"recipe is {type(wrong).__name__}: give one of mezzotint\.recipe"):
+    kind = "type" if isinstance(wrong, type) else type(wrong).__name__
+    with pytest.raises(TypeError, match=rf"recipe is {kind}: give one of mezzotint\.recipe"):
         check_recipe(wrong)
 
 

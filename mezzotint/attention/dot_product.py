@@ -233,7 +233,7 @@ class DotProductAttention(Configured, Named):
             own.window_size if window_size is None else window_size,
             own.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
         )
-        bias = scaled_bias(own, core_attention_bias_type, core_attention_bias)
+        bias = bias_after_scale(own, core_attention_bias_type, core_attention_bias)
         slopes = None
         if core_attention_bias_type == "alibi" or alibi_slopes is not None:
             slopes = self._slopes(core_attention_bias_type, alibi_slopes, q.device)
@@ -381,7 +381,7 @@ def check_heads(own: AttentionSettings, q: torch.Tensor, k: torch.Tensor, v: tor
         raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
 
 
-def scaled_bias(own: AttentionSettings, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
+def bias_after_scale(own: AttentionSettings, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
     """Return the bias as it is added after the scale."""
     if (bias is None) != (bias_type in ("no_bias", "alibi")):
         raise ValueError(

@@ -30,7 +30,8 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
         )
     call_untraced(warn_of_scales, module)
     config = module._config.read()
-    groups = reduction_groups(request, config.sharing_group())
+    # The ranks that hold the other shards of the weights have the same scales.
+    groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
     use_history(module, request, backward_clears(request))
     recomputation = state.recomputation
     # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.

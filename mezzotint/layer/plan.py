@@ -79,10 +79,6 @@ class LayerConfig(GraphConstant):
         """Return this configuration. In a graph: without a guard on each of its fields, beside that on the whole."""
         return self
 
-    def sharing_group(self) -> Any:
-        """Return the ranks that hold the other shards of the weights, or None."""
-        return next((parallel.group for parallel in self.parallels if parallel is not None), None)
-
     def plan(self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
         """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
         go by it, else "": modules of other names then have the same plan."""
