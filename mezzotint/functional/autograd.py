@@ -130,7 +130,8 @@ class _Apply(torch.autograd.Function):
         ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
         ctx.save_for_backward(*flat)
         if args.grad_state is not None:
-            read_live(args.grad_state.scale, args.grad_state.history, args.grad_state.number)
+            state = args.grad_state
+            read_live(state.scale, state.history, state.number, state.order)
         if kept is not None:
             kept.extend(extras)
             return outputs

@@ -47,6 +47,7 @@ class ScaleState:
     groups: tuple[Any, ...]  # of processes over which the maxima are taken
     rows: int | None = None  # in a graph, but for a user's own rule: L. The rows behind are cleared with the update
     number: torch.Tensor | None = None  # int64 [1] on the CPU: which module of its process it is
+    order: torch.Tensor | None = None  # `ORDER_TOKEN`, where it is an argument, as AOTAutograd asks
 
     def is_alone(self) -> bool:
         """Whether `update_scale_state` is all that it needs: no other process is asked, and the rule is ours."""
@@ -223,8 +224,9 @@ def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], i
     if amaxes or is_last:
         groups = [group.group_name for group in state.groups]
         options = (state.rows, state.top, state.most_recent, groups, is_last)
+        order = ORDER_TOKEN if state.order is None else state.order
         with torch.no_grad():
-            delayed_hand_over_(ORDER_TOKEN, state.number, state.scale, state.history, amaxes, slots, *options)
+            delayed_hand_over_(order, state.number, state.scale, state.history, amaxes, slots, *options)
 
 
 def catch_up(state: ScaleState) -> torch.Tensor:

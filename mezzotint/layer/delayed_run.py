@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mezzotint.functional.autograd import GradState
-from mezzotint.functional.delayed import take
+from mezzotint.functional.delayed import ORDER_TOKEN, take
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
 from mezzotint.layer.scaling_state import use_history, warn_of_scales
@@ -119,6 +119,7 @@ def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
         module.scale_bwd,
         module.amax_history_bwd,
         module._number if call.groups else None,
+        ORDER_TOKEN if call.groups else None,
         tuple([group.group_name for group in call.groups]),
         call.is_first,
     )

@@ -50,8 +50,9 @@ class Delayed(NamedTuple):
     history: torch.Tensor | None  # of forward, FP32 (L, 3 per GEMM); None for a run that enters no amaxes
     scale_bwd: torch.Tensor  # live, as the two behind it
     history_bwd: torch.Tensor
-    number: torch.Tensor | None
-    groups: tuple[str, ...]  # of ranks over which amaxes are taken, by name
+    number: torch.Tensor | None  # of the module, and `ORDER_TOKEN`: where ranks reduce their amaxes
+    order: torch.Tensor | None
+    groups: tuple[str, ...]  # of those ranks, by name
     is_first: bool  # since the last update: its backward comes last
 
 
@@ -129,8 +130,11 @@ def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:
         return None
     assert plan.request is not None
     groups = tuple([group_by_name(name) for name in delayed.groups])
-    state = (delayed.scale_bwd, delayed.history_bwd, delayed.number)
-    return live_grad_state(plan.request, *state, groups, delayed.is_first)
+    state = live_grad_state(
+        plan.request, delayed.scale_bwd, delayed.history_bwd, delayed.number, groups, delayed.is_first
+    )
+    state.order = delayed.order
+    return state
 
 
 def live_grad_state(
@@ -144,7 +148,8 @@ def live_grad_state(
     length, takes_all = request.amax_history_len, backward_clears(request)
     history = buffer if takes_all else first_rows(buffer, length)
     rule = update_rule(request, forward=False)
-    return GradState(scale, history, *rule, groups, length if takes_all else None, number, is_first)
+    rows = length if takes_all else None
+    return GradState(scale, history, *rule, groups, rows=rows, number=number, is_first=is_first)
 
 
 def backward_clears(request: DelayedScalingRequest) -> bool:
