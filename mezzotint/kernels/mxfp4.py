@@ -14,8 +14,7 @@ One read of x. A product of two such tensors is exact in BF16 but for the sum: n
 
 import torch
 
-from mezzotint.constants import E2M1, MX_BLOCK
-from mezzotint.formats import OperandKind, QuantizedFormat, register_format
+from mezzotint.constants import E2M1
 from mezzotint.kernels._lib import Buffers, as_matrix, leaf
 from mezzotint.kernels.elements import round_e2m1_stochastic
 from mezzotint.kernels.hadamard import hadamard16
@@ -27,8 +26,8 @@ from mezzotint.kernels.packed_mx import (
     packed_buffers,
     packed_dequantize_reference,
     packed_dequantized_shape,
-    packed_scale_shape,
     quantize_side,
+    register_packed,
 )
 from mezzotint.kernels.philox import philox_bytes
 from mezzotint.kernels.quantize_ops import quantize_ops
@@ -118,20 +117,4 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 MXFP4_KIND = "mx4"  # data: two codes a byte (R, ceil(C/2)); scale: E8M0 bytes (rup(R, 128), rup(ceil(C/32), 4))
-MXFP4 = register_format(
-    QuantizedFormat(
-        name="mxfp4",
-        title="MXFP4",
-        kinds=(
-            OperandKind(
-                name=MXFP4_KIND,
-                elements=(E2M1,),
-                scale_shape=lambda rows, size, transposed: packed_scale_shape(rows, size),
-                dequantize=_dequantize_operand,
-                packed=(MXFP4_ELEMENT.group, MXFP4_ELEMENT.group_bytes),
-                multiple=MX_BLOCK,
-            ),
-        ),
-        products=((MXFP4_KIND, MXFP4_KIND),) * 3,
-    )
-)
+MXFP4 = register_packed("mxfp4", MXFP4_KIND, {E2M1: MXFP4_ELEMENT}, _dequantize_operand)

@@ -12,8 +12,7 @@ One read of x. A product of two such tensors is exact in BF16 but for the sum: n
 
 import torch
 
-from mezzotint.constants import MX_BLOCK, DType
-from mezzotint.formats import OperandKind, QuantizedFormat, register_format
+from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers, as_matrix, leaf
 from mezzotint.kernels.operand import Operand, codes
 from mezzotint.kernels.packed_mx import (
@@ -22,8 +21,8 @@ from mezzotint.kernels.packed_mx import (
     packed_buffers,
     packed_dequantize_reference,
     packed_dequantized_shape,
-    packed_scale_shape,
     quantize_side,
+    register_packed,
 )
 from mezzotint.kernels.quantize_ops import quantize_ops
 
@@ -93,20 +92,4 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 MXFP6_KIND = "mx6"  # data: four codes in three bytes (R, 3·ceil(C/4)); scale: E8M0 (rup(R, 128), rup(ceil(C/32), 4))
-MXFP6 = register_format(
-    QuantizedFormat(
-        name="mxfp6",
-        title="MXFP6",
-        kinds=(
-            OperandKind(
-                name=MXFP6_KIND,
-                elements=(E3M2, E2M3),
-                scale_shape=lambda rows, size, transposed: packed_scale_shape(rows, size),
-                dequantize=_dequantize_operand,
-                packed=(4, 3),
-                multiple=MX_BLOCK,
-            ),
-        ),
-        products=((MXFP6_KIND, MXFP6_KIND),) * 3,
-    )
-)
+MXFP6 = register_packed("mxfp6", MXFP6_KIND, MXFP6_ELEMENTS, _dequantize_operand)

@@ -28,8 +28,10 @@ from dataclasses import dataclass
 import torch
 
 from mezzotint.constants import MX_BLOCK, cdiv, rup
+from mezzotint.formats import OperandKind, QuantizedFormat, register_format
 from mezzotint.kernels._lib import Buffers, as_matrix, matrix_shape, padded
 from mezzotint.kernels.elements import e8m0_decode, e8m0_inverse, mul_blocks_
+from mezzotint.kernels.operand import Operand
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 _MAGNITUDE, _INF_BITS = 0x7FFFFFFF, 0x7F800000
@@ -210,3 +212,30 @@ def packed_dequantized_shape(data: torch.Tensor, element: Element, transposed: b
     """The shape of what `packed_dequantize_reference` gives."""
     leading = data.shape[:-1] if element.group_bytes == 1 else data.shape[:-2]
     return (cols, *leading) if transposed else (*leading, cols)
+
+
+def register_packed(
+    name: str, kind: str, elements: dict[int, Element], dequantize: Callable[[Operand, int, torch.dtype], torch.Tensor]
+) -> QuantizedFormat:
+    """Register a packed MX format: one kind of operand, whose elements (by their numbers of `DType`) have one width.
+
+    An operand has its codes as bytes (R, bytes), and E8M0 scales of `packed_scale_shape`. No GPU multiplies it.
+    """
+    first = next(iter(elements.values()))
+    return register_format(
+        QuantizedFormat(
+            name=name,
+            title=name.upper(),
+            kinds=(
+                OperandKind(
+                    name=kind,
+                    elements=tuple(elements),
+                    scale_shape=lambda rows, size, transposed: packed_scale_shape(rows, size),
+                    dequantize=dequantize,
+                    packed=(first.group, first.group_bytes),
+                    multiple=MX_BLOCK,
+                ),
+            ),
+            products=((kind, kind),) * 3,
+        )
+    )

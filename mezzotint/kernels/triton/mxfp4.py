@@ -16,13 +16,12 @@ from mezzotint.kernels.mxfp4 import MXFP4_ELEMENT
 from mezzotint.kernels.triton._jit import ahead, as_rows, load_tile, rounded, tile_of
 from mezzotint.kernels.triton._jit_packed_mx import (
     bits_of,
-    dequantize_config,
-    dequantize_tile,
     hadamard,
     quantize_side,
     tile_config,
 )
 from mezzotint.kernels.triton._launch import Fast
+from mezzotint.kernels.triton.packed_mx import ahead_dequantize, dequantize_packed
 
 _BITS = bits_of(MXFP4_ELEMENT)
 
@@ -67,25 +66,6 @@ def _quantize_kernel(
         quantize_side(
             turned, col_data, col_scales, rng, c, r, K, M, stored, 1, EXPONENT, MANTISSA, FLOOR, TWO_D, SWIZZLED
         )
-
-
-@Fast
-@triton.jit
-def _dequantize_kernel(
-    data,
-    scales,
-    out,
-    R,
-    C,
-    per_row,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    dequantize_tile(data, scales, out, R, C, per_row, EXPONENT, MANTISSA, SWIZZLED, TRANSPOSED, BM, BN)
 
 
 def quantize(
@@ -134,26 +114,7 @@ def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, swizzled: bool, transposed: bool, cols: int, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`."""
-    data = data.contiguous()
-    out = data.new_empty((cols, *data.shape[:-1]) if transposed else (*data.shape[:-1], cols), dtype=out_dtype)
-    if out.numel() == 0:
-        return out
-    R = out.numel() // cols
-    options = dequantize_config()
-    _dequantize_kernel[(cdiv(R, options["BM"]) * cdiv(cols, options["BN"]),)](
-        data,
-        scale_inv.contiguous(),
-        out,
-        R,
-        cols,
-        data.shape[-1],
-        **_BITS,
-        SWIZZLED=swizzled,
-        TRANSPOSED=transposed,
-        **options,
-        enable_fp_fusion=False,
-    )
-    return out
+    return dequantize_packed(data, scale_inv, MXFP4_ELEMENT, swizzled, transposed, cols, out_dtype)
 
 
 def _case(pointers: str, floor: bool, two_d: bool, swizzled: bool, rht: bool, even: bool) -> tuple:
@@ -167,6 +128,6 @@ AHEAD = [
     _case("fp16 - - u8 u8 - fp32", False, False, True, True, False),
     _case("fp32 u8 u8 - - i64 -", True, False, True, False, False),
     _case("bf16 u8 u8 u8 u8 - -", True, True, True, False, False),
-    ahead(_dequantize_kernel, "u8 u8 bf16", **_BITS, SWIZZLED=False, TRANSPOSED=False, **dequantize_config()),
-    ahead(_dequantize_kernel, "u8 u8 fp32", **_BITS, SWIZZLED=True, TRANSPOSED=True, **dequantize_config()),
+    ahead_dequantize("u8 u8 bf16", MXFP4_ELEMENT, False, False),
+    ahead_dequantize("u8 u8 fp32", MXFP4_ELEMENT, True, True),
 ]

@@ -12,12 +12,11 @@ from mezzotint.kernels.mxfp6 import E2M3, E3M2, MXFP6_ELEMENTS
 from mezzotint.kernels.triton._jit import ahead, as_rows, load_tile, tile_of
 from mezzotint.kernels.triton._jit_packed_mx import (
     bits_of,
-    dequantize_config,
-    dequantize_tile,
     quantize_side,
     tile_config,
 )
 from mezzotint.kernels.triton._launch import Fast
+from mezzotint.kernels.triton.packed_mx import ahead_dequantize, dequantize_packed
 
 _BITS = {dtype: bits_of(element) for dtype, element in MXFP6_ELEMENTS.items()}
 
@@ -54,25 +53,6 @@ def _quantize_kernel(
     if col_data is not None:
         turned = tl.trans(value)
         quantize_side(turned, col_data, col_scales, None, c, r, K, M, M, 1, EXPONENT, MANTISSA, FLOOR, TWO_D, SWIZZLED)
-
-
-@Fast
-@triton.jit
-def _dequantize_kernel(
-    data,
-    scales,
-    out,
-    R,
-    C,
-    per_row,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    dequantize_tile(data, scales, out, R, C, per_row, EXPONENT, MANTISSA, SWIZZLED, TRANSPOSED, BM, BN)
 
 
 def quantize(
@@ -122,26 +102,7 @@ def dequantize(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`."""
-    data = data.contiguous()
-    out = data.new_empty((cols, *data.shape[:-2]) if transposed else (*data.shape[:-2], cols), dtype=out_dtype)
-    if out.numel() == 0:
-        return out
-    R = out.numel() // cols
-    options = dequantize_config()
-    _dequantize_kernel[(cdiv(R, options["BM"]) * cdiv(cols, options["BN"]),)](
-        data,
-        scale_inv.contiguous(),
-        out,
-        R,
-        cols,
-        data.shape[-2],
-        **_BITS[dtype],
-        SWIZZLED=swizzled,
-        TRANSPOSED=transposed,
-        **options,
-        enable_fp_fusion=False,
-    )
-    return out
+    return dequantize_packed(data, scale_inv, MXFP6_ELEMENTS[dtype], swizzled, transposed, cols, out_dtype)
 
 
 def _case(pointers: str, dtype: int, floor: bool, two_d: bool, swizzled: bool, even: bool) -> tuple:
@@ -149,15 +110,10 @@ def _case(pointers: str, dtype: int, floor: bool, two_d: bool, swizzled: bool, e
     return ahead(_quantize_kernel, pointers, **_BITS[dtype], **options, **tile_config())
 
 
-def _back(pointers: str, dtype: int, swizzled: bool, transposed: bool) -> tuple:
-    options = {"SWIZZLED": swizzled, "TRANSPOSED": transposed}
-    return ahead(_dequantize_kernel, pointers, **_BITS[dtype], **options, **dequantize_config())
-
-
 AHEAD = [
     _case("bf16 u8 u8 u8 u8 -", E2M3, True, False, False, True),
     _case("fp16 - - u8 u8 fp32", E3M2, False, False, True, False),
     _case("fp32 u8 u8 u8 u8 -", E3M2, True, True, False, False),
-    _back("u8 u8 bf16", E2M3, False, False),
-    _back("u8 u8 fp32", E3M2, True, True),
+    ahead_dequantize("u8 u8 bf16", MXFP6_ELEMENTS[E2M3], False, False),
+    ahead_dequantize("u8 u8 fp32", MXFP6_ELEMENTS[E3M2], True, True),
 ]
