@@ -25,16 +25,17 @@ from mezzotint.attention.masks import check_choice, check_probability
 from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.configured import Configured
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel_module import set_groups
 from mezzotint.layer.parameters import PlaceParameter, check_module_input, check_parallel, resolve_dtype
-from mezzotint.layer.settings import Configured, Settings
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
 from mezzotint.module.norm import LayerNorm, RMSNorm
+from mezzotint.tensor.graph_constant import GraphConstant
 
 
 class DropPath(nn.Module):
@@ -109,7 +110,7 @@ def _check_arguments(given: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class TransformerSettings(Settings):
+class TransformerConfig(GraphConstant):
     """What of a `TransformerLayer` its forward reads."""
 
     hidden_size: int
@@ -127,7 +128,7 @@ class TransformerLayer(Configured, Named):
     Options of attention as of `MultiheadAttention`, of the MLP as of `LayerNormMLP`.
     """
 
-    _SETTINGS = TransformerSettings
+    _CONFIG = TransformerConfig
 
     def __init__(
         self,
@@ -307,7 +308,7 @@ class TransformerLayer(Configured, Named):
         Arguments of the self-attention as of `MultiheadAttention.forward`; those with `enc_dec` and `encoder_output`
         are of the cross-attention.
         """
-        own = self._settings.read()
+        own = self._config.read()
         check_module_input(hidden_states, own.hidden_size, "hidden_states")
         x = dequantized(hidden_states).to(activation_dtype(hidden_states))
         shared: dict[str, Any] = {
@@ -366,13 +367,13 @@ class TransformerLayer(Configured, Named):
 
         Nothing may change that before, and nobody may look at what blocks are given.
         """
-        own = self._settings.read()
+        own = self._config.read()
         if own.apply_residual_connection_post_layernorm or own.parallel_attention_mlp or self.drop_path is not None:
             return False
         if own.hidden_dropout > 0.0 and self.training:
             return False
         if type(block) is MultiheadAttention:
-            name = "layernorm_qkv" if block._settings.read().attention_type == "self" else "layernorm_query"
+            name = "layernorm_qkv" if block._config.read().attention_type == "self" else "layernorm_query"
             norm = getattr(block, name, None)
         else:
             norm = block
@@ -397,7 +398,7 @@ class TransformerLayer(Configured, Named):
     ) -> torch.Tensor:
         """residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
         total = y if bias is None else y + bias.float()
-        dropout = self._settings.read().hidden_dropout
+        dropout = self._config.read().hidden_dropout
         if dropout > 0.0 and self.training:
             total = functional.dropout(total.float(), dropout)
         if drop_path is not None:

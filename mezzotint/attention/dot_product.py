@@ -33,17 +33,18 @@ from mezzotint.attention.masks import (
 )
 from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, world_size
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.configured import Configured
 from mezzotint.layer.names import Named
 from mezzotint.layer.parameters import PlaceParameter, check_features, default_init, resolve_device
-from mezzotint.layer.settings import Configured, Settings
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.checks import check_choice
+from mezzotint.tensor.graph_constant import GraphConstant
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 @dataclass(frozen=True)
-class AttentionSettings(Settings):
+class AttentionConfig(GraphConstant):
     """What of a `DotProductAttention` its forward reads."""
 
     num_attention_heads: int
@@ -70,7 +71,7 @@ class DotProductAttention(Configured, Named):
 
     softmax_offset: torch.Tensor | None
 
-    _SETTINGS = AttentionSettings
+    _CONFIG = AttentionConfig
 
     def __init__(
         self,
@@ -220,7 +221,7 @@ class DotProductAttention(Configured, Named):
                 f"fp8_output={fp8_output}, score_mod={score_mod}, score_mod_bprop={score_mod_bprop}: attention is "
                 "PyTorch's, in high precision; leave them off, and give core_attention_bias for scores of your own"
             )
-        own = self._settings.read()
+        own = self._config.read()
         check_attention_recipe()
         check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
         q, k, v = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
@@ -363,7 +364,7 @@ class DotProductAttention(Configured, Named):
         )
 
 
-def check_heads(own: AttentionSettings, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
+def check_heads(own: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
     """Raise ValueError where queries, keys and values do not fit the module, or each other."""
     for label, tensor, heads, channels in (
         ("query_layer", q, own.num_attention_heads, own.head_dim_k),
@@ -381,7 +382,7 @@ def check_heads(own: AttentionSettings, q: torch.Tensor, k: torch.Tensor, v: tor
         raise ValueError(f"queries are {q.dtype}, keys {k.dtype}, values {v.dtype}: give one dtype")
 
 
-def bias_after_scale(own: AttentionSettings, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
+def bias_after_scale(own: AttentionConfig, bias_type: str, bias: torch.Tensor | None) -> torch.Tensor | None:
     """Return the bias as it is added after the scale."""
     if (bias is None) != (bias_type in ("no_bias", "alibi")):
         raise ValueError(

@@ -12,6 +12,7 @@ from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.comm.groups import part_of, resolve_size, world_size
 from mezzotint.kernels.rope import heads_of
+from mezzotint.layer.configured import Configured
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import Branch
 from mezzotint.layer.parallel_module import set_groups
@@ -23,18 +24,18 @@ from mezzotint.layer.parameters import (
     resolve_device,
     resolve_dtype,
 )
-from mezzotint.layer.settings import Configured, Settings
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
 from mezzotint.module.norm import LayerNorm, RMSNorm
 from mezzotint.ops.basic.l2normalization import L2Normalization
 from mezzotint.tensor.checks import check_choice
+from mezzotint.tensor.graph_constant import GraphConstant
 
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 
 @dataclass(frozen=True)
-class MultiheadSettings(Settings):
+class MultiheadConfig(GraphConstant):
     """What of a `MultiheadAttention` its forward reads."""
 
     hidden_size: int
@@ -68,7 +69,7 @@ class MultiheadAttention(Configured, Named):
     q_norm: Any
     k_norm: Any
 
-    _SETTINGS = MultiheadSettings
+    _CONFIG = MultiheadConfig
 
     def __init__(
         self,
@@ -286,7 +287,7 @@ class MultiheadAttention(Configured, Named):
         `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`. With `_branch`, which the norm adds
         to hidden_states first, their sum is the last output.
         """
-        own = self._settings.read()
+        own = self._config.read()
         check_module_input(hidden_states, own.hidden_size, "hidden_states")
         turns = None
         if rotary_pos_emb is not None:

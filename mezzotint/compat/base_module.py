@@ -123,8 +123,8 @@ class UpstreamNames:
         self._fp8_workspaces.clear()
 
     def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute, no parameter and no buffer, without asking what it is."""
-        self.__dict__[name] = value
+        """Set a plain attribute, no parameter and no buffer: as any other, since a graph must see what it changes."""
+        setattr(self, name, value)
 
     def module_setattr(self, name: str, value: Any) -> None:
         """Set an attribute as `nn.Module` does."""

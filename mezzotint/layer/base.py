@@ -1,7 +1,7 @@
-"""What modules and operations with weights share: the state asked once per call, quantizers by role, kept weights.
+"""What modules and operations with weights share: the state asked once per run, its plan, kept weights.
 
-A forward asks `_start` what is in force and `_weights_q` for its weights, and fills the arguments of its core. Delayed
-scaling's buffers are in `scaling_state.py`.
+A forward asks `_start` what is in force; the plan that it gets says all else (`plan.py`). Delayed scaling's buffers are
+in `scaling_state.py`, what it does at the start of a run in `delayed_run.py`.
 """
 
 import operator
@@ -13,13 +13,14 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
-from mezzotint.functional.weight import quantize_weight, quantize_weights
+from mezzotint.functional.weight import quantize_weight
+from mezzotint.layer.configured import Configured
 from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
-from mezzotint.layer.run import KeptWeights, RunSettings, scale_of
-from mezzotint.layer.weights import Weights
+from mezzotint.layer.run import KeptWeights, RunSettings, linear_args, quantized_weights, scale_of
+from mezzotint.layer.weights import Weights, named
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import (
@@ -37,34 +38,36 @@ from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import call_untraced, in_inference_mode, memoized
 
-# Attributes of a module that its configuration is made of.
-_CONFIGURED = frozenset(
-    {
-        "_modes",
-        "_weights",
-        "checkpoint",
-        "eps",
-        "fuse_wgrad_accumulation",
-        "in_features",
-        "num_gemms",
-        "return_bias",
-        "return_layernorm_output",
-        "return_layernorm_output_gathered",
-        "save_original_input",
-        "sequence_parallel",
-        "tp_group",
-        "tp_size",
-        "wgrad_stores",
-        "zero_centered_gamma",
-    }
-)
 
-
-class Layer(Named, ParallelModule):
+class Layer(Configured, Named, ParallelModule):
     """Something with GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
     _config: LayerConfig
+    _CONFIGURED = frozenset(
+        {
+            "_activation",
+            "_activation_params",
+            "_modes",
+            "_weights",
+            "checkpoint",
+            "eps",
+            "fuse_wgrad_accumulation",
+            "hidden_size",
+            "in_features",
+            "num_gemms",
+            "return_bias",
+            "return_layernorm_output",
+            "return_layernorm_output_gathered",
+            "rms",
+            "save_original_input",
+            "sequence_parallel",
+            "tp_group",
+            "tp_size",
+            "wgrad_stores",
+            "zero_centered_gamma",
+        }
+    )
     gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
 
     def __init__(self, name: str | None = None) -> None:
@@ -104,9 +107,8 @@ class Layer(Named, ParallelModule):
         super()._init_state(num_gemms, device)
         self._configure()
 
-    def _configure(self) -> None:
-        """Note what the module is made with; again whenever an attribute of `_CONFIGURED` is assigned."""
-        self.__dict__["_config"] = LayerConfig(**self._config_fields())
+    def _make_config(self) -> LayerConfig:
+        return LayerConfig(**self._config_fields())
 
     def _config_fields(self) -> dict[str, Any]:
         """Return the fields of the configuration."""
@@ -131,11 +133,6 @@ class Layer(Named, ParallelModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._configure()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in _CONFIGURED and "_config" in self.__dict__:
-            self._configure()
 
     # One forward
 
@@ -203,45 +200,50 @@ class Layer(Named, ParallelModule):
 
     def _weights_q(
         self, call: RunSettings, weights: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
-        """Weights as the GEMMs take them, from the workspaces where these are to be reused, and their amaxes."""
+    ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
+        """Return weights as the GEMMs take them, kept ones where these are to be reused, and their amaxes."""
         # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
-        keeps = call.caches and not self._is_fully_sharded
-        held = self._workspaces if call.reuses and keeps else None
+        if not call.caches or self._is_fully_sharded:
+            return quantized_weights(call.plan, weights, call)
+        if in_inference_mode():
+            with torch.inference_mode(False), torch.no_grad():  # what is kept may serve training
+                return self._weights_q(call, weights)
+        held = self._workspaces if call.reuses else None
         if held is not None and torch.is_grad_enabled() and self._keeps_inference():
             held = None
+        if held is None:
+            made, amaxes = quantized_weights(call.plan, weights, call)
+            self._workspaces = tuple(
+                [
+                    None if quantizers.weight is None or isinstance(weight, QuantizedTensorStorage) else weight_q
+                    for weight, weight_q, quantizers in zip(weights, made, call.plan.quantizers, strict=True)
+                ]
+            )
+            return made, amaxes
+        return self._reused(call, weights, held)
+
+    def _reused(
+        self, call: RunSettings, weights: Sequence[Any], held: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
+        """Return kept weights and amaxes; one that does not serve is quantized anew, and kept."""
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
-        quantizers = [call.plan.quantizers[gemm].weight for gemm in range(len(weights))]
-        scales = [scale_of(call.weight_scales, gemm, "weight") for gemm in range(len(weights))]
-        parallel = [self._parallel(gemm) for gemm in range(len(weights))]
-        together = None
-        if keeps and in_inference_mode():
-            with torch.inference_mode(False), torch.no_grad():  # what is kept may serve training
-                return self._weights_q(call, weights)
-        if held is None and len(weights) > 1 and not any(parallel):
-            together = quantize_weights(weights, quantizers, scales)
-        for gemm, weight in enumerate(weights):
-            workspace = None if held is None else held[gemm]
-            if together is not None:
-                weight_q, amax = together[0][gemm], together[1][gemm]
-                fresh = weight_q if keeps else None
-            else:
-                weight_q, fresh, amax = quantize_weight(
-                    weight,
-                    quantizers[gemm],
-                    workspace,
-                    scale=scales[gemm],
-                    parallel=parallel[gemm],
-                    cache=keeps,
-                    update_workspace=call.skips is not None,
-                    skip_update_flag=call.skips,
-                )
+        for gemm, (weight, workspace) in enumerate(zip(weights, held, strict=True)):
+            weight_q, fresh, amax = quantize_weight(
+                weight,
+                call.plan.quantizers[gemm].weight,
+                workspace,
+                scale=scale_of(call.weight_scales, gemm, "weight"),
+                parallel=call.plan.parallels[gemm],
+                cache=True,
+                update_workspace=call.skips is not None,
+                skip_update_flag=call.skips,
+            )
             quantized.append(weight_q)
             kept.append(workspace if fresh is None else fresh)
             amaxes.append(amax)
-        if keeps and (held is None or any(map(operator.is_not, kept, held))):
+        if any(map(operator.is_not, kept, held)):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
 
@@ -260,23 +262,8 @@ class Layer(Named, ParallelModule):
     def _linear_args(
         self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
     ) -> LinearFwdArgs:
-        """The arguments of one GEMM's linear, without x."""
-        return LinearFwdArgs(
-            x=None,
-            weight=weight,
-            bias=bias,
-            x_q=None,
-            weight_q=weight_q,
-            needs=call.plan.needs[gemm],
-            quantizers=call.plan.quantizers[gemm],
-            numerics=call.plan.numerics,
-            wgrad=self._weight_grad(gemm, weight, gemm),
-            input_scale=scale_of(call.scales, gemm, "input"),
-            grad_scale=scale_of(call.grad_scales, gemm, "grad_output"),
-            saves_original_input=self.save_original_input,
-            grad_state=None,
-            parallel=self._parallel(gemm),
-        )
+        """Return the arguments of one GEMM's linear, without x."""
+        return linear_args(call.plan, gemm, weight, bias, weight_q, call, self._weight_grad(gemm, weight, gemm))
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
         """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
@@ -341,17 +328,11 @@ def plan_of(module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tup
     return plan_anew(module._config, recipe, module._name, dtype, needs)
 
 
-def _joined(module: Any, names: tuple[str, ...]) -> Any:
-    if not names:
-        return None
-    return getattr(module, names[0]) if len(names) == 1 else torch.cat([getattr(module, name) for name in names])
-
-
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
     """Return the weight and the bias, or None, of each GEMM."""
     if config.weight_names:
         both = zip(config.weight_names, config.bias_names, strict=True)
-        return [(_joined(module, weights), _joined(module, biases)) for weights, biases in both]
+        return [(named(module, weights), named(module, biases)) for weights, biases in both]
     return [(each.weight(module), each.bias(module)) for each in module._weights]
 
 

@@ -7,7 +7,6 @@ Both are constants of a graph: the compiler guards on the configuration and on t
 plan while it traces. So modules of one configuration share their graphs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from mezzotint.functional.linear import LinearQuantizers, Needs, Numerics
 from mezzotint.functional.norm import NormOptions
 from mezzotint.functional.tensor_parallel import Parallel
+from mezzotint.layer.names import join_path
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     CustomRecipe,
@@ -75,10 +75,6 @@ class LayerConfig(GraphConstant):
     activation_params: tuple[float, ...] = ()
     recomputes: bool = False  # in backward
 
-    def read(self) -> "LayerConfig":
-        """Return this configuration. In a graph: without a guard on each of its fields, beside that on the whole."""
-        return self
-
     def plan(self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
         """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
         go by it, else "": modules of other names then have the same plan."""
@@ -91,8 +87,7 @@ class LayerConfig(GraphConstant):
 
     def role(self, name: str, gemm: int, tensor_type: str) -> QuantizerRole:
         """Return what a recipe is told of a tensor of the module of this name."""
-        inner = self.gemm_names[gemm]
-        return QuantizerRole(self.module_type, tensor_type, f"{name}.{inner}" if name and inner else name or inner)
+        return QuantizerRole(self.module_type, tensor_type, join_path(name, self.gemm_names[gemm]))
 
 
 def _resolve(
@@ -101,11 +96,7 @@ def _resolve(
     quantizers: tuple[LinearQuantizers, ...] = (NO_QUANTIZERS,) * len(needs)
     request: DelayedScalingRequest | None = None
     if recipe is not None:
-
-        def role_of(gemm: int, tensor_type: str) -> QuantizerRole:
-            return config.role(name, gemm, tensor_type)
-
-        quantizers, request = resolve_quantizers(recipe, role_of, needs, config.saves_original_input)
+        quantizers, request = _resolve_quantizers(config, recipe, name, needs)
     return Plan(
         quantizers=quantizers,
         needs=needs,
@@ -130,18 +121,12 @@ def plan_anew(config: LayerConfig, recipe: Recipe, name: str, dtype: torch.dtype
     return config.plan(recipe, name, dtype, needs)
 
 
-def resolve_quantizers(
-    recipe: Recipe,
-    role_of: Callable[[int, str], QuantizerRole],
-    needs: tuple[Needs, ...],
-    saves_original_input: bool,
+def _resolve_quantizers(
+    config: LayerConfig, recipe: Recipe, name: str, needs: tuple[Needs, ...]
 ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
-    """Quantizers that make the directions which are read, and the state that they ask for.
-
-    `role_of(gemm, tensor_type)` says what a tensor is.
-    """
+    """Return quantizers that make the directions which are read, and the state that they ask for."""
     override, keeps_wgrad = recipe.override(), recipe.keeps_wgrad()
-    saves_input = saves_original_input or keeps_wgrad
+    saves_input = config.saves_original_input or keeps_wgrad
     request: DelayedScalingRequest | None = None
     found: list[LinearQuantizers] = []
     for gemm, need in enumerate(needs):
@@ -154,12 +139,13 @@ def resolve_quantizers(
             if tensor_type == "grad_output" and (override is not None or not (rowwise or columnwise)):
                 made.append(None)
                 continue
-            quantizer = recipe.quantizer(role_of(gemm, tensor_type))
+            role = config.role(name, gemm, tensor_type)
+            quantizer = recipe.quantizer(role)
             if isinstance(quantizer, QuantizerRequest):
                 asked = delayed_request(quantizer)
                 if request is not None and asked != request:
                     raise ValueError(
-                        f"{role_of(gemm, tensor_type)} asks for {asked}, another tensor of the module for "
+                        f"{role} asks for {asked}, another tensor of the module for "
                         f"{request}: the requests of one module must be equal"
                     )
                 request = asked

@@ -72,12 +72,10 @@ def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
 
 
 def quantized_weights(
-    plan: Plan, weights: Sequence[Any], delayed: Delayed | None, kept: KeptWeights | None
+    plan: Plan, weights: Sequence[Any], run: Delayed | RunSettings | None
 ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
-    """Return the weights as the GEMMs take them, and their amaxes where delayed scaling asks for them."""
-    if kept is not None:
-        return kept
-    scales = None if delayed is None else delayed.weight_scales
+    """Return the weights as the GEMMs take them, and their amaxes where delayed scaling (`run`) asks for them."""
+    scales = None if run is None else run.weight_scales
     if len(weights) == 1:
         weight_q, _, amax = quantize_weight(
             weights[0], plan.quantizers[0].weight, scale=scale_of(scales, 0, "weight"), parallel=plan.parallels[0]
@@ -102,10 +100,10 @@ def linear_args(
     weight: Any,
     bias: torch.Tensor | None,
     weight_q: Any,
-    delayed: Delayed | None,
+    run: Delayed | RunSettings | None,
     wgrad: WeightGrad | None,
 ) -> LinearFwdArgs:
-    """Return the arguments of one GEMM's linear, without x."""
+    """Return the arguments of one GEMM's linear, without x. `run`: delayed scaling's scales, where there are any."""
     return LinearFwdArgs(
         x=None,
         weight=weight,
@@ -116,8 +114,8 @@ def linear_args(
         quantizers=plan.quantizers[gemm],
         numerics=plan.numerics,
         wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
-        input_scale=None if delayed is None else scale_of(delayed.scales, gemm, "input"),
-        grad_scale=None if delayed is None else scale_of(delayed.grad_scales, gemm, "grad_output"),
+        input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
+        grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),
         saves_original_input=plan.saves_original_input,
         grad_state=None,
         parallel=plan.parallels[gemm],

@@ -1,6 +1,6 @@
 """The weight and bias of one GEMM: whole, or split into named parts of one buffer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,18 @@ def _check_same(name: str, quantizer: Any, splits: tuple[Split, ...]) -> None:
     """Parts of one weight are in one format: with another one a process would wait for maxima that do not come."""
     for split in splits:
         check_agreed(split.group, **{f"the quantizer of {name}": without_addresses(quantizer)})
+
+
+def one_below_other(parts: Sequence[torch.Tensor]) -> Any:
+    """Return the parts of a weight, or of a bias, one below the other; None of none."""
+    if len(parts) > 1:
+        return torch.cat(list(parts))
+    return parts[0] if parts else None
+
+
+def named(module: Any, names: Sequence[str]) -> Any:
+    """Return the parameters of these names, one below the other."""
+    return one_below_other([getattr(module, name) for name in names])
 
 
 class Weights:
@@ -253,20 +265,16 @@ class Weights:
 
     def weight(self, module: nn.Module) -> torch.Tensor:
         """(out, in), differentiable."""
-        parts = [getattr(module, name) for name in self.weight_names]
-        if self.is_placed:
-            parts = [local_shard(part) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not self.is_placed:
+            return named(module, self.weight_names)
+        return one_below_other([local_shard(getattr(module, name)) for name in self.weight_names])
 
     def bias(self, module: Any) -> Any:
         """[out], or None."""
-        parts = [getattr(module, name) for name in self.bias_names]
-        if self.is_placed:
-            partial = module.sequence_parallel and self.mode == "row"  # added to this process's tokens
-            parts = [local_shard(part, module.tp_group if partial else None) for part in parts]
-        if not parts:
-            return None
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not self.is_placed:
+            return named(module, self.bias_names)
+        group = module.tp_group if module.sequence_parallel and self.mode == "row" else None  # added to its own tokens
+        return one_below_other([local_shard(getattr(module, name), group) for name in self.bias_names])
 
     def main_grads(self, module: nn.Module) -> tuple[MainGrad, ...]:
         """Where the gradients of the weight, or of its parts, are added."""

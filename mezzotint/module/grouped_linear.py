@@ -45,7 +45,7 @@ def run_grouped_linear(
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""
-    weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed, kept)
+    weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
     gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
     if wgrads is None:
         wgrads = tuple([WeightGrad(weights[0 if stacks else gemm].dtype, is_slice=stacks) for gemm in gemms])

@@ -50,7 +50,7 @@ def run_layernorm_linear(
     `inputs`: x (…, K); the branch that is added to it, and that branch's bias, or None; gamma and beta of the norm.
     """
     x, branch, branch_bias, gamma, beta = inputs
-    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed, kept)
+    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     args = LayerNormLinearFwdArgs(
         x=x,
         branch=branch,

@@ -59,7 +59,7 @@ def run_layernorm_mlp(
     """
     x, branch, branch_bias, gamma, beta = inputs
     w1, b1, w2, b2 = linears
-    (w1_q, w2_q), weight_amaxes = quantized_weights(plan, (w1, w2), delayed, kept)
+    (w1_q, w2_q), weight_amaxes = quantized_weights(plan, (w1, w2), delayed) if kept is None else kept
     wgrad1, wgrad2 = (None, None) if wgrads is None else wgrads
     assert config.norm is not None
     args = LayerNormMLPFwdArgs(

@@ -32,7 +32,7 @@ def run_linear(
     wgrads: tuple[WeightGrad, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
-    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed, kept)
+    (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     args = linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0])
     args.x, args.grad_state = x, grad_state(plan, delayed)
     y, *amaxes = run_core(LINEAR, args, plan.has_backward)

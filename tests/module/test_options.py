@@ -415,3 +415,28 @@ def test_eps_reaches_the_norm() -> None:
         assert not torch.allclose(small, large, rtol=0.1)
     norm = mz.LayerNorm(IN, eps=0.5, device="cpu")
     torch.testing.assert_close(norm(x), F.layer_norm(x, (IN,), eps=0.5))
+
+
+# The configuration: what a plan, and so a graph, goes by
+
+
+@over_modules
+def test_an_assignment_to_what_the_configuration_reads_renews_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attribute that it is made of is watched: a plan of an attribute that is not would be stale."""
+    module: Any = make(name)
+    read: set[str] = set()
+
+    def record(self: Any, attribute: str) -> Any:
+        if attribute in object.__getattribute__(self, "__dict__"):
+            read.add(attribute)
+        return object.__getattribute__(self, attribute)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(module), "__getattribute__", record, raising=False)
+        before = module._make_config()
+    assert before == module._config
+    assert {"num_gemms", "return_bias", "save_original_input"} < read <= module._CONFIGURED
+    module.return_bias = not module.return_bias
+    assert module._config != before
+    module.fast_setattr("return_bias", not module.return_bias)
+    assert module._config == before
