@@ -53,8 +53,8 @@ class Backend:
     cuda: tuple[int, int] = (0, 0)  # oldest CUDA build of PyTorch that has it
     product: Callable[..., None] | None = None  # (out, a, b, bias, fast); None: `kernels/gemm.py` has one by the name
     pairs: frozenset[tuple[int, int]] = frozenset()  # element types of a and b that it takes, if not all
-    # Scales of a and b as `torch._scaled_mm` takes them, where one call of it is the whole product.
-    scales: Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]] | None = None
+    # (a, b, bias, dtype, fast) → D by one call of PyTorch's, which a compiler can take in; None where it is more
+    one_call: Callable[[Any, Any, torch.Tensor | None, torch.dtype, bool], torch.Tensor | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -320,7 +320,7 @@ def hopper() -> Iterator[list[str]]:
     names: list[str] = []
     caches = (hw.gemm_backend, quantize_ops._takes_sources)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(), torch.no_grad(), Note(names):
-        patch.setattr(Fast, "launch", lambda self, grid, args, constants: names.append(self.kernel.__name__))
+        patch.setattr(Fast, "launch", lambda self, grid, *args, **constants: names.append(self.kernel.__name__))
         patch.setattr(JITFunction, "run", lambda self, *args, **kwargs: names.append(self.__name__))
         patch.setattr(torch.cuda, "current_device", lambda: None)  # that of a tensor on the CPU
         patch.setattr(gemm, "capability_of", lambda x: (9, 0))

@@ -27,7 +27,8 @@ def fake_forward(core: Core, args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...
     """Arguments of a core with prototypes → outputs, extras and the arguments of its backward, of prototypes too."""
     with FakeTensorMode(), torch.no_grad():
         made_args = _as_tensors(args)
-        outputs, extras, made = core.forward(made_args)
+        y, made = core.forward(made_args)
+        outputs, extras = core.outputs(made_args, y, made)
         return as_protos((outputs, extras, core.setup(made_args, made)))
 
 

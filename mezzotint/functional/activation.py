@@ -98,12 +98,16 @@ def activate(a: ActivationFwdArgs) -> torch.Tensor:
     return run_op(activation_forward, a.x, None, a.name, a.params, a.scales)
 
 
-def _forward(a: ActivationFwdArgs) -> tuple[Any, ...]:
-    return (activate(a),), (), None
+def _forward(a: ActivationFwdArgs) -> tuple[torch.Tensor, None]:
+    return activate(a), None
+
+
+def _outputs(a: ActivationFwdArgs, y: torch.Tensor, made: None) -> tuple[Any, ...]:
+    return (y,), ()
 
 
 def _backward(b: ActivationBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
     return (activation_gradient(b, dy), scales_gradient(b, dy)), ()
 
 
-ACTIVATION_CORE = Core(_forward, activation_setup, _backward, ("x", "scales"))
+ACTIVATION_CORE = Core(_forward, _outputs, activation_setup, _backward, ("x", "scales"))

@@ -1,8 +1,9 @@
 """The one autograd function: runs a core, saves what its setup keeps, gives it back to its backward.
 
-    core.forward(args)           -> (outputs, extras, made)    pure
-    core.setup(args, made)       -> backward arguments          decides what is saved
-    core.backward(bwd, *grads)   -> (gradients, amaxes)         pure
+    core.forward(args)             -> (y, made)                  pure
+    core.outputs(args, y, made)    -> (outputs, extras)
+    core.setup(args, made)         -> backward arguments         decides what is saved
+    core.backward(bwd, *grads)     -> (gradients, amaxes)        pure
 
 `outputs` are differentiable, `extras` are tensors for the module to keep (amaxes). Gradients come in the order of
 `core.diff`, fields of `args`, a tuple field as a tuple.
@@ -25,9 +26,10 @@ from mezzotint.tracing import read_live
 
 @dataclass(frozen=True)
 class Core:
-    """The three functions of an operation and the fields of its arguments that get gradients."""
+    """The functions of an operation and the fields of its arguments that get gradients."""
 
-    forward: Callable[[Any], tuple[tuple[Any, ...], tuple[Any, ...], Any]]
+    forward: Callable[[Any], tuple[Any, Any]]
+    outputs: Callable[[Any, Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
     setup: Callable[[Any, Any], Any]
     backward: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
     diff: tuple[str, ...]
@@ -124,7 +126,8 @@ class _Apply(torch.autograd.Function):
                 rest = rest[len(value) :]
             else:
                 setattr(args, name, rest.pop(0))
-        outputs, extras, made = core.forward(args)
+        y, made = core.forward(args)
+        outputs, extras = core.outputs(args, y, made)
         flat: list[torch.Tensor] = []
         ctx.spec = flatten(core.setup(args, made), flat)
         ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
@@ -204,7 +207,7 @@ def differentiates_forward() -> bool:
 def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
     """Run the core: (*outputs, *extras). `needs_grad`: whether any of its tensors needs a gradient."""
     if not (needs_grad and torch.is_grad_enabled()) and not differentiates_forward():
-        outputs, extras, _ = core.forward(args)
+        outputs, extras = core.outputs(args, *core.forward(args))
         return (*outputs, *extras)
     tensors: list[Any] = []
     for name in core.diff:

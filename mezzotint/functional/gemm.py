@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.kernels._lib import as_matrix
-from mezzotint.kernels.gemm import Operand, gemm
+from mezzotint.kernels._lib import as_matrix, is_plain
+from mezzotint.kernels.gemm import Operand, gemm, new_output, product_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["CustomGemmParams", "GEMMType", "is_made_by_custom", "multiply", "operand"]
@@ -44,7 +44,11 @@ def multiply(
     if is_made_by_custom(a) and is_made_by_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
     x, y = operand(a, a_columnwise), operand(b, b_columnwise)
-    return gemm(x, y, out_dtype=out_dtype, bias=bias, accumulate=accumulate, fast_accum=fast)
+    if not is_plain(x.data):
+        return gemm(x, y, out_dtype=out_dtype, bias=bias, accumulate=accumulate, fast_accum=fast)
+    out = new_output(x, y, out_dtype if accumulate is None else accumulate.dtype)
+    product_of(out, x, y)(out, x, y, bias, fast)
+    return out if accumulate is None else accumulate.add_(out)
 
 
 class GEMMType(Enum):

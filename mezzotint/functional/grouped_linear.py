@@ -257,9 +257,10 @@ def _products(
     )
 
 
-def _forward(a: GroupedLinearFwdArgs) -> tuple[Any, ...]:
-    y, made = grouped_linear_forward(a)
-    return (y,), present(*made.amaxes), made
+def _outputs(a: GroupedLinearFwdArgs, y: torch.Tensor, made: Any) -> tuple[Any, ...]:
+    return (y,), present(*made.amaxes)
 
 
-GROUPED_LINEAR = Core(_forward, grouped_linear_setup, grouped_linear_backward, ("x", "weights", "biases"))
+GROUPED_LINEAR = Core(
+    grouped_linear_forward, _outputs, grouped_linear_setup, grouped_linear_backward, ("x", "weights", "biases")
+)

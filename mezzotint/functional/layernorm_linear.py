@@ -142,10 +142,9 @@ def layernorm_linear_backward(
     return dx, *branch_gradients(b.residual, dx), dgamma, dbeta, dw, db, amax
 
 
-def _forward(a: LayerNormLinearFwdArgs) -> tuple[Any, ...]:
-    y, made = layernorm_linear_forward(a)
+def _outputs(a: LayerNormLinearFwdArgs, y: torch.Tensor, made: LayerNormLinearMade) -> tuple[Any, ...]:
     y = shaped(y, a.x, a.linear.parallel)
-    return (y, *further_outputs(a, made)), present(made.amax), made
+    return (y, *further_outputs(a, made)), present(made.amax)
 
 
 def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, *further: torch.Tensor) -> tuple[Any, ...]:
@@ -154,7 +153,8 @@ def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, *further: torch.Tenso
 
 
 LAYERNORM_LINEAR = Core(
-    _forward,
+    layernorm_linear_forward,
+    _outputs,
     layernorm_linear_setup,
     _backward,
     ("x", "branch", "branch_bias", "gamma", "beta", "weight", "bias"),

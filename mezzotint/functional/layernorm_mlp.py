@@ -172,14 +172,14 @@ def layernorm_mlp_backward(
     return (*first, dw2, db2), (own_amax if amax1 is None else amax1, None, amax2, None)
 
 
-def _forward(a: LayerNormMLPFwdArgs) -> tuple[Any, ...]:
-    y, made = layernorm_mlp_forward(a)
+def _outputs(a: LayerNormMLPFwdArgs, y: torch.Tensor, made: LayerNormMLPMade) -> tuple[Any, ...]:
     y = shaped(y, a.x)  # the tokens that fc1 gathered, fc2 has scattered
-    return (y, *further_outputs(_norm_fc1(a), made.norm_fc1)), present(made.norm_fc1.amax, made.amax), made
+    return (y, *further_outputs(_norm_fc1(a), made.norm_fc1)), present(made.norm_fc1.amax, made.amax)
 
 
 LAYERNORM_MLP = Core(
-    _forward,
+    layernorm_mlp_forward,
+    _outputs,
     layernorm_mlp_setup,
     layernorm_mlp_backward,
     ("x", "branch", "branch_bias", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),

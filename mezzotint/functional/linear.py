@@ -143,7 +143,9 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
         assert a.x is not None, "neither x nor x_q"
         x_q = as_matrix(a.x)
         quantizer = input_quantizer(a, x_q.shape[0])
-        if quantizer is not None:
+        if quantizer is not None and parallel is None:
+            x_q, amax = quantize_scaled(x_q, quantizer, a.input_scale)
+        elif quantizer is not None:
             x_q, amax = quantize_shard(x_q, quantizer, splits_of(parallel, "input"), a.input_scale)
     x, bias = x_q, a.bias
     if parallel is not None:
@@ -361,10 +363,9 @@ def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return tuple([amax for amax in amaxes if amax is not None])
 
 
-def _forward(a: LinearFwdArgs) -> tuple[Any, ...]:
-    y, made = linear_forward(a)
+def _outputs(a: LinearFwdArgs, y: torch.Tensor, made: LinearMade) -> tuple[Any, ...]:
     assert a.x is not None
-    return (shaped(y, a.x, a.parallel),), present(made.amax), made
+    return (shaped(y, a.x, a.parallel),), present(made.amax)
 
 
 def _backward(b: LinearBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -372,4 +373,4 @@ def _backward(b: LinearBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
     return (dx, dw, db), (amax,)
 
 
-LINEAR = Core(_forward, linear_setup, _backward, ("x", "weight", "bias"))
+LINEAR = Core(linear_forward, _outputs, linear_setup, _backward, ("x", "weight", "bias"))

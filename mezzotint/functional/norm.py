@@ -118,13 +118,12 @@ def branch_gradients(residual: Residual | None, dx: torch.Tensor) -> tuple[torch
     return dx, None if dtype is None else dx.float().sum_to_size(dx.shape[-1]).to(dtype)
 
 
-def _forward(a: NormFwdArgs) -> tuple[Any, ...]:
-    y, made = norm_forward(a)
-    return (y,), (), made
+def _outputs(a: NormFwdArgs, y: torch.Tensor, made: NormMade) -> tuple[Any, ...]:
+    return (y,), ()
 
 
 def _backward(b: NormBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:
     return norm_gradients(b, dy), ()
 
 
-NORM_CORE = Core(_forward, norm_setup, _backward, ("x", "gamma", "beta"))
+NORM_CORE = Core(norm_forward, _outputs, norm_setup, _backward, ("x", "gamma", "beta"))

@@ -8,7 +8,7 @@ import torch
 from mezzotint.functional.tensor_parallel import Parallel, splits_of
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.partition import quantize_shard, update_shard
-from mezzotint.tensor.quantize import quantize_groups, update_scaled
+from mezzotint.tensor.quantize import quantize_groups, quantize_scaled, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -64,7 +64,10 @@ def quantize_weight(
             elif update_workspace:
                 update_shard(tensor, workspace, quantizer, splits, noop_flag=skip_update_flag)
             return workspace, None, amax
-        made, amax = quantize_shard(tensor, quantizer, splits, scale)
+        if not splits:
+            made, amax = quantize_scaled(tensor, quantizer, scale)
+        else:
+            made, amax = quantize_shard(tensor, quantizer, splits, scale)
         return made, made if cache else None, amax
 
 

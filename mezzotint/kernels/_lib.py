@@ -6,9 +6,11 @@ the compiler does not look into: eager and compiled code run the same bytes thro
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
 
@@ -53,6 +55,39 @@ def define(
     return op
 
 
+def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """Have the compiler launch the op's Triton kernels itself: a graph on CUDA holds the launches of the op's CUDA code
+    in its place. (What `torch.library.triton_op` does, for an op that has a reference too.)
+
+    Not while sizes are dynamic, since which kernels run depends on them, nor in `torch.export`. The compiler cannot be
+    told to leave products and sums apart, as all our launches do (`enable_fp_fusion=False`): so the kernels of such an
+    op have none that it could fuse (`tests/kernels/test_triton_ahead.py`).
+    """
+    launch = _IMPLEMENTATIONS[op][1]
+
+    def decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        x = args[0]
+        is_static = x.is_cuda and all(type(size) is int for size in x.shape)
+        is_plain = all(kind in (torch.Tensor, FunctionalTensor) for kind in types)
+        if not (is_static and is_plain and hw.has_triton_kernels()) or mode.export:
+            return mode.__torch_dispatch__(func, types, args, kwargs or {})
+        # Equal calls are made once, as the compiler does with ops: linears that read one tensor quantize it once.
+        made = vars(mode).setdefault("mezzotint_made", {})
+        inner = [arg.from_functional() if isinstance(arg, FunctionalTensor) else arg for arg in args]
+        key = (op, *[id(arg) if isinstance(arg, torch.Tensor) else arg for arg in inner]) if is_pure else None
+        if key is None or key not in made:
+            with mode:
+                result = launch(*args)
+            if key is None:
+                return result
+            made[key] = result, inner  # which keeps what the key names alive
+        return made[key][0]
+
+    is_pure = not op._schema.is_mutable
+    LIBRARY._register_torch_dispatch_rule(op._opname, FunctionalTensorMode, decompose)
+    return op
+
+
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -64,6 +99,17 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
         return op(*args)
     cpu, cuda = _IMPLEMENTATIONS[op]
     return cuda(*args) if first.is_cuda else cpu(*args)
+
+
+def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
+    """Return what runs the op on `x`, whose other tensors are made by this package: in plain eager code the
+    implementation itself, else the op. The caller calls it: nothing stands between the two on the stack."""
+    if not is_plain(x) or x.is_neg():
+        return op
+    cpu, cuda = _IMPLEMENTATIONS[op]
+    if x.is_cpu:
+        return cpu
+    return cuda.on(x) if isinstance(cuda, Late) else cuda
 
 
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
@@ -106,20 +152,32 @@ def _has_negative(args: Sequence[Any]) -> bool:
 
 
 class Late:
-    """A CUDA implementation that is imported when it is first called."""
+    """A CUDA implementation that is imported when it is first called; without a target, the reference."""
 
-    def __init__(self, target: str, reference: Callable[..., Any]) -> None:
+    def __init__(self, target: str | None, reference: Callable[..., Any]) -> None:
         self.target, self.reference = target, reference
         self.launch: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def on(self, x: Any) -> Callable[..., Any]:
+        """Return the implementation for arguments on the device of `x`."""
         if self.launch is None:
-            self.launch = load_triton(self.target) if hw.has_triton_kernels() else self.reference
-        device = (args[0][0] if isinstance(args[0], list) else args[0]).device.index
-        if device == torch.cuda.current_device():
-            return self.launch(*args)
-        with torch.cuda.device(device):  # Triton launches on the current device, whatever its arguments
-            return self.launch(*args)
+            if self.target is not None and hw.has_triton_kernels():
+                self.launch = load_triton(self.target)
+            else:
+                self.launch = self.reference
+        device = x.device
+        if device.index == torch.cuda.current_device():
+            return self.launch
+        return partial(_on_device, device, self.launch)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.on(args[0][0] if isinstance(args[0], list) else args[0])(*args)
+
+
+def _on_device(device: torch.device, launch: Callable[..., Any], *args: Any) -> Any:
+    """Triton launches on the current device, whatever its arguments."""
+    with torch.cuda.device(device):
+        return launch(*args)
 
 
 def load_triton(target: str) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from mezzotint.kernels._lib import as_matrix, leaf
+from mezzotint.kernels._lib import as_matrix, launch_in_graphs, leaf
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -192,9 +192,11 @@ activation_scale_gradient = leaf(
     cuda="activation:scale_gradient",
 )
 
-column_sum = leaf(
-    "column_sum(Tensor x, ScalarType dtype) -> Tensor",
-    fake=lambda x, dtype: x.new_empty((x.shape[-1],), dtype=dtype),
-    cpu=column_sum_reference,
-    cuda="activation:column_sum",
+column_sum = launch_in_graphs(
+    leaf(
+        "column_sum(Tensor x, ScalarType dtype) -> Tensor",
+        fake=lambda x, dtype: x.new_empty((x.shape[-1],), dtype=dtype),
+        cpu=column_sum_reference,
+        cuda="activation:column_sum",
+    )
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mezzotint.constants import FP32_MAX
-from mezzotint.kernels._lib import Late, define, leaf, write_op
+from mezzotint.kernels._lib import Late, define, launch_in_graphs, leaf, write_op
 from mezzotint.kernels.elements import div
 
 
@@ -66,11 +66,13 @@ def _update_on_cuda(
     _late(scales[0], scales, histories, tops, most_recent)
 
 
-delayed_saw_ = leaf(
-    "delayed_saw_(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
-    fake=lambda history, amaxes, slots: None,
-    cpu=delayed_saw_reference,
-    cuda="delayed:saw",
+delayed_saw_ = launch_in_graphs(
+    leaf(
+        "delayed_saw_(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
+        fake=lambda history, amaxes, slots: None,
+        cpu=delayed_saw_reference,
+        cuda="delayed:saw",
+    )
 )
 
 # At least one state: without a tensor there is no device.
@@ -81,12 +83,14 @@ delayed_update_ = define(
     _update_on_cuda,
 )
 
-delayed_step_ = leaf(
-    "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, float top, bool most_recent)"
-    " -> ()",
-    fake=lambda scale, history, amaxes, slots, top, most_recent: None,
-    cpu=delayed_step_reference,
-    cuda="delayed:step",
+delayed_step_ = launch_in_graphs(
+    leaf(
+        "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, float top, bool most_recent)"
+        " -> ()",
+        fake=lambda scale, history, amaxes, slots, top, most_recent: None,
+        cpu=delayed_step_reference,
+        cuda="delayed:step",
+    )
 )
 
 
@@ -130,8 +134,11 @@ delayed_take_ = leaf(
 
 # A copy that is made in forward: a `clone` that only backward reads a compiler leaves to backward, when the original
 # has changed. It says that it writes `anchor`, a buffer that forward writes.
-delayed_snapshot_ = leaf(
-    "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
-    fake=lambda anchor, scale: torch.empty_like(scale),
-    cpu=lambda anchor, scale: scale.clone(),
+delayed_snapshot_ = launch_in_graphs(
+    leaf(
+        "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
+        fake=lambda anchor, scale: torch.empty_like(scale),
+        cpu=lambda anchor, scale: scale.clone(),
+        cuda="delayed:snapshot",
+    )
 )

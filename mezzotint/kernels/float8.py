@@ -10,6 +10,8 @@ padding: any size quantizes; the GEMM pads. Both copies come from one read of x;
 before, for the amax.
 """
 
+from functools import partial
+
 import torch
 
 from mezzotint.constants import FP8_MAX, FP8_TORCH
@@ -20,7 +22,7 @@ from mezzotint.kernels.elements import amax as reduce_amax
 from mezzotint.kernels.elements import cast_fp8, decode_fp8, div, scale_from_amax, scaled
 from mezzotint.kernels.operand import Operand, codes_alone
 from mezzotint.kernels.quantize_ops import quantize_ops
-from mezzotint.kernels.scaled_mm import FP8_PAIRS, multiply_fp8
+from mezzotint.kernels.scaled_mm import FP8_PAIRS, as_one_call, multiply_fp8
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
@@ -103,6 +105,7 @@ float8_quantize, float8_quantize_ = quantize_ops(
     reference=float8_quantize_reference,
     cuda="float8:quantize",
     cuda_groups="float8:quantize_groups",
+    in_graphs=True,
 )
 
 float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
@@ -115,6 +118,7 @@ float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
     reference=float8_quantize_scaled_reference,
     cuda="float8:quantize_scaled",
     cuda_groups="float8:quantize_scaled_groups",
+    in_graphs=True,
 )
 
 float8_dequantize = leaf(
@@ -166,7 +170,7 @@ FLOAT8 = register_format(
                 why="torch._scaled_mm, a scale per tensor",
                 product=_product,
                 pairs=FP8_PAIRS,
-                scales=_scales,
+                one_call=partial(as_one_call, _scales),
             ),
         ),
     )

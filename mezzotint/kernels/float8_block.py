@@ -12,6 +12,8 @@ These are the layouts that Hopper's block-scaled GEMM reads: 1x128 scales with t
 a multiple of 16 bytes long. A ragged last block counts the elements that exist; scale padding is 0. One read of x.
 """
 
+from typing import Any
+
 import torch
 
 from mezzotint.constants import E4M3, FP8_BLOCK, FP8_MAX, FP8_TORCH, cdiv, rup
@@ -122,6 +124,7 @@ float8_block_quantize, float8_block_quantize_ = quantize_ops(
     reference=float8_block_quantize_reference,
     cuda="float8_block:quantize",
     cuda_groups="float8_block:quantize_groups",
+    in_graphs=True,
 )
 
 float8_block_dequantize = leaf(
@@ -168,6 +171,26 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
     scaled_mm.cut_to(out, product, after)
 
 
+def _one_call(
+    a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor | None:
+    """Return what `_product` writes, as one call of `_scaled_mm_v2`; None where it is more than one."""
+    if not scaled_mm.adds_bias_inside(bias, dtype):
+        return None
+    sides: list[Any] = []
+    for op, multiple in ((a, _BLOCK_ROWS), (b, scaled_mm.ALIGN)):
+        is_tile = op.kind == _TILES
+        if not scaled_mm.is_as_stored(op, FP8_BLOCK if is_tile else multiple, FP8_BLOCK):
+            return None
+        assert op.scale is not None
+        if not op.scale.is_contiguous():
+            return None
+        scaling = scaled_mm.BLOCK_128X128 if is_tile else scaled_mm.BLOCK_1X128
+        sides.append((op.data.view(FP8_TORCH[op.dtype]), [op.scale.t()], [scaling], [scaled_mm.NO_SWIZZLE]))
+    (x, *scaling_x), (y, *scaling_y) = sides
+    return scaled_mm.scaled_mm_v2(x, y.t(), *scaling_x, *scaling_y, bias, dtype, out=None)
+
+
 def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Codes, the scale as the op reads it, and what it is."""
     assert op.scale is not None
@@ -190,6 +213,7 @@ def _backend(kind_a: str, kind_b: str, why: str) -> Backend:
         cuda=(12, 9),
         product=_product,
         pairs=frozenset({(E4M3, E4M3)}),
+        one_call=_one_call,
     )
 
 

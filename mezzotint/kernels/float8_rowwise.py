@@ -10,6 +10,7 @@ row amax where x is some of the columns.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     reference=float8_rowwise_quantize_reference,
     cuda="float8_rowwise:quantize",
     cuda_groups="float8_rowwise:quantize_groups",
+    in_graphs=True,
 )
 
 float8_rowwise_dequantize = leaf(
@@ -201,7 +203,7 @@ def _backend(cc: tuple[CC, CC], name: str, why: str, product: Any, cuda: CC = (0
         cuda=cuda,
         product=product,
         pairs=scaled_mm.FP8_PAIRS,
-        scales=None if product is _product_unit else _scales,
+        one_call=None if product is _product_unit else partial(scaled_mm.as_one_call, _scales),
     )
 
 

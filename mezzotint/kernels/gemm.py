@@ -1,6 +1,6 @@
 """The one matrix product: D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ, over operands that say what they are.
 
-quantized · quantized: the FP32 product of exact values (`operand.exact`), times the scales that stand outside
+quantized · quantized: the FP32 product of exact values (`operand.exact_of`), times the scales that stand outside
     of the sum (`operand.factors`), plus bias in FP32, cast once. Scales per tensor and per row stand outside; each
     format's file says which of its scales do.
 high · high: torch.mm in the operands' dtype (FP32 accumulation). Where the output has another dtype or a bias
@@ -27,14 +27,13 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.formats import HIGH, Backend
-from mezzotint.kernels import scaled_mm
 from mezzotint.kernels._lib import LIBRARY, is_plain, leaf
 from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
     contraction,
     dequantize_operand,
-    exact,
+    exact_of,
     factors,
     rows,
 )
@@ -55,8 +54,9 @@ def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTens
             finish(out, torch.mm(x.float(), y.float().t()), [], bias)
         return
     size = contraction(a, b)
-    product = torch.mm(exact(a, size, torch.float32), exact(b, size, torch.float32).t())
-    finish(out, product, factors(a, b), bias)
+    x = exact_of(a)(a, size, torch.float32)
+    y = exact_of(b)(b, size, torch.float32)
+    finish(out, torch.mm(x, y.t()), factors(a, b), bias)
 
 
 def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
@@ -73,7 +73,8 @@ def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast
 def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
     """Both sides quantized, on a GPU that has no GEMM for them."""
     size = contraction(a, b)
-    x, y = exact(a, size, torch.bfloat16), exact(b, size, torch.bfloat16)
+    x = exact_of(a)(a, size, torch.bfloat16)
+    y = exact_of(b)(b, size, torch.bfloat16)
     scales = factors(a, b)
     if not scales and bias is None and out.dtype == torch.bfloat16:
         torch.mm(x, y.t(), out=out)
@@ -107,19 +108,25 @@ def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTenso
     """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
     # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-        _multiply(out, a, b, bias, fast_accum)
+        product_of(out, a, b)(out, a, b, bias, fast_accum)
 
 
-def _multiply(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
-    if out.numel() == 0:
-        return
-    if contraction(a, b) == 0:
-        finish(out.zero_(), out, [], bias)
-        return
+def product_of(out: torch.Tensor, a: Operand, b: Operand) -> Product:
+    """Return what writes D into `out`, for plain eager code: the product of the backend of its device."""
+    if out.numel() == 0 or contraction(a, b) == 0:
+        return _nothing
+    if torch.is_autocast_enabled(out.device.type):
+        return write_product
     backend = choose(a, b)
     if backend is hw.EMULATED or (backend is hw.REFERENCE and a.data.is_cuda):
         _tell(a, b)
-    (backend.product or GENERAL[backend.name])(out, a, b, bias, fast_accum)
+    return backend.product or GENERAL[backend.name]
+
+
+def _nothing(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
+    """A product of no rows, or over no elements."""
+    if out.numel():
+        finish(out.zero_(), out, [], bias)
 
 
 def _tell(a: Operand, b: Operand) -> None:
@@ -183,7 +190,8 @@ _gemm_op_ = leaf(
 def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
     a, b, bias = _split(arguments)
     if a.data.is_cuda:
-        made = scaled_mm.as_one_call(choose(a, b), a, b, bias, *arguments[2 * FIELDS + 1 :])
+        one_call = choose(a, b).one_call
+        made = None if one_call is None else one_call(a, b, bias, *arguments[2 * FIELDS + 1 :])
         if made is not None:
             return made
     return _gemm_op(*arguments)
@@ -244,10 +252,11 @@ def gemm(
             return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
         _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
         return accumulate
-    dtype = out_dtype if accumulate is None else accumulate.dtype
-    out = a.data.new_empty((rows(a), rows(b)), dtype=dtype)
-    if torch.is_autocast_enabled(out.device.type):
-        write_product(out, a, b, bias, fast_accum)
-    else:
-        _multiply(out, a, b, bias, fast_accum)
+    out = new_output(a, b, out_dtype if accumulate is None else accumulate.dtype)
+    product_of(out, a, b)(out, a, b, bias, fast_accum)
     return out if accumulate is None else accumulate.add_(out)
+
+
+def new_output(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty D (Ra, Rb)."""
+    return a.data.new_empty((rows(a), rows(b)), dtype=dtype)

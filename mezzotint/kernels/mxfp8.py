@@ -20,7 +20,7 @@ from mezzotint import hw
 from mezzotint.constants import FP8_EMAX, FP8_MAX, FP8_TORCH, MX_BLOCK, cdiv, rup
 from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
 from mezzotint.kernels import operand, scaled_mm
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape, padded
+from mezzotint.kernels._lib import Buffers, as_matrix, callee, leaf, matrix_shape, padded
 from mezzotint.kernels.elements import (
     amax,
     cast_fp8,
@@ -119,6 +119,7 @@ mxfp8_quantize, mxfp8_quantize_ = quantize_ops(
     geometry=lambda shape, *options: mxfp8_buffers(shape, *options[-2:]),
     reference=mxfp8_quantize_reference,
     cuda="mxfp8:quantize",
+    in_graphs=True,
 )
 
 mxfp8_dequantize = leaf(
@@ -133,7 +134,8 @@ mxfp8_dequantize = leaf(
 def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Exact in BF16, but below 2^-133."""
     assert op.scale is not None
-    value = mxfp8_dequantize(op.data.contiguous(), op.scale.contiguous(), op.dtype, op.swizzled, op.transposed, dtype)
+    data, scale = op.data.contiguous(), op.scale.contiguous()
+    value = callee(mxfp8_dequantize, data)(data, scale, op.dtype, op.swizzled, op.transposed, dtype)
     return value.t() if op.transposed else value
 
 

@@ -21,15 +21,13 @@ Options, all of one function over rows:
 Two reads of x: the amax, then one cast that writes both directions.
 """
 
-from dataclasses import replace
-
 import torch
 
 from mezzotint import hw
 from mezzotint.constants import E2M1, E4M3, FP4_MAX, FP32_MAX, NVFP4_BLOCK, cdiv, rup
 from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
 from mezzotint.kernels import operand, scaled_mm
-from mezzotint.kernels._lib import Buffers, as_matrix, leaf, matrix_shape
+from mezzotint.kernels._lib import Buffers, as_matrix, callee, leaf, matrix_shape
 from mezzotint.kernels.elements import (
     amax,
     cast_e2m1,
@@ -280,13 +278,18 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
     assert op.scale is not None
     assert op.amax is not None
     data, scale = op.data.contiguous(), op.scale.contiguous()
-    return nvfp4_dequantize(data, scale, op.amax, op.e4m3_max, op.swizzled, False, operand.codes(op), dtype)[:, :size]
+    dequantize = callee(nvfp4_dequantize, data)
+    return dequantize(data, scale, op.amax, op.e4m3_max, op.swizzled, False, operand.codes(op), dtype)[:, :size]
 
 
 def _exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
     """amax = 6E cancels the unit 1/(6E): dequantize then gives code · block scale, 6 bits wide, exact in BF16."""
+    assert op.scale is not None
+    data, scale, bf16 = op.data.contiguous(), op.scale.contiguous(), torch.bfloat16
     unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
-    return _dequantize_operand(replace(op, amax=unit), size, torch.bfloat16).to(dtype)
+    dequantize = callee(nvfp4_dequantize, data)
+    value = dequantize(data, scale, unit, op.e4m3_max, op.swizzled, False, operand.codes(op), bf16)
+    return value[:, :size].to(dtype)
 
 
 def _factor(op: Operand) -> torch.Tensor:

@@ -6,6 +6,7 @@ which the format's file tells: "high" is FP32, FP16 or BF16 and has no scale, al
 `data` may be a view with any strides. A column-wise copy that is stored untransposed comes so, with `transposed`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,14 +101,14 @@ def dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tens
     return op.data.to(dtype) if op.kind == HIGH else KINDS[op.kind].dequantize(op, size, dtype)
 
 
-def exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(R, size) in BF16 or FP32 without what `factors` puts on the product.
+def exact_of(op: Operand) -> Callable[[Operand, int, torch.dtype], torch.Tensor]:
+    """Return what reads an operand as (R, size) in BF16 or FP32, without what `factors` puts on the product.
 
     In BF16 most kinds are exact. Block scales in FP32 that are no powers of two round once: to FP32 in the reference,
     to BF16 where emulated.
     """
     kind = KINDS[op.kind]
-    return (kind.exact or kind.dequantize)(op, size, dtype)
+    return kind.exact or kind.dequantize
 
 
 def codes_alone(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mezzotint import hw
-from mezzotint.kernels._lib import Buffers, Late, define, load_triton
+from mezzotint.kernels._lib import Buffers, Late, define, launch_in_graphs, load_triton
 from mezzotint.kernels.activation import (
     activation_backward,
     activation_backward_reference,
@@ -126,6 +126,7 @@ def quantize_ops(
     reference: Callable[..., "list[torch.Tensor]"],
     cuda: str | None,
     cuda_groups: str | None = None,
+    in_graphs: bool = False,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
     """`name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place; `fused`, `of_groups` find the
     others.
@@ -133,7 +134,8 @@ def quantize_ops(
     `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
     `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
     `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1. That of many tensors,
-    `cuda_groups`, takes lists: `launch(xs, outs, *options)`; without it they go one after another.
+    `cuda_groups`, takes lists: `launch(xs, outs, *options)`; without it they go one after another. `in_graphs`: the
+    compiler launches the kernels of `cuda` itself.
     """
 
     def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
@@ -145,17 +147,19 @@ def quantize_ops(
         for buffer, fresh in zip(out, reference(x, *args), strict=True):
             buffer.copy_(fresh)
 
-    late: Callable[..., None] = in_place if cuda is None else Late(cuda, in_place)
+    late = Late(cuda, in_place)
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        out = allocate(x, *args)
-        late(x, out, None, *args)
+        out = _empty(x, tuple(x.shape), geometry, args)
+        late.on(x)(x, out, None, *args)
         return out
 
     def made_on_cuda(made: SourceCall, out: list[torch.Tensor], *args: Any) -> None:
         late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
 
     functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
+    if in_graphs:
+        launch_in_graphs(functional)
     schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
     _FUSED[functional] = {
         key: _fused_op(f"{name}_of_{key}", options, key, geometry, reference, made_on_cuda) for key in SOURCES

@@ -8,13 +8,13 @@ Bias is added by the GEMM where it has the output's 16-bit dtype; else the produ
 accumulation; with `fast_accum` Hopper's tensor cores keep fewer bits (per-tensor and per-row scales only).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from mezzotint.constants import E4M3, E5M2, FP8_TORCH, rup
-from mezzotint.formats import Backend
 from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import Operand, codes, rows
 
@@ -45,22 +45,36 @@ def scaled_mm_v2(*args: Any, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def as_one_call(
-    backend: Backend, a: Operand, b: Operand, bias: OptionalTensor, dtype: torch.dtype, fast_accum: bool
-) -> Any:
-    """What `backend` writes, as one call of `torch._scaled_mm` that a compiler can take in; None where it is more than
-    one, or where a size that decides about it is not known while a graph is made."""
-    if backend.scales is None or (bias is not None and bias.dtype != dtype) or dtype == torch.float32:
+    scales: Callable[[Operand, Operand], tuple[torch.Tensor, torch.Tensor]],
+    a: Operand,
+    b: Operand,
+    bias: OptionalTensor,
+    dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor | None:
+    """Return what `multiply_fp8` writes, as one call of `torch._scaled_mm`; None where it is more than one."""
+    if not (adds_bias_inside(bias, dtype) and is_as_stored(a, 1, ALIGN) and is_as_stored(b, ALIGN, ALIGN)):
         return None
-    for op, multiple in ((a, 1), (b, ALIGN)):
-        height, width = op.data.shape
-        if type(height) is not int or type(width) is not int or height == 0 or width == 0:
-            return None
-        if height % multiple or width % ALIGN or not op.data.is_contiguous() or op.data.storage_offset() % ALIGN:
-            return None
-        if op.scale is None or op.scale.storage_offset() * op.scale.itemsize % ALIGN:
-            return None
     x, y = a.data.view(FP8_TORCH[a.dtype]), b.data.view(FP8_TORCH[b.dtype])
-    return torch._scaled_mm(x, y.t(), *backend.scales(a, b), bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+    return torch._scaled_mm(x, y.t(), *scales(a, b), bias=bias, out_dtype=dtype, use_fast_accum=fast_accum)
+
+
+def adds_bias_inside(bias: OptionalTensor, dtype: torch.dtype) -> bool:
+    """Whether the GEMM writes this dtype, and adds the bias to it."""
+    return dtype != torch.float32 and (bias is None or bias.dtype == dtype)
+
+
+def is_as_stored(op: Operand, rows_multiple: int, size_multiple: int) -> bool:
+    """Whether a GEMM takes an operand as it is stored; not where a size that decides about it is unknown while a graph
+    is made."""
+    height, width = op.data.shape
+    if type(height) is not int or type(width) is not int or height == 0 or width == 0:
+        return False
+    if height % rows_multiple or width % size_multiple:
+        return False
+    if not op.data.is_contiguous() or op.data.storage_offset() % ALIGN or op.scale is None:
+        return False
+    return op.scale.storage_offset() * op.scale.itemsize % ALIGN == 0
 
 
 def multiply_fp8(

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
-from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._lib import callee, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
-from mezzotint.kernels.quantize_ops import SOURCES, of_groups
+from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.tensor.flatten import class_by_name
+from mezzotint.tensor.quantize_call import QuantizeCall
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import count_write
 
@@ -56,9 +57,14 @@ def quantize_scaled(
     """`x` → storage and, of a quantizer whose scale is given with the call, the amax of x, FP32 [1]."""
     if quantizer.is_custom():
         return quantizer.quantize(x), None
-    if not quantizer.takes_scale():
+    call = quantizer.call_for(x.dtype)
+    if call is None or isinstance(x, QuantizedTensorStorage):
         return quantize_storage(x, quantizer), None
-    *buffers, amax = quantize_buffers(x, quantizer, {"scale": scale})
+    check_quantizable(x, quantizer)
+    arguments = (scale,) if call.takes_scale else _tensor_arguments(x, call.tensors, {})
+    buffers, amax = callee(call.op, x)(x, *arguments, *call.options), None
+    if call.takes_scale:
+        *buffers, amax = buffers
     return assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer), amax
 
 
@@ -67,17 +73,16 @@ def quantize_groups(
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
     """`quantize_scaled` of each of G tensors: storages, the tensors themselves where they are not quantized, and
     amaxes. By one op where the quantizers are alike."""
-    plan = _common_plan(xs, quantizers)
-    if plan is None:
+    call = _common_call(xs, quantizers)
+    if call is None:
         each = [
             (x, None) if quantizer is None else quantize_scaled(x, quantizer, scale)
             for x, quantizer, scale in zip(xs, quantizers, scales, strict=True)
         ]
         return tuple([made for made, _ in each]), tuple([amax for _, amax in each])
-    op, tensors, options = plan
-    given = [_tensor_arguments(x, tensors, {"scale": scale}) for x, scale in zip(xs, scales, strict=True)]
-    listed = [[each[i] for each in given if each[i] is not None] for i in range(len(tensors))]
-    made = run_op(of_groups(op), list(xs), *listed, *options)
+    given = [_tensor_arguments(x, call.tensors, {"scale": scale}) for x, scale in zip(xs, scales, strict=True)]
+    listed = [[each[i] for each in given if each[i] is not None] for i in range(len(call.tensors))]
+    made = run_op(of_groups(call.op), list(xs), *listed, *call.options)
     count = len(made) // len(xs)
     storages, amaxes = [], []
     for i, (x, quantizer) in enumerate(zip(xs, quantizers, strict=True)):
@@ -91,24 +96,19 @@ def quantize_groups(
     return tuple(storages), tuple(amaxes)
 
 
-def _common_plan(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> Any:
-    """What one op does to all of these tensors; None where none does, or there is one tensor alone."""
-    common = None
+def _common_call(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> QuantizeCall | None:
+    """Return what one op does to all of these tensors, or None where none does, or there is one tensor alone."""
+    common: QuantizeCall | None = None
     for x, quantizer in zip(xs, quantizers, strict=True):
         if quantizer is None or isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype or len(xs) == 1:
             return None
         if quantizer.is_custom() or quantizer._parts() is not None:
             return None
         check_quantizable(x, quantizer)
-        if torch.compiler.is_compiling():
-            guard_usages(quantizer)
-        plan = quantizer.for_dtype(x.dtype)._plan()
-        if plan is None:
+        call = quantizer.call_for(x.dtype)
+        if call is None or (common is not None and call != common):
             return None
-        if common is None:
-            common = plan
-        elif plan[0] is not common[0] or plan[1] != common[1] or plan[2] != common[2]:
-            return None
+        common = call
     return common
 
 
@@ -123,19 +123,19 @@ def quantize_source(
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """What a producer (`kernels/quantize_ops.py`) would make → storage, amax as above, column sums in dtype `sums`."""
     has_sums = SOURCES[source].sums
-    plan = None if quantizer.is_custom() else quantizer.for_dtype(dtype)._plan_of(source)
-    if plan is None:
+    call = None if quantizer.is_custom() else quantizer.call_for(dtype)
+    if call is None:
         made = run_op(SOURCES[source].op, *arguments)
         storage, amax = quantize_scaled(made, quantizer, scale)
         return storage, amax, column_sum(made, sums) if has_sums and sums is not None else None
-    op, tensors, options = plan
     if has_sums:
         arguments = (*arguments, sums)
-    buffers = run_op(op, *arguments, *_tensor_arguments(arguments[0], tensors, {"scale": scale}), *options)
+    given = _tensor_arguments(arguments[0], call.tensors, {"scale": scale})
+    buffers = run_op(fused(call.op, source), *arguments, *given, *call.options)
     summed, amax = None, None
     if has_sums:
         *buffers, summed = buffers
-    if quantizer.takes_scale():
+    if call.takes_scale:
         *buffers, amax = buffers
     return assemble(buffers, quantizer, True, shape, dtype, quantizer), amax, None if sums is None else summed
 
@@ -151,16 +151,14 @@ def quantize_buffers(
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_quantizable(x, quantizer)
-    if torch.compiler.is_compiling():
-        guard_usages(quantizer)
     parts = quantizer._parts()
     if parts is not None:
+        guard_usages(quantizer)
         return _two_parts(x, parts, given)
-    plan = quantizer.for_dtype(x.dtype)._plan()
-    if plan is None:
+    call = quantizer.call_for(x.dtype)
+    if call is None:
         return quantizer._quantize(x)  # type: ignore[attr-defined]
-    op, tensors, options = plan
-    return run_op(op, x, *_tensor_arguments(x, tensors, given), *options)
+    return callee(call.op, x)(x, *_tensor_arguments(x, call.tensors, given), *call.options)
 
 
 def _plain(x: Any) -> torch.Tensor:
@@ -284,12 +282,12 @@ def update_scaled(
     """As `update_quantized`, of a quantizer whose scale is given with the call; gives the amax of `src`, FP32 [1]."""
     held = dst.get_usages()
     quantizer = quantizer.with_usage(rowwise=held["rowwise"], columnwise=held["columnwise"])
-    plan = quantizer._plan()
-    assert plan is not None
+    call = quantizer.call_for(src.dtype)
+    assert call is not None
     amax = src.new_zeros(1, dtype=torch.float32)
     buffers = [getattr(dst, f"_{name}") for name in quantizer._buffer_names()]
     with torch.no_grad():
-        quantizer._in_place_op()(src, [*buffers, amax], noop_flag, scale, *plan[2])
+        quantizer._in_place_op()(src, [*buffers, amax], noop_flag, scale, *call.options)
     return amax
 
 
@@ -328,12 +326,11 @@ def _update_buffers(
             source = src if chained is None else quantize_storage(src, chained).dequantize(dtype=src.dtype)
             _update_buffers(source, buffers[count:], columnwise, noop_flag, given)
         return
-    plan = quantizer.for_dtype(src.dtype)._plan()
-    if plan is None:
+    call = quantizer.call_for(src.dtype)
+    if call is None:
         quantizer._update(src, buffers, noop_flag)  # type: ignore[attr-defined]
         return
-    _, tensors, options = plan
-    quantizer._in_place_op()(src, buffers, noop_flag, *_tensor_arguments(src, tensors, given), *options)
+    quantizer._in_place_op()(src, buffers, noop_flag, *_tensor_arguments(src, call.tensors, given), *call.options)
 
 
 class _Quantize(torch.autograd.Function):

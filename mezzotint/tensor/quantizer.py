@@ -19,7 +19,6 @@ import torch
 
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
-from mezzotint.kernels.quantize_ops import fused
 from mezzotint.tensor.checks import NO_GROUP, check_reduction
 from mezzotint.tensor.flatten import qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
@@ -32,6 +31,7 @@ from mezzotint.tensor.quantize import (
     quantize_storage,
     update_quantized,
 )
+from mezzotint.tensor.quantize_call import QuantizeCall
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 if TYPE_CHECKING:
@@ -82,10 +82,21 @@ class Quantizer(metaclass=OpaqueMeta):
         """(op, tensor arguments by name, options), or None for a quantizer that is no leaf."""
         return None
 
-    def _plan_of(self, source: str) -> "tuple[Any, ...] | None":
-        """As `_plan`, of what a producer makes; None for a quantizer that takes none in."""
-        plan = self._plan()
-        return None if plan is None else (fused(plan[0], source), *plan[1:])
+    def call_for(self, dtype: torch.dtype) -> QuantizeCall | None:
+        """Return what is done to tensors of a dtype, worked out once; None for a quantizer that is no leaf."""
+        if not self._is_constant():  # the compiler walks through it, and would guard on what is kept
+            return self._make_call(dtype)
+        memo = self._worked_out()
+        if dtype not in memo:
+            memo[dtype] = self._make_call(dtype)
+        return memo[dtype]
+
+    def _make_call(self, dtype: torch.dtype) -> QuantizeCall | None:
+        plan = self.for_dtype(dtype)._plan()
+        if plan is None:
+            return None
+        op, tensors, options = plan
+        return QuantizeCall(op, tensors, options, self.takes_scale())
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
         """(op, names of what it gives, options): the maxima that a split along dimension 0 or 1 of the matrix makes
@@ -118,7 +129,7 @@ class Quantizer(metaclass=OpaqueMeta):
 
     def _holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
         """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
-        if torch.compiler.is_compiling():  # a memo would be state to guard on
+        if not self._is_constant():  # as of `call_for`
             return self._find_holder(internal)
         memo = self._worked_out()
         if internal not in memo:

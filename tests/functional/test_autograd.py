@@ -366,7 +366,10 @@ def scale_core(seen: list[Any]) -> Core:
 
     def forward(a: ScaleArgs) -> tuple[Any, ...]:
         total = sum(a.others)
-        return (a.x * total * a.factor,), (total.amax(),), total
+        return a.x * total * a.factor, total
+
+    def outputs(a: ScaleArgs, y: torch.Tensor, made: torch.Tensor) -> tuple[Any, ...]:
+        return (y,), (made.amax(),)
 
     def setup(a: ScaleArgs, made: torch.Tensor) -> ScaleBwd:
         seen.append("setup")
@@ -377,7 +380,7 @@ def scale_core(seen: list[Any]) -> Core:
         dx = dy * sum(b.others) * b.factor
         return (dx, tuple(dy * b.x * b.factor for _ in b.others)), ()
 
-    return Core(forward, setup, backward, ("x", "others"))
+    return Core(forward, outputs, setup, backward, ("x", "others"))
 
 
 def test_apply() -> None:

@@ -14,7 +14,7 @@ from mezzotint.constants import E4M3, E5M2
 from mezzotint.formats import FORMATS, HIGH
 from mezzotint.kernels import gemm as gemm_file
 from mezzotint.kernels.gemm import Operand, check_output, flat, gemm, gemm_reference
-from mezzotint.kernels.operand import check_pair, exact
+from mezzotint.kernels.operand import check_pair, exact_of
 from mezzotint.recipe import MXFP8BlockScaling
 from tests.operands import (
     BACKENDS,
@@ -150,7 +150,7 @@ def test_nvfp4_factor_rounds_as_written(scaled_a: bool, scaled_b: bool, max_a: i
     b = quantize(torch.randn(9, 48), "nv", row_scaled=scaled_b, e4m3_max=max_b)
     assert a.amax is not None
     assert b.amax is not None
-    values = exact(a, 48, F32), exact(b, 48, F32)
+    values = exact_of(a)(a, 48, F32), exact_of(b)(b, 48, F32)
     assert torch.equal(values[0].double() * a.amax.double().view(-1, 1) / (6 * max_a), decode(a))
     y, unit = values[0] @ values[1].t(), torch.tensor(1.0 / (36.0 * max_a * max_b))
     if not scaled_a and not scaled_b:

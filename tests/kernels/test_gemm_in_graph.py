@@ -12,7 +12,7 @@ from torch.library import opcheck
 
 from mezzotint import hw
 from mezzotint.constants import E4M3, E5M2
-from mezzotint.kernels import gemm, scaled_mm
+from mezzotint.kernels import gemm
 from mezzotint.kernels.float8 import FLOAT8
 from mezzotint.kernels.operand import Operand
 
@@ -101,7 +101,7 @@ def test_a_size_that_is_not_known() -> None:
         a = torch.empty(height, 32, dtype=torch.uint8, device="cuda")
         b, scale = torch.empty(48, 32, dtype=torch.uint8, device="cuda"), torch.empty(1, device="cuda")
         sides = [Operand(codes, scale, kind="tensor", dtype=E4M3) for codes in (a, b)]
-        assert scaled_mm.as_one_call(FLOAT8.backends[0], *sides, None, torch.bfloat16, True) is None
+        assert FLOAT8.backends[0].one_call(*sides, None, torch.bfloat16, True) is None
 
 
 def test_opcheck() -> None:

@@ -56,9 +56,9 @@ def main() -> None:
     launches: Counter[str] = Counter()
     launch = _launch.Fast.launch
 
-    def counted(self: Any, grid: Any, args: Any, constants: Any) -> None:
+    def counted(self: Any, grid: Any, *args: Any, **constants: Any) -> None:
         launches[self.kernel.fn.__name__] += 1
-        launch(self, grid, args, constants)
+        launch(self, grid, *args, **constants)
 
     _launch.Fast.launch = counted  # type: ignore[method-assign]
     for sizes, K, dtype in CASES:

@@ -20,7 +20,18 @@ from triton.runtime.jit import JITFunction
 
 import mezzotint.kernels.triton as package
 from mezzotint.kernels.quantize_ops import SourceCall
-from mezzotint.kernels.triton import norm, pointwise
+from mezzotint.kernels.triton import (
+    _jit_float8,
+    _jit_rowwise,
+    _produce,
+    delayed,
+    float8_amax,
+    float8_block,
+    float8_rowwise,
+    mxfp8,
+    norm,
+    pointwise,
+)
 from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._jit_source import SOURCE_MODES, source_kind, source_mode
 from mezzotint.kernels.triton._launch import Fast
@@ -86,6 +97,27 @@ def test_fp16_and_bf16_are_added_in_fp32() -> None:
     ]
     assert "add.rn.f32" in ptx
     assert not re.search(r"add\.[\w.]*f16", ptx)
+
+
+IN_GRAPHS = (_jit_float8, float8_amax, float8_block, _jit_rowwise, float8_rowwise, mxfp8, delayed)
+
+
+@pytest.mark.parametrize("module", IN_GRAPHS, ids=lambda module: module.__name__.split(".")[-1])
+def test_kernels_of_graphs_have_nothing_to_fuse(module: ModuleType) -> None:
+    """The compiler launches them with its own options, under which a product and a sum may become one operation."""
+    cases = [case for case in getattr(module, "AHEAD", ()) if case[2].get("SOURCE") is None]
+    for kernel, signature, constants in cases:
+        ptx = compile_ahead(kernel, signature, constants | {"enable_fp_fusion": True}, 90).asm["ptx"]
+        assert not re.search(r"\b(fma|add|sub)(\.\w+)*\.(f16|bf16|f32)", ptx), (
+            "no sum that a product could be fused with"
+        )
+
+
+def test_column_sums_in_graphs_have_no_products() -> None:
+    for kernel, signature, constants in _produce.AHEAD:
+        if kernel in (_produce._sums_kernel, _produce._finish_kernel) and constants.get("SOURCE") is None:
+            ptx = compile_ahead(kernel, signature, constants | {"enable_fp_fusion": True}, 90).asm["ptx"]
+            assert not re.search(r"\b(fma|mul)(\.\w+)*\.(f16|bf16|f32)", ptx)
 
 
 def test_every_kernel_is_listed() -> None:

@@ -6,6 +6,8 @@ int whether it is 1 or a multiple of 16 and whether it needs 64 bits, of a float
 compiled kernel is then launched by its own `run`. Hooks of a profiler, and the interpreter, take Triton's way.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +23,16 @@ class Fast:
         self.found: dict[Any, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **constants: Any) -> None:
-            self.launch(grid, args, constants)
-
-        return launch
+        return partial(self.launch, grid)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
-    def launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if type(args[0]) not in _AT_HAND:
+            del constants["enable_fp_fusion"]  # no option there: see `launch_in_graphs`
+            torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
+            return
         if not isinstance(self.kernel, JITFunction) or _hooked():
             self.kernel[grid](*args, **constants)
             return
@@ -58,6 +61,18 @@ class Fast:
             *raw,
             *rest,
         )
+
+
+# What eager code launches with: tensors, or a tuple of them. Else the compiler traces the launch.
+_AT_HAND = (torch.Tensor, torch.nn.Parameter, tuple)
+
+
+def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return FP32 tensors of these sizes on the device of x: parts of one allocation. In a graph each is its own, since
+    a compiler copies what lies in one with what it writes."""
+    if type(x) in _AT_HAND:
+        return x.new_empty(sum(sizes), dtype=torch.float32).split(list(sizes))
+    return [x.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
 def _hooked() -> bool:

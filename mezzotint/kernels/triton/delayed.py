@@ -23,11 +23,19 @@ MOST_AMAXES = 4  # that a kernel takes: each count of them, and each choice of s
 
 @Fast
 @triton.jit
-def _saw_kernel(history, given, COUNT: tl.constexpr, SLOTS: tl.constexpr):
+def _saw_kernel(history, a, b, c, d, COUNT: tl.constexpr, SLOTS: tl.constexpr):
     """Row 0 of history (L, n) is raised to COUNT amaxes of these SLOTS."""
+    given = (a, b, c, d)  # not a tuple of the launch, which a compiler's graph does not take
     for k in tl.static_range(COUNT):
         at = history + SLOTS[k]
         tl.store(at, tl.maximum(tl.load(at), tl.load(given[k])))
+
+
+@Fast
+@triton.jit
+def _copy_kernel(source, out, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(source + i, mask=i < n), mask=i < n)
 
 
 def update_config() -> dict[str, int]:
@@ -42,7 +50,10 @@ def _update_kernel(
     history,
     new_scale,
     new_history,
-    given,
+    a,
+    b,
+    c,
+    d,
     L,
     n,
     top,
@@ -52,19 +63,20 @@ def _update_kernel(
     BL: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin. `given`:
-    COUNT amaxes that row 0 has not seen, of these SLOTS."""
-    c = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    wide = c < n
-    last = tl.load(history + c, mask=wide, other=0.0)
+    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin. Of a, b, c
+    and d, COUNT are amaxes that row 0 has not seen, of these SLOTS."""
+    given = (a, b, c, d)
+    j = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    wide = j < n
+    last = tl.load(history + j, mask=wide, other=0.0)
     for k in tl.static_range(COUNT):
-        last = tl.where(c == SLOTS[k], tl.maximum(last, tl.load(given[k])), last)
+        last = tl.where(j == SLOTS[k], tl.maximum(last, tl.load(given[k])), last)
     seen = last != 0
     tops = tl.zeros([BL, BN], tl.float32)
     for start in range(0, L, BL):
         i = start + tl.arange(0, BL).to(tl.int64)
         mask = (i < L)[:, None] & wide[None, :]
-        at = history + i[:, None] * n + c[None, :]
+        at = history + i[:, None] * n + j[None, :]
         value = tl.load(at, mask=mask, other=0.0)
         tops = tl.maximum(tops, value)
         # Row 1 goes, the others move up, this iteration's becomes the last; where it is the only one it is cleared.
@@ -72,13 +84,13 @@ def _update_kernel(
         rolled = tl.where((i + 1 == L)[:, None], last[None, :], rolled)
         rolled = tl.where((i == 0)[:, None], 0.0, rolled)
         tl.debug_barrier()  # in place: all have read before one writes
-        tl.store(new_history + i[:, None] * n + c[None, :], tl.where(seen[None, :], rolled, value), mask=mask)
+        tl.store(new_history + i[:, None] * n + j[None, :], tl.where(seen[None, :], rolled, value), mask=mask)
     amax = last if RECENT else tl.maximum(tl.max(tops, 0), last)
     fresh = tl.div_rn(tl.cast(top, tl.float32), amax)
     fresh = tl.where(fresh == float("inf"), _FP32_MAX, fresh)
-    keep = tl.load(scale + c, mask=wide, other=0.0)
+    keep = tl.load(scale + j, mask=wide, other=0.0)
     good = seen & (amax > 0) & (amax < float("inf"))
-    tl.store(new_scale + c, tl.where(good, fresh, keep), mask=wide)
+    tl.store(new_scale + j, tl.where(good, fresh, keep), mask=wide)
 
 
 def update(
@@ -112,7 +124,7 @@ def saw(history: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[i
     """Few amaxes by a kernel that takes their addresses; many as PyTorch does it, in one launch as well."""
     if 0 < len(amaxes) <= MOST_AMAXES and history.is_contiguous():
         options = {"COUNT": len(amaxes), "SLOTS": tuple(slots), "num_warps": 1}
-        _saw_kernel[(1,)](history, tuple(amaxes), **options, enable_fp_fusion=False)
+        _saw_kernel[(1,)](history, *_four(amaxes), **options, enable_fp_fusion=False)
     else:
         delayed_saw_reference(history, amaxes, slots)
 
@@ -154,7 +166,7 @@ def _launch(
         history,
         fresh,
         rolled,
-        amaxes or None,
+        *_four(amaxes),
         length,
         n,
         top,
@@ -166,12 +178,28 @@ def _launch(
     )
 
 
+def _four(amaxes: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Return the amaxes, filled up to as many as a kernel takes."""
+    return (*amaxes, *(None,) * (MOST_AMAXES - len(amaxes)))
+
+
+def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A copy."""
+    out = torch.empty_like(scale)
+    if scale.numel():
+        _copy_kernel[(cdiv(scale.numel(), 256),)](
+            scale.contiguous(), out, scale.numel(), BLOCK=256, num_warps=1, enable_fp_fusion=False
+        )
+    return out
+
+
 _NONE: dict[str, Any] = {"COUNT": 0, "SLOTS": None, **update_config()}
 _TWO: dict[str, Any] = {"COUNT": 2, "SLOTS": (0, 2), **update_config()}
 
 AHEAD = [
-    ahead(_saw_kernel, "fp32", "*fp32 *fp32", COUNT=2, SLOTS=(0, 1), num_warps=1),
-    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=False, **_NONE),
-    ahead(_update_kernel, "fp32 fp32 fp32 fp32", RECENT=True, **_NONE),
-    ahead(_update_kernel, "fp32 fp32 fp32 fp32", "*fp32 *fp32", RECENT=False, **_TWO),
+    ahead(_saw_kernel, "fp32 fp32 fp32 - -", COUNT=2, SLOTS=(0, 1), num_warps=1),
+    ahead(_copy_kernel, "fp32 fp32", BLOCK=256, num_warps=1),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=False, **_NONE),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=True, **_NONE),
+    ahead(_update_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 - -", RECENT=False, **_TWO),
 ]

@@ -35,6 +35,7 @@ from mezzotint.kernels.triton._jit_rowwise import (
     tile_config,
 )
 from mezzotint.kernels.triton._jit_source import Input, read, source_mode
+from mezzotint.kernels.triton._launch import scratch
 from mezzotint.kernels.triton._produce import finish_source, sum_columns
 
 TAKES_SOURCES = True
@@ -92,7 +93,7 @@ def quantize(
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
     sizes = [0 if col_amax is not None else strips * K, K]
     sizes += [0 if row_amax is not None else tiles * M, M] if rowwise else []
-    cols, col_scale, *more = x.new_empty(sum(sizes), dtype=torch.float32).split(sizes)
+    cols, col_scale, *more = scratch(x, sizes)
     rows, row_scale = more or (None, None)
     written = x.new_empty(M, K) if how == "first" else None
     wanted = rows if row_amax is None else None, cols if col_amax is None else None
