@@ -48,6 +48,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
     which each member begins, None where all shapes are equal.
     """
 
+    _quantizer: Quantizer | None
     _FLATTEN_TENSOR_BUFFERS = (
         ("rowwise_data", "data"),
         ("columnwise_data", "columnwise_data"),

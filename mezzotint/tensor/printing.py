@@ -5,19 +5,15 @@ meta device, not while a CUDA graph is captured, and not where FSDP2 has freed t
 """
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import is_bare
 
-if TYPE_CHECKING:
-    from mezzotint.tensor.quantized_tensor import QuantizedTensor
-    from mezzotint.tensor.storage import QuantizedTensorStorage
 
-
-def described(storage: "QuantizedTensorStorage") -> str:
+def described(storage: Any) -> str:
     """Shape, dtype and device; then the format's options and the directions that are held."""
     held = [name for name, is_held in storage.get_usages().items() if is_held]
     if not held and not isinstance(storage, torch.Tensor):
@@ -30,7 +26,7 @@ def _listed(fields: dict[str, Any]) -> list[str]:
     return [f"{name}={value}" for name, value in fields.items()]
 
 
-def _options(storage: "QuantizedTensorStorage") -> list[str]:
+def _options(storage: Any) -> list[str]:
     """What the bytes are: element type, options that are on, and the formats of a quantizer made of two."""
     found = {}
     for attribute, name, default in storage._VALUES:
@@ -42,7 +38,7 @@ def _options(storage: "QuantizedTensorStorage") -> list[str]:
     return _listed({**found, **_parts(storage)})
 
 
-def _parts(storage: "QuantizedTensorStorage") -> dict[str, str]:
+def _parts(storage: Any) -> dict[str, str]:
     parts = None if storage._quantizer is None else storage._quantizer._parts()
     named = zip(("rowwise", "columnwise"), parts or (), strict=False)
     return {direction: type(part).__name__ for direction, part in named if part is not None}
@@ -53,7 +49,7 @@ def element_name(dtype: DType) -> str:
     return dtype.name[-4:]
 
 
-def printed(tensor: "QuantizedTensor") -> str:
+def printed(tensor: Any) -> str:
     """The whole text."""
     start = f"{type(tensor).__name__}("
     ends = [tensor._described()]
@@ -65,7 +61,7 @@ def printed(tensor: "QuantizedTensor") -> str:
     return f"Parameter containing:\n{text}" if isinstance(tensor, torch.nn.Parameter) else text
 
 
-def _values(tensor: "QuantizedTensor", indent: int) -> str:
+def _values(tensor: Any, indent: int) -> str:
     if not all(_is_readable(buffer) for _, buffer in tensor._buffers()):
         return "..."
     try:
@@ -92,7 +88,7 @@ def formats_of(parameters: Iterable[torch.Tensor]) -> str:
     return f", quantized_weights={' + '.join(found)}" if found else ""
 
 
-def _format(tensor: "QuantizedTensor") -> str:
+def _format(tensor: Any) -> str:
     """The class, and what tells it from others of it: element type, formats of two directions, or the quantizer."""
     known = [element_name(value) for value in tensor._plain_values().values() if isinstance(value, DType)]
     known = known or list(_parts(tensor).values()) or [type(tensor._quantizer).__name__]

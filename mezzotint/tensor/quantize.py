@@ -6,7 +6,7 @@ only ask the constant for other constants.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,15 +16,13 @@ from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.tensor.flatten import class_by_name
+from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import count_write
 
-if TYPE_CHECKING:
-    from mezzotint.tensor.quantizer import Quantizer
 
-
-def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | None = None) -> Any:
+def quantize(x: torch.Tensor, quantizer: QuantizerLike, *, dtype: torch.dtype | None = None) -> Any:
     """`x` → quantized tensor, or storage when the quantizer is internal. See `Quantizer.quantize`."""
     if not isinstance(x, torch.Tensor):
         x = _plain(x)
@@ -43,7 +41,7 @@ def quantize(x: torch.Tensor, quantizer: "Quantizer", *, dtype: torch.dtype | No
     return _quantize_tensor(x, quantizer, dtype)
 
 
-def quantize_storage(x: torch.Tensor, quantizer: "Quantizer", **given: torch.Tensor | None) -> QuantizedTensorStorage:
+def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.Tensor | None) -> QuantizedTensorStorage:
     """`x` → storage with the quantizer's directions, which keeps the quantizer itself: it is a value to this package.
 
     `given`: amax reduced over a group, rng state, by name.
@@ -52,7 +50,7 @@ def quantize_storage(x: torch.Tensor, quantizer: "Quantizer", **given: torch.Ten
 
 
 def quantize_scaled(
-    x: torch.Tensor, quantizer: "Quantizer", scale: torch.Tensor | None
+    x: torch.Tensor, quantizer: QuantizerLike, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
     """`x` → storage and, of a quantizer whose scale is given with the call, the amax of x, FP32 [1]."""
     if quantizer.is_custom():
@@ -69,7 +67,7 @@ def quantize_scaled(
 
 
 def quantize_groups(
-    xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]", scales: Sequence[torch.Tensor | None]
+    xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike | None], scales: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
     """`quantize_scaled` of each of G tensors: storages, the tensors themselves where they are not quantized, and
     amaxes. By one op where the quantizers are alike."""
@@ -96,7 +94,7 @@ def quantize_groups(
     return tuple(storages), tuple(amaxes)
 
 
-def _common_call(xs: Sequence[torch.Tensor], quantizers: "Sequence[Quantizer | None]") -> QuantizeCall | None:
+def _common_call(xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike | None]) -> QuantizeCall | None:
     """Return what one op does to all of these tensors, or None where none does, or there is one tensor alone."""
     common: QuantizeCall | None = None
     for x, quantizer in zip(xs, quantizers, strict=True):
@@ -117,7 +115,7 @@ def quantize_source(
     arguments: tuple[Any, ...],
     shape: Any,
     dtype: torch.dtype,
-    quantizer: "Quantizer",
+    quantizer: QuantizerLike,
     scale: torch.Tensor | None,
     sums: torch.dtype | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
@@ -140,12 +138,12 @@ def quantize_source(
     return assemble(buffers, quantizer, True, shape, dtype, quantizer), amax, None if sums is None else summed
 
 
-def _quantize_tensor(x: torch.Tensor, quantizer: "Quantizer", dtype: torch.dtype | None) -> Any:
+def _quantize_tensor(x: torch.Tensor, quantizer: QuantizerLike, dtype: torch.dtype | None) -> Any:
     return assemble(quantize_buffers(x, quantizer, {}), quantizer, False, x.shape, x.dtype if dtype is None else dtype)
 
 
 def quantize_buffers(
-    x: torch.Tensor, quantizer: "Quantizer", given: dict[str, torch.Tensor | None]
+    x: torch.Tensor, quantizer: QuantizerLike, given: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """`x` → buffers in the quantizer's order."""
     if isinstance(x, QuantizedTensorStorage):
@@ -168,7 +166,7 @@ def _plain(x: Any) -> torch.Tensor:
     return x.dequantize()
 
 
-def guard_usages(quantizer: "Quantizer") -> int:
+def guard_usages(quantizer: QuantizerLike) -> int:
     """Ask for what may be assigned in place, so that the compiler guards on it.
 
     Its guard on a quantizer that is no value (a hybrid with a part of delayed scaling) is by identity, and does not see
@@ -204,7 +202,7 @@ def _tensor_arguments(
 
 def assemble(
     buffers: Sequence[torch.Tensor],
-    quantizer: "Quantizer",
+    quantizer: QuantizerLike,
     internal: bool,
     shape: Any,
     dtype: torch.dtype,
@@ -229,7 +227,7 @@ def assemble(
 def update_quantized(
     src: torch.Tensor,
     dst: Any,
-    quantizer: "Quantizer",
+    quantizer: QuantizerLike,
     *,
     noop_flag: torch.Tensor | None = None,
     **given: torch.Tensor | None,
@@ -274,7 +272,7 @@ def update_quantized(
 def update_scaled(
     src: torch.Tensor,
     dst: Any,
-    quantizer: "Quantizer",
+    quantizer: QuantizerLike,
     scale: torch.Tensor | None,
     *,
     noop_flag: torch.Tensor | None = None,
@@ -291,7 +289,7 @@ def update_scaled(
     return amax
 
 
-def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
+def _check_form(dst: Any, quantizer: QuantizerLike, storage_class: Any) -> None:
     """What `dst` says of its bytes must be true of the bytes that the quantizer makes."""
     values = quantizer.storage_metadata()
     for attribute, kwarg, _ in storage_class._VALUES:
@@ -312,7 +310,7 @@ def _check_form(dst: Any, quantizer: "Quantizer", storage_class: Any) -> None:
 def _update_buffers(
     src: torch.Tensor,
     buffers: list[torch.Tensor],
-    quantizer: "Quantizer",
+    quantizer: QuantizerLike,
     noop_flag: torch.Tensor | None,
     given: dict[str, torch.Tensor | None],
 ) -> None:
@@ -348,7 +346,7 @@ class _Quantize(torch.autograd.Function):
         return grad, None
 
 
-def check_quantizable(x: torch.Tensor, quantizer: "Quantizer") -> None:
+def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
     """What every format refuses: no tensor, a dtype that is no high precision, no dimension, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
@@ -371,7 +369,7 @@ def check_noop(noop_flag: torch.Tensor) -> None:
         raise ValueError(f"noop_flag has shape {tuple(noop_flag.shape)}: give one element, 1 for nothing to do")
 
 
-def check_shape(shape: Sequence[int], quantizer: "Quantizer") -> None:
+def check_shape(shape: Sequence[int], quantizer: QuantizerLike) -> None:
     """A tensor that can be quantized has a last dimension, and at least one direction is asked for."""
     if len(shape) == 0:
         raise ValueError("tensor has no dimensions: blocks and rows need a last one; reshape it to (1,)")

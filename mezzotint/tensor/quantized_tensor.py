@@ -18,6 +18,7 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.tensor.fsdp import make_whole, send_shard, sendable_directions
 from mezzotint.tensor.partition import Split, share_amax, update_shard
 from mezzotint.tensor.printing import printed
+from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage, rebuild_quantized_tensor, resolve_shape
 from mezzotint.tracing import count_write
 
@@ -31,6 +32,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
 
+    _quantizer: Quantizer | None
     # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
     _splits: tuple[Split, ...] = ()
     _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`fsdp_directions.py`)

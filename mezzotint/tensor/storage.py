@@ -1,18 +1,16 @@
 """QuantizedTensorStorage: a plain holder of one tensor's quantized buffers. What a GEMM takes and a backward saves."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
+from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_by
 from mezzotint.tensor.printing import described
 from mezzotint.tracing import count_write
-
-if TYPE_CHECKING:
-    from mezzotint.tensor.quantizer import Quantizer
 
 Along = tuple[int, int] | None  # a dimension, and of how many rows or columns an entry is
 
@@ -26,7 +24,7 @@ class QuantizedTensorStorage(Flattenable):
     _COPIES_ROWS: ClassVar[bool] = False  # `_rows` gives some views and some copies, or a scale of all rows
     _READS_QUANTIZER: ClassVar[bool] = False  # the buffers mean nothing without the quantizer
 
-    _quantizer: "Quantizer | None"
+    _quantizer: QuantizerLike | None
 
     def __init__(self, *args: Any, fake_dtype: torch.dtype | None = None, **fields: Any) -> None:
         """Declared buffers and values, by keyword or in declared order; `fake_dtype` is the nominal dtype."""
@@ -89,7 +87,7 @@ class QuantizedTensorStorage(Flattenable):
         buffers."""
         return None
 
-    def _plain_quantizer(self) -> "Quantizer | None":
+    def _plain_quantizer(self) -> QuantizerLike | None:
         """One that lays buffers out as the plain values say; None: the quantizer alone says it."""
         return None
 
@@ -203,7 +201,7 @@ class QuantizedTensorStorage(Flattenable):
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, None)
 
-    def update_quantizer(self, quantizer: "Quantizer") -> None:
+    def update_quantizer(self, quantizer: QuantizerLike) -> None:
         """Quantize with (a copy of) this quantizer from now on."""
         self._quantizer = quantizer.copy()
 
