@@ -1,8 +1,8 @@
 """What eager code does and a traced graph cannot, or must do otherwise: each function says what differs, and why."""
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -46,6 +46,23 @@ def read_live(*tensors: torch.Tensor | None) -> None:
         for tensor in tensors:
             for proxy in [] if tensor is None else find_proxies(tensor):
                 proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+@contextmanager
+def left_to_backward() -> Iterator[None]:
+    """Have the compiler leave to backward what is computed inside. All that it reads is there in forward: it would be
+    computed there, and held. (The partitioner of AOTAutograd goes by this tag, which is private; torch 2.11 and 2.13.)
+    """
+    meta = torch.fx.traceback.current_meta
+    if not in_graph() or torch.compiler.is_dynamo_compiling() or "partitioner_tag" not in meta:
+        yield
+        return
+    before = meta["partitioner_tag"]
+    meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta["partitioner_tag"] = before
 
 
 def backward_task() -> int:

@@ -37,6 +37,7 @@ from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import left_to_backward
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,10 @@ class LinearFwdArgs(Saved):
     saves_original_input: bool
     grad_state: GradState | None
     parallel: Parallel | None = None  # None: the whole weight is here
+    weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
+    weight_scale: torch.Tensor | None = None  # delayed scaling, FP32 [1]
 
-    SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale")
+    SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale")
 
 
 @dataclass(slots=True)
@@ -126,8 +129,10 @@ class LinearBwdArgs(Saved):
     bias_dtype: torch.dtype | None
     saves_original_input: bool
     parallel: Parallel | None
+    weight_again: Quantizer | None
+    weight_scale: torch.Tensor | None
 
-    SAVED = ("x", "weight", "grad_scale", "input_scale")
+    SAVED = ("x", "weight", "grad_scale", "input_scale", "weight_scale")
 
 
 @dataclass(slots=True)
@@ -196,6 +201,8 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
     if a.needs.input:
         if override == "high_precision":
             weight = a.weight_q if isinstance(a.weight, QuantizedTensorStorage) else a.weight
+        elif a.weight_again is not None:
+            weight = a.weight
         else:
             weight = kept(a.weight_q, columnwise=override is None)
     return LinearBwdArgs(
@@ -210,6 +217,8 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         bias_dtype=None if a.bias is None else a.bias.dtype,
         saves_original_input=a.saves_original_input,
         parallel=a.parallel,
+        weight_again=a.weight_again,
+        weight_scale=None if a.weight_again is None else a.weight_scale,
     )
 
 
@@ -278,7 +287,7 @@ def linear_backward(
         db = run_op(column_sum, dy, b.bias_dtype)
     dx = None
     if b.needs.input:
-        weight = in_high_precision(as_multiplied(b.weight, b.numerics), b.numerics)
+        weight = _saved_weight(b)
         dx = multiply(g, weight, b_columnwise=True, out_dtype=b.numerics.dtype, fast=b.numerics.fast_dgrad)
         if parallel is not None and parallel.mode == "column":
             dx = start_sum(dx, parallel)
@@ -295,6 +304,14 @@ def as_multiplied(x: Any, numerics: Numerics) -> Any:
     """What forward made, dequantized, where backward is overridden to compute on that."""
     is_quantized = isinstance(x, QuantizedTensorStorage)
     return x.dequantize(dtype=numerics.dtype) if is_quantized and numerics.override is not None else x
+
+
+def _saved_weight(b: LinearBwdArgs) -> Any:
+    """Return the weight as the input gradient multiplies it."""
+    if b.weight_again is not None:
+        with left_to_backward():
+            return quantize_scaled(b.weight.detach(), b.weight_again, b.weight_scale)[0]
+    return in_high_precision(as_multiplied(b.weight, b.numerics), b.numerics)
 
 
 def _saved_input(b: LinearBwdArgs) -> Any:

@@ -140,7 +140,8 @@ class Layer(Configured, Named, ParallelModule):
         """Ask the state, once."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        plan = plan_of(self, recipe, dtype, tuple(needs))
+        keeps_weights = recipe is not None and is_first_microbatch is not None
+        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights)
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         call = RunSettings(plan)
@@ -319,13 +320,15 @@ class Layer(Configured, Named, ParallelModule):
             self._reset_state()
 
 
-def plan_of(module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+def plan_of(
+    module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...], keeps_weights: bool = False
+) -> Plan:
     """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
     # No method: in a graph each look-up of one in a module has its guards.
     if recipe is None or recipe.answers_once():
-        key = module._config, recipe, dtype, needs
-        return memoized(module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs))
-    return plan_anew(module._config, recipe, module._name, dtype, needs)
+        key = module._config, recipe, dtype, needs, keeps_weights
+        return memoized(module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights))
+    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights)
 
 
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ Both are constants of a graph: the compiler guards on the configuration and on t
 plan while it traces. So modules of one configuration share their graphs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +43,7 @@ class Plan(GraphConstant):
     has_backward: bool
     parallels: tuple[Parallel | None, ...]
     saves_original_input: bool
+    weights_again: tuple[Quantizer | None, ...]  # what backward quantizes a weight with again; None: forward's is held
 
 
 @dataclass(frozen=True)
@@ -74,16 +75,29 @@ class LayerConfig(GraphConstant):
     activation: str = ""
     activation_params: tuple[float, ...] = ()
     recomputes: bool = False  # in backward
+    weights_again: bool = False  # backward quantizes weights again, so that no copy of them is held for it
 
-    def plan(self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+    def plan(
+        self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...], keeps_weights: bool
+    ) -> Plan:
         """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
-        go by it, else "": modules of other names then have the same plan."""
+        go by it, else "": modules of other names then have the same plan. `keeps_weights`: the quantized weights serve
+        other microbatches too."""
         is_kept = recipe is None or recipe.answers_once()
-        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs)
+        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights)
 
     def state_plan(self, request: DelayedScalingRequest) -> Plan:
         """Return the plan of an operation whose quantizers are its own affair: delayed scaling's state alone."""
-        return Plan((), (), resolve_numerics(None, torch.float32), request, True, (), False)
+        return Plan(
+            quantizers=(),
+            needs=(),
+            numerics=resolve_numerics(None, torch.float32),
+            request=request,
+            has_backward=True,
+            parallels=(),
+            saves_original_input=False,
+            weights_again=(),
+        )
 
     def role(self, name: str, gemm: int, tensor_type: str) -> QuantizerRole:
         """Return what a recipe is told of a tensor of the module of this name."""
@@ -91,12 +105,26 @@ class LayerConfig(GraphConstant):
 
 
 def _resolve(
-    config: LayerConfig, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]
+    config: LayerConfig,
+    recipe: Recipe | None,
+    name: str,
+    dtype: torch.dtype,
+    needs: tuple[Needs, ...],
+    keeps_weights: bool,
 ) -> Plan:
     quantizers: tuple[LinearQuantizers, ...] = (NO_QUANTIZERS,) * len(needs)
+    again: tuple[Quantizer | None, ...] = (None,) * len(needs)
     request: DelayedScalingRequest | None = None
     if recipe is not None:
         quantizers, request = _resolve_quantizers(config, recipe, name, needs)
+        if config.weights_again and not keeps_weights:
+            again = tuple([_weight_again(config, gemm, each.weight) for gemm, each in enumerate(quantizers)])
+            quantizers = tuple(
+                [
+                    each if other is None else _without_columns(each)
+                    for each, other in zip(quantizers, again, strict=True)
+                ]
+            )
     return Plan(
         quantizers=quantizers,
         needs=needs,
@@ -105,20 +133,44 @@ def _resolve(
         has_backward=any(need.input or need.weight or need.bias for need in needs),
         parallels=config.parallels,
         saves_original_input=config.saves_original_input,
+        weights_again=again,
     )
+
+
+def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
+    """Return what backward quantizes a weight with again, or None where it reads what forward made: where a weight is
+    put together for each run, or split over ranks, or where its quantizer would make something else."""
+    is_parameter = bool(config.weight_names) and len(config.weight_names[gemm]) == 1
+    if quantizer is None or not is_parameter or config.parallels[gemm] is not None or config.recomputes:
+        return None
+    if quantizer.is_custom() or not quantizer.columnwise_usage or not quantizer.is_requantization_safe():
+        return None
+    return quantizer.with_usage(rowwise=False, columnwise=True)
+
+
+def _without_columns(quantizers: LinearQuantizers) -> LinearQuantizers:
+    assert quantizers.weight is not None
+    return replace(quantizers, weight=quantizers.weight.with_usage(rowwise=True, columnwise=False))
 
 
 _kept_plan = lru_cache(maxsize=PLANS)(_resolve)
 
 
-def plan_anew(config: LayerConfig, recipe: Recipe, name: str, dtype: torch.dtype, needs: tuple[Needs, ...]) -> Plan:
+def plan_anew(
+    config: LayerConfig,
+    recipe: Recipe,
+    name: str,
+    dtype: torch.dtype,
+    needs: tuple[Needs, ...],
+    keeps_weights: bool,
+) -> Plan:
     """Return the plan under a recipe that is asked at each run. While a graph is traced, the compiler walks through a
     factory first, for the guards on all that it reads: when its answer changes there is another graph."""
     if torch.compiler.is_dynamo_compiling() and isinstance(recipe, CustomRecipe):
         for gemm in range(len(config.gemm_names)):
             for tensor_type in ("input", "weight", "grad_output"):
                 recipe.qfactory(config.role(name, gemm, tensor_type))
-    return config.plan(recipe, name, dtype, needs)
+    return config.plan(recipe, name, dtype, needs, keeps_weights)
 
 
 def _resolve_quantizers(

@@ -20,6 +20,7 @@ from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
+from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import in_graph
 
 
@@ -117,6 +118,8 @@ def linear_args(
         input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
         grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),
         saves_original_input=plan.saves_original_input,
+        weight_again=None if isinstance(weight, QuantizedTensorStorage) else plan.weights_again[gemm],
+        weight_scale=None if run is None else scale_of(run.weight_scales, gemm, "weight"),
         grad_state=None,
         parallel=plan.parallels[gemm],
     )

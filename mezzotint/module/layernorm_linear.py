@@ -228,7 +228,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
 
     def _config_fields(self) -> dict[str, Any]:
         norm = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-        return {**super()._config_fields(), "in_features": self.in_features, "norm": norm}
+        return {**super()._config_fields(), "in_features": self.in_features, "norm": norm, "weights_again": True}
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -220,6 +220,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             "activation": self._activation,
             "activation_params": self._activation_params,
             "recomputes": self.checkpoint,
+            "weights_again": True,
         }
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:

@@ -136,7 +136,7 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=device.type == "meta")
 
     def _config_fields(self) -> dict[str, Any]:
-        return {**super()._config_fields(), "in_features": self.in_features}
+        return {**super()._config_fields(), "in_features": self.in_features, "weights_again": True}
 
     def forward(
         self,
