@@ -3,7 +3,7 @@
 Nothing is imported here: the command line's help does not wait for PyTorch.
 """
 
-# Name → class in `recipe.py`.
+# Name → class in `recipe/`.
 RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",

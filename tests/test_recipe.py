@@ -267,6 +267,15 @@ def test_recipes_are_frozen_values(name: str) -> None:
         assert pickle.loads(pickle.dumps(recipe)) == recipe
 
 
+@pytest.mark.parametrize("cls", [*CONSTRUCTORS, Format, type(Format.E4M3.value)])
+def test_files_name_classes_by_the_package(cls: type) -> None:
+    """A pickle has `mezzotint.recipe.<name>`, whichever file of the package defines the class: it stays readable, also
+    under `weights_only`, where PyTorch compares names."""
+    written = f"cmezzotint.recipe\n{cls.__name__}\n".encode()
+    assert pickle.loads(written + b".") is cls
+    assert pickle.dumps(cls, 0).startswith(written)
+
+
 def test_recipes_are_told_apart() -> None:
     """By value, by hash and by repr, which lists every option."""
     recipes = [*ALL.values(), Float8CurrentScaling(fp8_gemm_fprop=MMParams(True)), MXFP8BlockScaling(fp8_dpa=True)]
@@ -338,6 +347,28 @@ def test_predicates(predicate: str) -> None:
         instance = cls(custom_recipes.mxfp8_factory) if cls is CustomRecipe else cls()
         for asked in (cls, subclass, instance):
             assert getattr(asked, predicate)() is expected
+
+
+@pytest.mark.parametrize("cls", mz.recipe.RECIPES.values())
+def test_who_answers_once(cls: type[Recipe]) -> None:
+    """A recipe of ours, and one derived from it that leaves `quantizer` as it is."""
+
+    class Derived(cls):  # type: ignore[valid-type, misc]
+        def alignment(self) -> int:
+            return 64
+
+    class Own(cls):  # type: ignore[valid-type, misc]
+        def quantizer(self, role: QuantizerRole) -> Any:
+            return super().quantizer(role)
+
+    assert cls().answers_once()
+    assert Derived().answers_once()
+    assert not Own().answers_once()
+
+
+def test_a_factory_is_asked_again() -> None:
+    assert not CustomRecipe(custom_recipes.mxfp8_factory).answers_once()
+    assert not Recipe().answers_once()
 
 
 def test_roles_as_text() -> None:

@@ -1,0 +1,52 @@
+"""CustomRecipe: a user's function says how each tensor is quantized."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.options import Format, check_override
+from mezzotint.recipe.requests import QuantizerRequest
+from mezzotint.recipe.roles import QuantizerRole
+from mezzotint.tensor.quantizer import Quantizer
+
+
+@dataclass(frozen=True)
+class CustomRecipe(Recipe):
+    """`qfactory(role)` gives the quantizer, or a request for state, of each tensor.
+
+    It is asked at every run of a module. In a graph it is asked while the graph is traced, which is traced again when
+    something has changed that it has read: so a factory may change its answer, and both follow.
+    """
+
+    _family = "custom"
+
+    qfactory: Callable[[QuantizerRole], Any]
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        check_override(self)
+        if not callable(self.qfactory):
+            raise TypeError(f"qfactory is {type(self.qfactory).__name__}: give a function of a QuantizerRole")
+        if self.quantization_alignment < 1:
+            raise ValueError(f"quantization_alignment is {self.quantization_alignment}: give 1 or more")
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
+        made = self.qfactory(role)
+        # Inside a graph torch 2.11 does not know the class of a quantizer that was made there: by what it is not.
+        is_wrong = made is None or isinstance(made, str | int | float | type | tuple | list | dict)
+        if is_wrong or (not torch.compiler.is_compiling() and not isinstance(made, Quantizer | QuantizerRequest)):
+            raise TypeError(
+                f"qfactory gave {type(made).__name__} for {role}: give a Quantizer (IdentityQuantizer to leave the "
+                "tensor as it is) or a DelayedScalingRequest"
+            )
+        return made
+
+    def alignment(self) -> int:
+        return self.quantization_alignment

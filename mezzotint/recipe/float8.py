@@ -1,0 +1,167 @@
+"""Recipes in FP8 whose FP32 scales come from the tensor itself: one for a tensor, for a row or for a block."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.options import (
+    Format,
+    MMParams,
+    QParams,
+    check_format_and_override,
+    element_of,
+    epsilon_of,
+    params_of,
+    set_default,
+    set_params,
+)
+from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.float8_block import Float8BlockQuantizer
+from mezzotint.tensor.float8_rowwise import Float8RowwiseQuantizer
+from mezzotint.tensor.quantizer import Quantizer
+
+GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+
+
+@dataclass(frozen=True)
+class _Float8Scaling(Recipe):
+    """FP8 with scales from the tensor itself. GEMMs and tensors can be told apart; what is left None is filled in."""
+
+    _splits: ClassVar[tuple[bool, bool, bool]] = (False, True, True)  # accumulation: forward off, backward on
+
+    def __post_init__(self) -> None:
+        check_format_and_override(self)
+        for name, split in zip(GEMMS, self._splits, strict=True):
+            set_default(self, name, MMParams(split))
+        power_2_scale = self._has_power_2_scales()
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            set_params(self, name, QParams(power_2_scale=power_2_scale))
+            params = getattr(self, name)
+            if params.random_hadamard_transform or params.stochastic_rounding or params.fp4_2d_quantization:
+                raise ValueError(f"{name} is {params}: FP8 has power_2_scale and amax_epsilon; leave the others out")
+
+    def _has_power_2_scales(self) -> bool:
+        """Where a tensor's options do not say it."""
+        raise NotImplementedError
+
+    def products(self) -> tuple[bool, bool, bool]:
+        fprop, dgrad, wgrad = [not getattr(self, name).use_split_accumulator for name in GEMMS]
+        return fprop, dgrad, wgrad
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_Float8Scaling):
+    """FP8 with one scale per tensor, from the tensor itself."""
+
+    colour = "#56B4E9"
+    _family = "float8_current_scaling"
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.HYBRID
+    fp8_gemm_fprop: MMParams | None = None  # split accumulation: forward off, backward on
+    fp8_gemm_dgrad: MMParams | None = None
+    fp8_gemm_wgrad: MMParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None  # None: power-of-two scales as use_power_2_scales says
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    def _has_power_2_scales(self) -> bool:
+        return self.use_power_2_scales
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        params = params_of(self, "fp8", role)
+        return Float8CurrentScalingQuantizer(
+            element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=epsilon_of(params)
+        )
+
+
+@dataclass(frozen=True)
+class Float8RowwiseScaling(_Float8Scaling):
+    """FP8 with one scale per row and per column, from the tensor itself."""
+
+    colour = "#009E73"
+    _family = "float8_rowwise_scaling"
+
+    use_power_2_scales: bool = True
+    fp8_format: Format = Format.E4M3
+    fp8_gemm_fprop: MMParams | None = None  # split accumulation: forward off, backward on
+    fp8_gemm_dgrad: MMParams | None = None
+    fp8_gemm_wgrad: MMParams | None = None
+    high_precision_wgrad: bool = False  # the weight gradient from the unquantized input and gradient
+    backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    def _has_power_2_scales(self) -> bool:
+        return self.use_power_2_scales
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        params = params_of(self, "fp8", role)
+        return Float8RowwiseQuantizer(
+            element_of(self, role), force_pow_2_scales=params.power_2_scale, amax_epsilon=epsilon_of(params)
+        )
+
+    def keeps_wgrad(self) -> bool:
+        return self.high_precision_wgrad
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_Float8Scaling):
+    """FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights."""
+
+    colour = "#CC79A7"
+    _family = "float8_block_scaling"
+
+    use_f32_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams | None = None  # split accumulation: always
+    fp8_gemm_dgrad: MMParams | None = None
+    fp8_gemm_wgrad: MMParams | None = None
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    fp8_quant_fwd_inp: QParams | None = None
+    fp8_quant_fwd_weight: QParams | None = None
+    fp8_quant_bwd_grad: QParams | None = None
+
+    _splits = (True, True, True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        x, w, grad = self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim
+        for name, dim in (("x", x), ("w", w), ("grad", grad)):
+            if dim not in (1, 2):
+                raise ValueError(f"{name}_block_scaling_dim is {dim}: give 1 (1x128) or 2 (128x128)")
+        if (x, w, grad).count(2) > 1:
+            raise ValueError(
+                f"block scaling dims are x={x}, w={w}, grad={grad}: no GEMM multiplies 128x128 by 128x128; "
+                "give 2 to one of them at most"
+            )
+        if any(self.products()):
+            raise ValueError("use_split_accumulator is False: block scaling always promotes its partial sums")
+
+    def _has_power_2_scales(self) -> bool:
+        return not self.use_f32_scales
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer:
+        params = params_of(self, "fp8", role)
+        if role.tensor_type == "weight":
+            dim = self.w_block_scaling_dim
+        else:
+            dim = self.grad_block_scaling_dim if role.tensor_type in BACKWARD_TENSORS else self.x_block_scaling_dim
+        return Float8BlockQuantizer(
+            element_of(self, role),
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=epsilon_of(params),
+            force_pow_2_scales=params.power_2_scale,
+            block_scaling_dim=2 if dim == 2 else 1,  # a constant, where the compiler takes ints for symbols
+        )

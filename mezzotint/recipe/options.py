@@ -1,0 +1,114 @@
+"""Options that recipes share: element types, how a GEMM accumulates, how one tensor is quantized; and their checks."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+from mezzotint.constants import DType
+from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
+from mezzotint.tensor.checks import check_epsilon
+
+OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class _Maxima(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    """Element types of forward and backward tensors, by their largest values. HYBRID: E4M3 forward, E5M2 backward."""
+
+    E2M1 = _Maxima(6, 6)
+    E4M3 = _Maxima(448, 448)
+    E5M2 = _Maxima(57344, 57344)
+    HYBRID = _Maxima(448, 57344)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """How a GEMM accumulates: `use_split_accumulator` promotes partial sums to full FP32."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How a tensor is quantized, where a recipe lets it be said per tensor."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    _is_filled: ClassVar[bool] = False  # by a recipe, from its switches: a changed copy of the recipe fills it again
+    _epsilon: ClassVar[str] = "0.0"  # amax_epsilon as text: see `epsilon_of`
+
+    def __post_init__(self) -> None:
+        check_epsilon(self.amax_epsilon)
+        object.__setattr__(self, "_epsilon", repr(self.amax_epsilon))
+
+
+def element(fp8_format: Format, forward: bool) -> DType:
+    """The element type of a format's forward, or backward, tensors."""
+    is_e5m2 = fp8_format is Format.E5M2 or (fp8_format is Format.HYBRID and not forward)
+    return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
+
+
+def element_of(recipe: Any, role: QuantizerRole) -> DType:
+    """Return the element type in which a recipe quantizes the tensor of a role."""
+    return element(recipe.fp8_format, role.tensor_type not in BACKWARD_TENSORS)
+
+
+def params_of(recipe: Any, prefix: str, role: QuantizerRole) -> QParams:
+    """Return the options that a recipe has for the tensor of a role; `prefix` is "fp8" or "fp4", as in its fields."""
+    name = "bwd_grad" if role.tensor_type in BACKWARD_TENSORS else "fwd_inp"
+    return getattr(recipe, f"{prefix}_quant_{'fwd_weight' if role.tensor_type == 'weight' else name}")
+
+
+def epsilon_of(params: QParams) -> float:
+    """Return `amax_epsilon`. Under `torch.compile(dynamic=True)` a float that is read is a symbol, of which no
+    quantizer can be made: that is a constant of the graph. Text is one, too."""
+    return float(params._epsilon)
+
+
+def set_default(recipe: Any, name: str, default: Any) -> bool:
+    """Fill in a field that was left None, and return whether it was. (torch 2.11 does not trace a field whose default
+    is an instance.)"""
+    given = getattr(recipe, name)
+    if given is None:
+        object.__setattr__(recipe, name, default)
+    elif not isinstance(given, type(default)):
+        wanted = type(default).__name__
+        raise TypeError(f"{name} is {type(given).__name__}: give a mezzotint.recipe.{wanted}")
+    return given is None
+
+
+def set_params(recipe: Any, name: str, default: QParams) -> None:
+    """Fill in options that were left None, or that were filled in before this recipe was copied
+    (`dataclasses.replace`)."""
+    if set_default(recipe, name, default) or getattr(recipe, name)._is_filled:
+        object.__setattr__(default, "_is_filled", True)
+        object.__setattr__(recipe, name, default)
+
+
+def check_format_and_override(recipe: Any, formats: tuple[Format, ...] = (Format.E4M3, Format.HYBRID)) -> None:
+    """Raise a ValueError unless `fp8_format` is one of `formats` and `backward_override` is one that there is."""
+    check_format(recipe, formats)
+    check_override(recipe)
+
+
+def check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:
+    """Raise a ValueError unless `fp8_format` is one of `allowed`."""
+    if recipe.fp8_format not in allowed:
+        names = " or ".join(f"Format.{fmt.name}" for fmt in allowed)
+        raise ValueError(f"fp8_format is {recipe.fp8_format}: {type(recipe).__name__} takes {names}")
+
+
+def check_override(recipe: Any) -> None:
+    """Raise a ValueError unless `backward_override` is one that there is."""
+    if recipe.backward_override not in OVERRIDES:
+        raise ValueError(
+            f"backward_override is {recipe.backward_override!r}: give None, 'high_precision' or 'dequantized'"
+        )
