@@ -32,6 +32,7 @@ class Configured(nn.Module):
         self.__dict__["_config"] = self._make_config()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_configured = name in self._CONFIGURED  # asked first: `__class__` may be assigned one that is none of ours
         super().__setattr__(name, value)
-        if name in self._CONFIGURED and "_config" in self.__dict__:
+        if is_configured and "_config" in self.__dict__:
             self._configure()
