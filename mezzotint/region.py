@@ -4,6 +4,8 @@ Each thread has its own, as `torch.autocast` has: a region that one thread enter
 `current_state` finds it, in eager code and in graphs; modules ask once per call.
 """
 
+import ctypes
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +103,16 @@ class _Thread(threading.local):
         if torch._C._is_key_in_tls(_KEY):
             self.state = torch._C._get_obj_in_tls(_KEY)
         else:
-            torch._C._stash_obj_in_tls(_KEY, self.own)
+            _stash(self.own)
+
+
+def _stash(state: State) -> None:
+    """Have PyTorch keep the state of this thread. It drops a reference when the thread ends, but torch 2.11 takes none:
+    there it is given one, or it would free what is still in use."""
+    references = sys.getrefcount(state)
+    torch._C._stash_obj_in_tls(_KEY, state)
+    if sys.getrefcount(state) == references:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(state))
 
 
 THREAD = _Thread()

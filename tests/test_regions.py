@@ -1,10 +1,13 @@
 """Regions belong to threads, may be left in any order, decorate functions, and take a recipe first."""
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,6 +89,19 @@ def test_delayed_scaling_in_threads_loses_no_module() -> None:
 
     with ThreadPoolExecutor(len(modules)) as pool:
         assert all(each == (True, True) for moved in pool.map(train, modules) for each in moved)
+
+
+def test_a_state_outlives_its_thread() -> None:
+    """PyTorch holds the state of a thread until the thread is gone, after `join`: it drops one reference, its own."""
+    seen: list[State] = []
+    thread = threading.Thread(target=lambda: seen.extend([current_state()] * 5))
+    thread.start()
+    thread.join()
+    end = time.monotonic() + 10
+    while Path(f"/proc/self/task/{thread.native_id}").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    expected = [object()] * 5
+    assert sys.getrefcount(seen[0]) == sys.getrefcount(expected[0])
 
 
 def test_a_region_is_left_in_its_own_thread() -> None:
