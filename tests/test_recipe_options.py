@@ -341,3 +341,20 @@ def test_override_and_alignment() -> None:
     assert dataclasses.replace(custom, quantization_alignment=48).alignment() == 48
     assert [cls().keeps_wgrad() for cls in KINDS] == [False] * len(KINDS)
     assert Float8RowwiseScaling(high_precision_wgrad=True).keeps_wgrad()
+
+
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "grouped_linear"])
+def test_high_precision_wgrad(name: str) -> None:
+    """The weight gradient is the one without a recipe, of the unquantized input and dy; the rest is as without the
+    option."""
+    plain, quantized, got = (
+        step(make(name), sample(), recipe)
+        for recipe in (None, Float8RowwiseScaling(), Float8RowwiseScaling(high_precision_wgrad=True))
+    )
+    weights = {key for key in got if key.startswith("weight")}
+    assert weights
+    for key, value in got.items():
+        assert torch.equal(value, (plain if key in weights else quantized)[key]), key
+    for other in (plain, quantized):
+        assert any(not torch.equal(other[key], got[key]) for key in got)
+    assert any(not torch.equal(quantized[key], got[key]) for key in weights)

@@ -188,23 +188,31 @@ def test_bias_is_added_in_fp32_before_the_cast(kind: str, out_dtype: torch.dtype
         assert torch.equal(gemm(a, b, out_dtype=out_dtype), wide.to(out_dtype))
 
 
+# Without gradients, as in a backward, eager code goes straight to the product; else through the op.
+through_the_op_or_not = pytest.mark.parametrize("is_op", [True, False])
+
+
 @pytest.mark.parametrize("dtype", [F32, F16, B16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulate(kind: str, dtype: torch.dtype) -> None:
+@through_the_op_or_not
+def test_accumulate(kind: str, dtype: torch.dtype, is_op: bool) -> None:
     a, b = quantize(torch.randn(10, 40), kind), quantize(torch.randn(6, 40), kind)
     total = torch.randn(10, 6).to(dtype)
     expected = total + gemm(a, b, out_dtype=dtype, bias=torch.ones(6))
-    got = gemm(a, b, out_dtype=F32, bias=torch.ones(6), accumulate=total)
+    with torch.set_grad_enabled(is_op):
+        got = gemm(a, b, out_dtype=F32, bias=torch.ones(6), accumulate=total)
     assert got is total
     assert torch.equal(got, expected)
 
 
-def test_accumulate_into_a_view() -> None:
+@through_the_op_or_not
+def test_accumulate_into_a_view(is_op: bool) -> None:
     a, b = Operand(torch.randn(4, 8)), Operand(torch.randn(3, 8))
-    whole = torch.zeros(6, 8)
-    gemm(a, b, out_dtype=F32, accumulate=whole[1:5, ::3])
-    assert torch.equal(whole[1:5, ::3], gemm(a, b, out_dtype=F32))
-    assert int((whole != 0).sum()) == 12
+    whole = torch.ones(6, 8)
+    with torch.set_grad_enabled(is_op):
+        gemm(a, b, out_dtype=F32, accumulate=whole[1:5, ::3])
+    assert torch.equal(whole[1:5, ::3], 1 + gemm(a, b, out_dtype=F32))
+    assert int((whole != 1).sum()) == 12
 
 
 @pytest.mark.cover(2)

@@ -1,4 +1,4 @@
-"""Delayed weight gradients: copies of a module, pickles of it, gradients of parts."""
+"""Delayed weight gradients: copies of a module, pickles of it, several that wait, gradients of parts."""
 
 import copy
 import io
@@ -63,6 +63,21 @@ def test_pickle(name: str) -> None:
     loaded = torch.load(buffer, weights_only=False)
     module.backward_dw()
     assert_equal(delayed_step(loaded), weight_gradients(module))
+
+
+@over_modules
+def test_the_oldest_comes_first(name: str) -> None:
+    """A pipeline runs several backwards before their weight gradients: each `backward_dw` adds those of the oldest."""
+    expected = [step(make(name), sample(seed=seed), RECIPES["mxfp8"]) for seed in range(3)]
+    module = make(name, delay_wgrad_compute=True)
+    for seed in range(3):
+        gradient(run(module, sample(seed=seed), RECIPES["mxfp8"])[0]).backward()
+    total: dict[str, torch.Tensor] = {}
+    for each in expected:
+        module.backward_dw()
+        for key, value in weight_gradients(module).items():
+            total[key] = total[key] + each[key] if key in total else each[key]
+            assert torch.equal(value, total[key]), key
 
 
 # A weight in parts, each with a `main_grad` of its own
