@@ -88,6 +88,39 @@ def test_the_devices_copies_are_gone() -> None:
     assert all(kept.device_copy is not None for kept in seen)
 
 
+def test_the_last_layer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward begins with it: its tensors are not copied, however many layers are asked for."""
+    held: list[Any] = []
+    keep = offload._Layer.keep
+
+    def spy(self: Any, tensor: torch.Tensor, free: Any) -> Any:
+        held.append(self)
+        return keep(self, tensor, free)
+
+    monkeypatch.setattr(offload._Layer, "keep", spy)
+    run(layers(), *get_cpu_offload_context(True, LAYERS, LAYERS))
+    assert len({id(layer) for layer in held}) == LAYERS - 1
+
+
+def test_a_part_of_a_tensor_has_a_copy_of_its_own() -> None:
+    """A tensor and its first rows begin at one address, with the same strides; what two ops save alike is one copy."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        h = x * 1.0
+        return h.square() + h.exp2() * h + torch.cat([h[:8].sin(), h[8:].cos()])
+
+    found = []
+    for enabled in (False, True):
+        context, sync = get_cpu_offload_context(enabled, 1, 2)
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with context:
+            y = layer(x)
+        made = context.layers[0].kept.values() if enabled else ()
+        found.append(torch.autograd.grad(sync(y).sum(), x)[0])
+    assert torch.equal(*found)
+    assert len(made) == 4  # h, what exp2 gives, and both parts of h
+
+
 def test_parameters_marks_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     weight = torch.nn.Parameter(torch.ones(1024, 1024))

@@ -105,6 +105,17 @@ def test_a_position_is_all_there_is_to_go_on_from() -> None:
     assert later.position == whole.position
 
 
+def test_replicas_share_the_batches_of_one_process() -> None:
+    whole = Batches(text_of(41), sequence=4, batch=6, seed=0)  # 10 windows: a batch goes over the end of an epoch
+    parts = [Batches(text_of(41), sequence=4, batch=2, seed=0, replica=i, replicas=3) for i in range(3)]
+    for _ in range(4):
+        expected = whole.next()
+        found = [torch.cat(each) for each in zip(*[part.next() for part in parts], strict=True)]
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    assert {part.position for part in parts} == {whole.position}
+
+
 def test_a_text_that_is_too_short() -> None:
     Batches(text_of(5), sequence=4, batch=1, seed=0)
     with pytest.raises(CommandError, match="the text has 4 tokens: a sequence needs 5"):
