@@ -104,7 +104,7 @@ def _common_call(xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike 
             return None
         check_quantizable(x, quantizer)
         call = quantizer.call_for(x.dtype)
-        if call is None or (common is not None and call != common):
+        if call is None or (common is not None and not call.is_same_as(common)):
             return None
         common = call
     return common
