@@ -40,7 +40,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("convert", "distributed", "graph", "offload", "recomputation"),
     ("dynamo", "inspect"),
     ("api",),
-    ("trainer",),
+    ("as_transformer_engine", "trainer"),
     ("cli",),
     ("__main__",),
 )
@@ -49,6 +49,7 @@ ROW_OF = {unit: row for row, units in enumerate(ROWS) for unit in units}
 # Files that may import inside a function, and why.
 MAY_IMPORT_LATE = {
     "mezzotint": "the command line begins without what `api` imports",
+    "mezzotint.as_transformer_engine.modules": "a counterpart is imported when a name of it is used",
     "mezzotint.cli.app": "help and errors of typing do not wait for torch",
     "mezzotint.distributed": "DTensor takes seconds to import, and most programs have no use for it",
     "mezzotint.kernels._lib": "Triton loads when the first CUDA tensor arrives",

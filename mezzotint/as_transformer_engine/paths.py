@@ -1,0 +1,141 @@
+"""Which modules of Mezzotint answer for a module of Transformer Engine: the one table that the aliases read.
+
+A name is looked for in the modules of its line, in their order. Packages on the way to a path are there without a line
+of their own. A path that has no line and leads to none, such as `transformer_engine.jax`, cannot be imported.
+"""
+
+VERSION = "2.20.0.dev0"  # of Transformer Engine at the commit in names.json: what clients compare `__version__` with
+
+_TE = "transformer_engine"
+_PT = "transformer_engine.pytorch"
+_DPA = f"{_PT}.attention.dot_product_attention"
+_TENSORS = ("mezzotint",)
+
+PATHS: dict[str, tuple[str, ...]] = {
+    _TE: (),
+    f"{_TE}.common.recipe": ("mezzotint.recipe",),
+    f"{_TE}.debug.pytorch.debug_state": (),
+    f"{_TE}_torch": ("mezzotint.optimizers.multi_tensor", "mezzotint"),
+    _PT: ("mezzotint",),
+    f"{_PT}._extra_state": (),
+    f"{_PT}.attention": ("mezzotint",),
+    _DPA: ("mezzotint.attention.dot_product",),
+    f"{_DPA}.backends": (),
+    f"{_DPA}.context_parallel": (),
+    f"{_DPA}.dot_product_attention": ("mezzotint.attention.dot_product",),
+    f"{_DPA}.flex_attention": (),
+    f"{_DPA}.softmax": (),
+    f"{_DPA}.utils": (),
+    f"{_PT}.attention.fused_mla_q_uproj": (),
+    f"{_PT}.attention.inference": ("mezzotint.attention.kv_cache",),
+    f"{_PT}.attention.multi_head_attention": ("mezzotint.attention.multihead",),
+    f"{_PT}.attention.rope": ("mezzotint.attention.rope",),
+    f"{_PT}.constants": (),
+    f"{_PT}.cpp_extensions": ("mezzotint.compat.cpp_extensions",),
+    f"{_PT}.cpp_extensions.fused_attn": (),
+    f"{_PT}.cpp_extensions.gemm": ("mezzotint.compat.cpp_extensions",),
+    f"{_PT}.cpu_offload": ("mezzotint.offload",),
+    f"{_PT}.cross_entropy": ("mezzotint.cross_entropy",),
+    f"{_PT}.custom_recipes.gemm": ("mezzotint.custom_recipes.gemm",),
+    f"{_PT}.custom_recipes.quantizer_factories": ("mezzotint.custom_recipes",),
+    f"{_PT}.custom_recipes.quantizer_factory_zoo": (),
+    f"{_PT}.distributed": ("mezzotint.comm.rng", "mezzotint.recomputation"),
+    f"{_PT}.dynamo": ("mezzotint.dynamo",),
+    f"{_PT}.dynamo.quantizer_opaque": ("mezzotint.dynamo",),
+    f"{_PT}.dynamo.tensor_spec": ("mezzotint.dynamo",),
+    f"{_PT}.export": ("mezzotint.compat.export",),
+    f"{_PT}.float8_tensor": ("mezzotint",),
+    f"{_PT}.fp8": (
+        "mezzotint.quantization",
+        "mezzotint.compat.recipe_state",
+        "mezzotint.compat.global_state",
+        "mezzotint.recipe",
+    ),
+    f"{_PT}.graph": ("mezzotint.graph",),
+    f"{_PT}.jit": (),
+    f"{_PT}.module": ("mezzotint", "mezzotint.compat.base_module"),
+    f"{_PT}.module._common": (),
+    f"{_PT}.module.base": ("mezzotint.compat.base_module", "mezzotint.module.base", "mezzotint.compat.userbuffers"),
+    f"{_PT}.module.fp8_padding": ("mezzotint.module.padding",),
+    f"{_PT}.module.fp8_unpadding": ("mezzotint.module.padding",),
+    f"{_PT}.module.grouped_linear": ("mezzotint.module.grouped_linear", "mezzotint.compat.base_module"),
+    f"{_PT}.module.layernorm": ("mezzotint.module.norm",),
+    f"{_PT}.module.layernorm_linear": ("mezzotint.module.layernorm_linear",),
+    f"{_PT}.module.layernorm_mlp": ("mezzotint.module.layernorm_mlp",),
+    f"{_PT}.module.linear": ("mezzotint.module.linear", "mezzotint.functional.linear"),
+    f"{_PT}.module.rmsnorm": ("mezzotint.module.norm",),
+    f"{_PT}.newton_schulz": ("mezzotint.optimizers.newton_schulz",),
+    f"{_PT}.ops": ("mezzotint.ops",),
+    f"{_PT}.ops._common": (),
+    f"{_PT}.ops.basic": ("mezzotint.ops",),
+    f"{_PT}.ops.fused": ("mezzotint.ops.fused", "mezzotint.ops"),
+    f"{_PT}.ops.fuser": ("mezzotint.ops.fuser", "mezzotint.ops"),
+    f"{_PT}.ops.linear": ("mezzotint.ops.linear",),
+    f"{_PT}.ops.op": ("mezzotint.ops.op", "mezzotint.ops"),
+    f"{_PT}.ops.sequential": ("mezzotint.ops.sequential",),
+    f"{_PT}.optimizers": ("mezzotint.optimizers",),
+    f"{_PT}.optimizers.fused_adam": ("mezzotint.optimizers",),
+    f"{_PT}.optimizers.fused_sgd": ("mezzotint.optimizers",),
+    f"{_PT}.optimizers.multi_tensor_apply": ("mezzotint.optimizers",),
+    f"{_PT}.permutation": ("mezzotint.moe.permutation",),
+    f"{_PT}.quantization": (
+        "mezzotint.quantization",
+        "mezzotint.compat.recipe_state",
+        "mezzotint.compat.global_state",
+        "mezzotint",
+    ),
+    f"{_PT}.quantized_tensor": ("mezzotint",),
+    f"{_PT}.router": ("mezzotint.moe.router",),
+    f"{_PT}.tensor": (*_TENSORS, "mezzotint.compat.cpp_extensions"),
+    f"{_PT}.tensor.float8_blockwise_tensor": _TENSORS,
+    f"{_PT}.tensor.float8_tensor": _TENSORS,
+    f"{_PT}.tensor.grouped_tensor": _TENSORS,
+    f"{_PT}.tensor.hybrid_tensor": _TENSORS,
+    f"{_PT}.tensor.identity_tensor": _TENSORS,
+    f"{_PT}.tensor.mxfp8_tensor": _TENSORS,
+    f"{_PT}.tensor.nvfp4_tensor": (*_TENSORS,),
+    f"{_PT}.tensor.storage": _TENSORS,
+    f"{_PT}.tensor.storage.float8_blockwise_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.float8_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.grouped_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.hybrid_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.identity_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.mxfp8_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.storage.nvfp4_tensor_storage": _TENSORS,
+    f"{_PT}.tensor.utils": ("mezzotint.compat.cpp_extensions",),
+    f"{_PT}.torch_version": (),
+    f"{_PT}.transformer": ("mezzotint.transformer",),
+    f"{_PT}.utils": ("mezzotint",),
+    **{
+        f"{_PT}.ops.basic.{name}": ("mezzotint.ops.basic", "mezzotint.ops")
+        for name in (
+            *("activation", "add_extra_input", "all_gather", "all_reduce", "basic_linear", "bias", "constant_scale"),
+            *(
+                "dropout",
+                "grouped_linear",
+                "identity",
+                "l2normalization",
+                "layer_norm",
+                "make_extra_output",
+                "quantize",
+            ),
+            *("reduce_scatter", "reshape", "rmsnorm", "swiglu"),
+        )
+    },
+    **{
+        f"{_PT}.ops.fused.{name}": ("mezzotint.ops.fused", "mezzotint.ops")
+        for name in (
+            *("backward_activation_bias", "backward_add_rmsnorm", "backward_linear_add", "backward_linear_scale"),
+            *("forward_linear_bias_activation", "forward_linear_bias_add", "forward_linear_scale_add", "grouped_mlp"),
+        )
+    },
+}
+
+# Names that are called otherwise here: path of Transformer Engine → module and name.
+RENAMED: dict[str, tuple[str, str]] = {
+    f"{_PT}.fp8.get_default_fp8_recipe": ("mezzotint", "get_default_recipe"),
+    f"{_PT}.quantization.get_default_fp8_recipe": ("mezzotint", "get_default_recipe"),
+}
+
+# Paths whose last part is also a name of the package above it, which an attribute gives: there, and here.
+BEHIND_A_NAME = {f"{_PT}.newton_schulz"}

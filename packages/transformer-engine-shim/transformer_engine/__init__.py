@@ -1,0 +1,5 @@
+"""`transformer_engine`, provided by Mezzotint: `mezzotint.as_transformer_engine` makes what is in it."""
+
+__provided_by__ = "mezzotint"
+
+import mezzotint.as_transformer_engine  # noqa: F401
