@@ -13,6 +13,7 @@ from mezzotint.compat.export import onnx_export
 from mezzotint.compat.global_state import FP8GlobalStateManager
 from mezzotint.compat.recipe_state import RecipeState
 from mezzotint.compat.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
+from mezzotint.compat.utils import deinterleave_glu_tensor, interleave_glu_tensor
 from mezzotint.constants import DType
 from mezzotint.convert.model import convert, convert_report, unconvert
 from mezzotint.cross_entropy import parallel_cross_entropy
@@ -42,7 +43,6 @@ from mezzotint.moe.permutation import (
     moe_unpermute,
 )
 from mezzotint.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
-from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
 from mezzotint.optimizers.newton_schulz import newton_schulz
 from mezzotint.quantization import (
     autocast,

@@ -17,7 +17,7 @@ from tests.recipes import BOUNDS, EVERY_RECIPE
 PACKAGE = Path(__file__).resolve().parents[1] / "mezzotint"
 
 # Files that name every format: where recipes and public names are.
-NAMED_IN = ("recipe", "recipe_names.py", "custom_recipes", "api.py", "compat")
+NAMED_IN = ("recipe", "recipe_names.py", "custom_recipes", "api.py", "as_transformer_engine", "compat")
 # Others that name one, by the reason. A format that is added is in none of them.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "upstream's questions about single formats, and the default recipe": ("availability.py", "quantization.py"),

@@ -32,6 +32,7 @@ from mezzotint.attention.masks import (
     tokens_of,
 )
 from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, world_size
+from mezzotint.compat.attention import AttentionNames
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.configured import Configured
 from mezzotint.layer.names import Named
@@ -61,7 +62,7 @@ class AttentionConfig(GraphConstant):
     return_max_logit: bool
 
 
-class DotProductAttention(Configured, Named):
+class DotProductAttention(AttentionNames, Configured, Named):
     """Scaled dot product attention of `num_attention_heads` heads of `kv_channels` (or (of keys, of values)) channels.
 
     `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to

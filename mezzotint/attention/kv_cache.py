@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mezzotint.attention.masks import QKV_FORMATS, packed_positions
+from mezzotint.compat.kv_cache import PageQuestions
 from mezzotint.layer.parameters import check_features, resolve_device
 from mezzotint.tensor.checks import check_choice
 from mezzotint.tracing import lasting
@@ -150,7 +151,7 @@ class NonPagedKVCacheManager(_Cache):
         return self.sequences
 
 
-class PagedKVCacheManager(_Cache):
+class PagedKVCacheManager(PageQuestions, _Cache):
     """Pages that sequences take as they grow and give back when they are finished."""
 
     def __init__(

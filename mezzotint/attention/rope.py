@@ -136,22 +136,24 @@ def apply_fused_qkv_rotary_pos_emb(
     tensor_format: str = "sbhd",
     start_positions: torch.Tensor | None = None,
     interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """qkv [s, b, g, q + k + v] or [b, s, g, q + k + v], channels of each group side by side, `qkv_split_arg_list` how
-    many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned."""
-    if qkv.dim() != 4:
-        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: give [s, b, groups, channels] or [b, s, groups, channels]")
+    many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned. Packed, "thd": [t, g, q + k + v],
+    with `cu_seqlens`."""
+    check_choice("tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
+    if qkv.dim() != len(tensor_format):
+        raise ValueError(f"qkv has shape {tuple(qkv.shape)}: give {', '.join(tensor_format[:-2])}, groups, channels")
     if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: give three that add up to {qkv.shape[-1]}")
-    groups, (of_q, of_k, of_v) = qkv.shape[2], qkv_split_arg_list
+    groups, (of_q, of_k, of_v) = qkv.shape[-2], qkv_split_arg_list
     if of_k < 1 or of_q % of_k:
         raise ValueError(f"qkv_split_arg_list is {qkv_split_arg_list}: the first is a multiple of the second, a head's")
-    check_choice("tensor_format", tensor_format, ("sbhd", "bshd"))
     if of_k == of_v:
         return split_turned(
-            qkv.flatten(2),
+            qkv.flatten(-2),
             groups * (of_q // of_k),
             groups,
             groups,
@@ -159,13 +161,15 @@ def apply_fused_qkv_rotary_pos_emb(
             tensor_format,
             start_positions,
             interleaved,
+            (cu_seqlens, cu_seqlens),
             cp_size=cp_size,
             cp_rank=cp_rank,
         )
     q, k, v = qkv.split(qkv_split_arg_list, -1)
-    q = q.reshape(*q.shape[:2], -1, of_k)
-    q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
-    k = apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved, cp_size=cp_size, cp_rank=cp_rank)
+    q = q.reshape(*q.shape[:-2], -1, of_k)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "cp_size": cp_size, "cp_rank": cp_rank}
+    q = apply_rotary_pos_emb(q, q_freqs, tensor_format, start_positions, interleaved, **options)
+    k = apply_rotary_pos_emb(k, k_freqs, tensor_format, start_positions, interleaved, **options)
     return q, k, v
 
 

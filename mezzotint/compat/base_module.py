@@ -10,7 +10,7 @@ an input is saved as that input, so that no alias need be told.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,31 @@ def quantize_weight(
     if workspace_dtype is not None and weight is not workspace:
         weight._dtype = workspace_dtype
     return weight, new
+
+
+def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """Return a tensor to stand for a gradient that was added to `main_grad`: its values are anything, or zeros.
+
+    It is the same memory for each shape and dtype: nobody reads it.
+    """
+    key = (*shape, dtype)
+    if key not in _dummy_wgrads:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        _dummy_wgrads[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return (_dummy_wgrads[key].zero_() if zero else _dummy_wgrads[key]).detach()
+
+
+_dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def get_workspace() -> torch.Tensor:
+    """Return an empty tensor: products hold no workspace of ours."""
+    return torch.empty(0, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_module_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
+    """False: a GroupedLinear takes its splits from the host, and never as a tensor that only the GPU knows."""
+    return False
 
 
 class Workspaces(MutableMapping[str, Any]):

@@ -27,7 +27,15 @@ from mezzotint.kernels.operand import check_pair
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-__all__ = ["general_gemm", "general_grouped_gemm", "is_custom", "replace_raw_data"]
+__all__ = [
+    "general_gemm",
+    "general_grouped_gemm",
+    "get_cublas_workspace",
+    "get_cublas_workspace_size_bytes",
+    "is_custom",
+    "replace_raw_data",
+    "validate_gemm_scale",
+]
 
 LAYOUTS = ("TN", "NN", "NT")
 HIGH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
@@ -338,3 +346,23 @@ def _grouped(
         accumulate=accumulate,
         fast_accum=not use_split_accumulator,
     )
+
+
+def get_cublas_workspace_size_bytes() -> int:
+    """Return 0: products hold no workspace of ours."""
+    return 0
+
+
+def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
+    """Return an empty tensor, or a list of one for grouped products, which `generic_gemm` takes and does not use."""
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu" if device is None else torch.device("cuda", device))
+    return [empty] if grouped_gemm else empty
+
+
+def validate_gemm_scale(scale: float | None, required: bool) -> float:
+    """Return a factor of a product: 0 where it is not required, 1 where it is and none is given."""
+    if not required:
+        if scale is not None and scale != 0:
+            raise ValueError(f"scale is {scale}: it is not used here; give None or 0")
+        return 0.0
+    return 1.0 if scale is None else scale

@@ -1,14 +1,15 @@
 """FP8GlobalStateManager: upstream's name for questions about the state behind `autocast`.
 
-What serves upstream's global buffers is not here, since each module has its own state as buffers:
-`add_fp8_tensors_to_global_buffer`, the keys of those buffers, `is_first_fp8_module`, and the three functions that copy
-state for recomputation (`mezzotint.checkpoint` does).
+Upstream keeps scales and histories of all modules in global buffers. Here each module has its own: the functions that
+enter them, and those that copy state for recomputation (which `mezzotint.checkpoint` does), do nothing.
 """
 
 from typing import Any
 
 import torch
 
+from mezzotint.comm.collectives import all_reduce_max
+from mezzotint.comm.groups import is_initialized
 from mezzotint.functional.delayed import SCALE_UPDATES
 from mezzotint.quantization import (
     autocast,
@@ -69,6 +70,54 @@ class FP8GlobalStateManager:
     @classmethod
     def get_fp8_group(cls) -> Any:
         return current_state().group
+
+    @classmethod
+    def is_first_fp8_module(cls) -> bool:
+        """False: no module does something for all others."""
+        return False
+
+    @classmethod
+    def get_buffer_info(cls) -> str:
+        """Return the key under which upstream keeps a module's place in the global buffers."""
+        return "buffer_index_and_autocast_key"
+
+    @staticmethod
+    def get_unique_autocast_key(recipe: Recipe | None = None, group: Any = None) -> str:
+        """Return a string that is the same for regions of the same recipe and group."""
+        return f"{recipe!r}:{id(group)}"
+
+    @classmethod
+    def get_key_in_buffer(cls, forward: bool, fp8_recipe: Recipe, fp8_group: Any) -> str:
+        """Return that string with a direction in front of it."""
+        return f"{cls.get_fwd_bwd_key(forward)}_{cls.get_unique_autocast_key(fp8_recipe, fp8_group)}"
+
+    @classmethod
+    def split_key_in_buffer(cls, key: str) -> tuple[bool, str]:
+        """Return the direction of such a key, whether it is forward, and the rest."""
+        direction, _, rest = key.partition("_")
+        return direction == "forward", rest
+
+    @classmethod
+    def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
+        """Do nothing: a module's scales are updated where they are."""
+
+    @classmethod
+    def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Do nothing: `mezzotint.checkpoint` keeps the scales of a first run."""
+
+    @classmethod
+    def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
+        """Do nothing: `mezzotint.checkpoint` gives a second run the scales of the first."""
+
+    @staticmethod
+    def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
+        """Do nothing: a second run writes no state."""
+
+    @staticmethod
+    def reduce_tensor_across_group_op_max(tensor: torch.Tensor, group: Any) -> None:
+        """Write the largest values over the processes of a group into a tensor."""
+        if is_initialized():
+            tensor.copy_(all_reduce_max(tensor, group))
 
     @classmethod
     def autocast_enter(

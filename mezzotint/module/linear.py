@@ -100,6 +100,7 @@ class Linear(TransformerEngineBaseModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
+        self.ub_name = ub_name  # kept for programs that read it there
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
             parallel_mode,

@@ -9,6 +9,7 @@ Ties go as `torch.topk` has them.
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -38,6 +39,16 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+def _refuse_histogram(**given: Any) -> None:
+    """No histogram of scores is written beside the choice."""
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is given: the choice of experts writes no histogram; leave it None, and count with "
+                "torch.histc of the scores"
+            )
+
+
 def fused_topk_with_score_function(
     logits: torch.Tensor,
     topk: int,
@@ -49,6 +60,9 @@ def fused_topk_with_score_function(
     expert_bias: torch.Tensor | None,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
     topk_indices: torch.Tensor | None = None,
+    qb_histogram: torch.Tensor | None = None,
+    qb_bin_bounds: torch.Tensor | None = None,
+    qb_histogram_mode: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [.., experts] → probs like logits, 0 where an expert is not chosen, and the routing map [tokens, experts].
 
@@ -57,6 +71,7 @@ def fused_topk_with_score_function(
     `topk_indices` int [tokens, topk]: experts that were chosen before, instead of a choice.
     """
     _check(logits, topk, score_function)
+    _refuse_histogram(qb_histogram=qb_histogram, qb_bin_bounds=qb_bin_bounds, qb_histogram_mode=qb_histogram_mode)
     tokens = logits.reshape(-1, logits.shape[-1])
     experts = tokens.shape[1]
     values = tokens.float()

@@ -104,17 +104,17 @@ class Sequential(Named):
             self.append(module)
         return self
 
-    def insert(self, index: int, module: nn.Module) -> "Sequential":
-        if not -len(self) <= index <= len(self):
-            raise IndexError(f"index is {index}: this Sequential has {len(self)} modules")
+    def insert(self, idx: int, module: nn.Module) -> "Sequential":
+        if not -len(self) <= idx <= len(self):
+            raise IndexError(f"idx is {idx}: this Sequential has {len(self)} modules")
         modules = list(self)
-        modules.insert(index, module)
+        modules.insert(idx, module)
         self._replace(modules)
         return self
 
-    def pop(self, index: Any = -1) -> Any:
-        module = self[index]
-        del self[index]
+    def pop(self, idx: Any = -1) -> Any:
+        module = self[idx]
+        del self[idx]
         return module
 
     # Groups

@@ -5,7 +5,7 @@ import torch
 
 import mezzotint as mz
 from mezzotint import ops
-from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.ops.basic.glu import deinterleave_columns, interleave_columns
 from tests.formats import HIGH
 from tests.ops.chains import OPTIONS
 from tests.ops.formulas import FORMULAS, SCALED, check_formula, clamped_swiglu, draw, make, near, run, situglu
@@ -64,25 +64,25 @@ def test_scaled_activation(name: str, dtype: torch.dtype) -> None:
 def test_interleaved_halves(name: str) -> None:
     """The halves in turns of 4 columns: of the activation's input and of its gradient."""
     x, scales = draw((5, 6, N)), (draw((5, 6), seed=1).abs(),) if name in SCALED else ()
-    y, _, (dx, *ds) = run(make(name, glu_interleave_size=4), interleave_glu_tensor(x, 4), *scales)
+    y, _, (dx, *ds) = run(make(name, glu_interleave_size=4), interleave_columns(x, 4), *scales)
     want, _, (dx_want, *ds_want) = run(make(name), x, *scales)
     assert torch.equal(y, want)
     assert dx_want is not None
-    assert torch.equal(dx, interleave_glu_tensor(dx_want, 4))
+    assert torch.equal(dx, interleave_columns(dx_want, 4))
     assert all(torch.equal(a, b) for a, b in zip(ds, ds_want, strict=True))
 
 
 def test_interleave() -> None:
     x = torch.arange(12).view(1, 12)
-    mixed = interleave_glu_tensor(x, 2)
+    mixed = interleave_columns(x, 2)
     assert mixed.tolist() == [[0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]]
     for shape, size in (((3, 12), 2), ((3, 12), 6), ((2, 3, 8), 1), ((0, 8), 2)):
         x = draw(shape)
-        assert torch.equal(deinterleave_glu_tensor(interleave_glu_tensor(x, size), size), x)
-        assert torch.equal(interleave_glu_tensor(deinterleave_glu_tensor(x, size), size), x)
+        assert torch.equal(deinterleave_columns(interleave_columns(x, size), size), x)
+        assert torch.equal(interleave_columns(deinterleave_columns(x, size), size), x)
     for size in (0, 5):
         with pytest.raises(ValueError, match=f"interleave_size is {size}"):
-            interleave_glu_tensor(x, size)
+            interleave_columns(x, size)
     with pytest.raises(ValueError, match="interleave_size is 5"):
         ops.SwiGLU(glu_interleave_size=5)(draw((3, 8)))
 

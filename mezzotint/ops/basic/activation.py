@@ -19,7 +19,7 @@ from mezzotint.functional.activation import (
     scales_gradient,
 )
 from mezzotint.kernels.activation import PARAMETERS
-from mezzotint.ops.basic.glu import deinterleave_glu_tensor, interleave_glu_tensor
+from mezzotint.ops.basic.glu import deinterleave_columns, interleave_columns
 from mezzotint.ops.op import BasicOperation, OperationContext, used
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
@@ -102,7 +102,7 @@ class Activation(BasicOperation):
         if quantizer is None or size is not None:
             dx = activation_gradient(args, dy)
             if size is not None:
-                dx = interleave_glu_tensor(dx, size)
+                dx = interleave_columns(dx, size)
             return dx, None, args
         dx, amax, summed = activation_gradient_quantized(args, dy, *value_and_scale(quantizer), sums)
         enter(quantizer, amax)
@@ -111,7 +111,7 @@ class Activation(BasicOperation):
 
 def _halves(x: torch.Tensor, interleave_size: int | None) -> torch.Tensor:
     """[x1 | x2], which may lie interleaved."""
-    return x if interleave_size is None else deinterleave_glu_tensor(x, interleave_size)
+    return x if interleave_size is None else deinterleave_columns(x, interleave_size)
 
 
 _CACHE = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=False)
@@ -258,9 +258,12 @@ def check_row_scales(scales: torch.Tensor, leading: Any) -> None:
 
 
 class ScaledSReLU(ScaledActivation):
-    """max(x, 0)² · scales."""
+    """max(x, 0)² · scales. Only the input is kept for backward, with `activation_recompute_in_mlp` and without."""
 
     activation = "srelu"
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
 
 
 class ScaledSwiGLU(ScaledActivation):

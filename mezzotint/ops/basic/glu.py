@@ -3,14 +3,14 @@
 import torch
 
 
-def deinterleave_glu_tensor(x: torch.Tensor, interleave_size: int) -> torch.Tensor:
+def deinterleave_columns(x: torch.Tensor, interleave_size: int) -> torch.Tensor:
     """[a0 | b0 | a1 | b1 | …], each `interleave_size` wide, → [a0 | a1 | … | b0 | b1 | …]."""
     _check(x, interleave_size)
     parts = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * interleave_size), 2, interleave_size)
     return parts.transpose(-3, -2).reshape(x.shape)
 
 
-def interleave_glu_tensor(x: torch.Tensor, interleave_size: int) -> torch.Tensor:
+def interleave_columns(x: torch.Tensor, interleave_size: int) -> torch.Tensor:
     """The way back."""
     _check(x, interleave_size)
     parts = x.reshape(*x.shape[:-1], 2, x.shape[-1] // (2 * interleave_size), interleave_size)

@@ -1,0 +1,18 @@
+"""Names around offloading that programs call: `mezzotint.offload` does it by hooks on what autograd saves."""
+
+from typing import Any
+
+NVTE_CPU_OFFLOAD_V1 = False  # the former implementation is not there
+
+
+def is_cpu_offload_enabled() -> bool:
+    """False: no code needs to do anything for tensors that are offloaded."""
+    return False
+
+
+def mark_activation_offload(*tensors: Any) -> None:
+    """Do nothing: every large tensor that is saved is offloaded, unless `mark_not_offload` was called with it."""
+
+
+def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
+    """Do nothing: copies begin at the end of a layer."""

@@ -1,0 +1,107 @@
+"""What may be read of `_extra_state` that Transformer Engine wrote: pickled bytes, looked at and not executed.
+
+`should_load_extra_state_pickle` walks over the opcodes of a pickle. A payload without state can be ignored; one with
+the state of delayed scaling, or of a kind that is not known, is refused unless an environment variable allows it.
+"""
+
+import os
+import pickletools
+from collections.abc import Iterator
+from enum import Enum
+
+from mezzotint.recipe import Recipe
+
+UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+DELAYED_KEYS = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"}
+RECIPE_MODULES = ("transformer_engine.common.recipe", "mezzotint.recipe")
+
+
+class CheckpointExtraStatePolicy(Enum):
+    """What a recipe leaves in a checkpoint: nothing, scales and histories, or what its factory asks for."""
+
+    STATELESS = "stateless"
+    STATEFUL_FP8_DELAYED_SCALING = "stateful_fp8_delayed_scaling"
+    DYNAMIC = "dynamic"
+
+
+_BY_NAME = {
+    "DelayedScaling": CheckpointExtraStatePolicy.STATEFUL_FP8_DELAYED_SCALING,
+    "CustomRecipe": CheckpointExtraStatePolicy.DYNAMIC,
+    **dict.fromkeys(
+        (
+            *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
+            *("Float8RowwiseScaling", "MXFP6BlockScaling", "MXFP4BlockScaling"),
+        ),
+        CheckpointExtraStatePolicy.STATELESS,
+    ),
+}
+_RECIPE_POLICIES = {(module, name): policy for module in RECIPE_MODULES for name, policy in _BY_NAME.items()}
+
+
+def recipe_extra_state_policy(recipe: Recipe) -> CheckpointExtraStatePolicy | None:
+    """Return what a recipe leaves in a checkpoint; None for a class that is not known."""
+    return _RECIPE_POLICIES.get((type(recipe).__module__, type(recipe).__name__))
+
+
+def is_stateless_recipe(recipe: Recipe) -> bool:
+    """Whether a recipe leaves nothing in a checkpoint."""
+    return recipe_extra_state_policy(recipe) is CheckpointExtraStatePolicy.STATELESS
+
+
+def unsafe_pickle_extra_state_enabled() -> bool:
+    """Whether the environment allows pickles to be executed."""
+    return os.getenv(UNSAFE_PICKLE_EXTRA_STATE_ENV, "0") == "1"
+
+
+def extra_state_pickle_advisory(context: str) -> str:
+    """Return the sentence that a refused pickle is answered with."""
+    return (
+        f"Refusing to load pickled extra state for {context}: it holds the state of delayed scaling, or an unknown "
+        "kind of state, and unpickling can execute code that the file brings. Where the file is from a trusted source, "
+        f"set {UNSAFE_PICKLE_EXTRA_STATE_ENV}=1"
+    )
+
+
+def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
+    """Return whether pickled state is to be loaded: False where there is none in it. RuntimeError where it may not."""
+    if not _holds_state(data):
+        return False
+    if unsafe_pickle_extra_state_enabled():
+        return True
+    raise RuntimeError(extra_state_pickle_advisory(context))
+
+
+def _holds_state(data: bytes) -> bool:
+    """Whether a pickle has state, as far as its opcodes tell; one that cannot be read counts as having some."""
+    if not data:
+        return False
+    try:
+        strings, names = _contents(data)
+    except Exception:
+        return True
+    has_scales = bool(DELAYED_KEYS & set(strings))
+    if not names and not has_scales:  # no global name: nothing can be called, and nothing is worth loading
+        return False
+    policies = {_RECIPE_POLICIES[name] for name in names if name in _RECIPE_POLICIES}
+    is_known = "recipe" in strings and bool(policies)
+    return has_scales or not is_known or CheckpointExtraStatePolicy.STATEFUL_FP8_DELAYED_SCALING in policies
+
+
+def _contents(data: bytes) -> tuple[list[str], list[tuple[str, str] | None]]:
+    """The strings of a pickle, and the global names that it refers to; None for a name that is not plain."""
+    strings: list[str] = []
+    names: list[tuple[str, str] | None] = []
+    for opcode, argument in _opcodes(data):
+        if "STRING" in opcode or "UNICODE" in opcode:
+            strings.append(argument.decode() if isinstance(argument, bytes) else str(argument))
+        elif opcode == "GLOBAL":
+            module, _, name = str(argument).partition(" ")
+            names.append((module, name))
+        elif opcode == "STACK_GLOBAL":
+            names.append((strings[-2], strings[-1]) if len(strings) > 1 else None)
+    return strings, names
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, object]]:
+    for opcode, argument, _ in pickletools.genops(data):
+        yield opcode.name, argument
