@@ -58,6 +58,7 @@ train: $(SETUP) ## BF16 and four recipes side by side: a table and a figure, in 
 docs: $(SETUP) ## write the generated pages of docs/
 	mkdir -p docs
 	$(RUN) -m bench conformance --write docs/conformance.md $(ARGS)
+	$(RUN) -m dev.compatibility --write docs/compatibility.md
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -19,6 +19,11 @@ class DType(IntEnum):
     kFloat6E3M2 = 32  # upstream has none
     kFloat6E2M3 = 33
 
+    @classmethod
+    def cast(cls, dtype: int) -> "DType":
+        """Return the member that a number, or a member of another enumeration, stands for."""
+        return cls(int(dtype))
+
 
 def mantissa_bits(dtype: DType) -> int:
     """Bits of mantissa of an FP8 or narrower type, as its name ends: 3 of E4M3."""

@@ -23,6 +23,7 @@ from torch.nn import functional
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice, check_probability
 from mezzotint.attention.multihead import MultiheadAttention
+from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.configured import Configured
@@ -121,7 +122,7 @@ class TransformerConfig(GraphConstant):
     apply_residual_connection_post_layernorm: bool
 
 
-class TransformerLayer(Configured, Named):
+class TransformerLayer(PlainAttributes, Configured, Named):
     """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
 
     Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (`output_layernorm`).

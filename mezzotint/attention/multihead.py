@@ -11,6 +11,7 @@ from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.comm.groups import part_of, resolve_size, world_size
+from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.kernels.rope import heads_of
 from mezzotint.layer.configured import Configured
 from mezzotint.layer.names import Named
@@ -53,7 +54,7 @@ class MultiheadConfig(GraphConstant):
     qk_norm_before_rope: bool
 
 
-class MultiheadAttention(Configured, Named):
+class MultiheadAttention(PlainAttributes, Configured, Named):
     """Self-attention, or cross-attention over `encoder_output`, of `num_attention_heads` heads.
 
     Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or

@@ -62,13 +62,15 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 
 def get_padding_mask(
     batch_size: int,
-    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     attention_type: str = "self",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return the padding mask (batch, 1, 1, sequence) of `cu_seqlens`; of cross attention, that of each side."""
+    if cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_q is None: give the begins of the sequences")
     if attention_type == "self":
         return _mask(batch_size, cu_seqlens_q, max_seqlen_q)
     if cu_seqlens_kv is None:

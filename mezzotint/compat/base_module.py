@@ -133,7 +133,19 @@ class Workspaces(MutableMapping[str, Any]):
         return f"Workspaces({list(self)})"
 
 
-class UpstreamNames:
+class PlainAttributes:
+    """Mixed into modules: upstream's ways to set an attribute."""
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set a plain attribute, no parameter and no buffer: as any other, since a graph must see what it changes."""
+        setattr(self, name, value)
+
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as `nn.Module` does."""
+        setattr(self, name, value)
+
+
+class UpstreamNames(PlainAttributes):
     """Mixed into the base of the linear-like modules."""
 
     @property
@@ -146,14 +158,6 @@ class UpstreamNames:
         if len(value):
             raise TypeError("_fp8_workspaces is set to a mapping that has something in it: set it to {}, or clear it")
         self._fp8_workspaces.clear()
-
-    def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute, no parameter and no buffer: as any other, since a graph must see what it changes."""
-        setattr(self, name, value)
-
-    def module_setattr(self, name: str, value: Any) -> None:
-        """Set an attribute as `nn.Module` does."""
-        setattr(self, name, value)
 
     @property
     def is_fsdp2(self) -> bool:

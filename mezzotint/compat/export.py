@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -13,3 +14,12 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
             "takes modules whole, in every recipe; or unconvert() the model and export that to ONNX in high precision"
         )
     yield
+
+
+def is_in_onnx_export_mode() -> bool:
+    """False: there is no such mode."""
+    return False
+
+
+def assert_warmed_up(module: Any) -> None:
+    """Do nothing: a module exports without having run before."""

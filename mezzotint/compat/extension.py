@@ -6,6 +6,7 @@ extension's own callers only (partial casts, swizzles, the parts of attention) i
 
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from mezzotint.compat.context_parallel import (
     thd_sequence_order_to_cp_rank_order,
 )
 from mezzotint.compat.cpp_extensions import general_gemm
-from mezzotint.constants import DType
+from mezzotint.constants import FP8_MAX, DType
 from mezzotint.kernels.activation import activation_backward, activation_forward, column_sum
 from mezzotint.kernels.norm import norm_apply, norm_backward, norm_stats
+from mezzotint.quantization import _amax_and_scale_update
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -35,6 +37,7 @@ __all__ = [
     "create_empty_quantized_tensor",
     "dequantize",
     "fp8_transpose",
+    "fused_amax_and_scale_update_after_reduction",
     "generic_gemm",
     "get_cublasLt_version",
     "get_cudnn_version",
@@ -172,6 +175,23 @@ def swap_first_dims(tensor: torch.Tensor, out: torch.Tensor | None = None) -> to
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
     """Return where groups of so many rows begin in a flat buffer, and the end: int64 [groups + 1]."""
     return torch.nn.functional.pad(first_dims.long().cumsum(0), (1, 0)) * logical_last_dim
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: torch.Tensor,
+    amax_histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: DType,
+    margin: float,
+) -> None:
+    """Enter reduced amaxes into the histories of delayed scaling, and write the scales that follow from them."""
+    rule = SimpleNamespace(amax_compute_algo=amax_compute_algo, scaling_factor_compute_algo=None, margin=margin)
+    sizes = [history.shape[1] for history in amax_histories]
+    parts = amax_reduction_buffer.split(sizes)
+    for amaxes, history, scale in zip(parts, amax_histories, scales, strict=True):
+        history[0].copy_(amaxes)
+        _amax_and_scale_update(history, scale, FP8_MAX[int(fp8_dtype)], rule)
 
 
 def _made(x: torch.Tensor, quantizer: Quantizer | None) -> Any:

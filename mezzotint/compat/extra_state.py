@@ -9,7 +9,7 @@ import pickletools
 from collections.abc import Iterator
 from enum import Enum
 
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import CustomRecipe, DelayedScaling, Recipe
 
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 DELAYED_KEYS = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"}
@@ -24,18 +24,26 @@ class CheckpointExtraStatePolicy(Enum):
     DYNAMIC = "dynamic"
 
 
-_BY_NAME = {
-    "DelayedScaling": CheckpointExtraStatePolicy.STATEFUL_FP8_DELAYED_SCALING,
-    "CustomRecipe": CheckpointExtraStatePolicy.DYNAMIC,
-    **dict.fromkeys(
-        (
-            *("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"),
-            *("Float8RowwiseScaling", "MXFP6BlockScaling", "MXFP4BlockScaling"),
-        ),
-        CheckpointExtraStatePolicy.STATELESS,
-    ),
+def _recipe_classes(kind: type[Recipe] = Recipe) -> Iterator[type[Recipe]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _recipe_classes(each)
+
+
+def _policy_of(kind: type[Recipe]) -> CheckpointExtraStatePolicy:
+    if issubclass(kind, DelayedScaling):
+        return CheckpointExtraStatePolicy.STATEFUL_FP8_DELAYED_SCALING
+    is_custom = issubclass(kind, CustomRecipe)
+    return CheckpointExtraStatePolicy.DYNAMIC if is_custom else CheckpointExtraStatePolicy.STATELESS
+
+
+# By the module and the name that a pickle has of a recipe's class.
+_RECIPE_POLICIES = {
+    (module, kind.__name__): _policy_of(kind)
+    for kind in _recipe_classes()
+    if kind.__module__ == Recipe.__module__
+    for module in RECIPE_MODULES
 }
-_RECIPE_POLICIES = {(module, name): policy for module in RECIPE_MODULES for name, policy in _BY_NAME.items()}
 
 
 def recipe_extra_state_policy(recipe: Recipe) -> CheckpointExtraStatePolicy | None:

@@ -21,7 +21,7 @@ from mezzotint.quantization import (
     update_pending,
 )
 from mezzotint.recipe import Recipe
-from mezzotint.region import State, current_state, get_autocast_state, set_autocast_state
+from mezzotint.region import AutocastState, State, current_state, get_autocast_state, set_autocast_state
 
 
 class FP8GlobalStateManager:
@@ -32,7 +32,11 @@ class FP8GlobalStateManager:
     is_fp8_block_scaling_available = staticmethod(is_fp8_block_scaling_available)
     is_nvfp4_available = staticmethod(is_nvfp4_available)
     get_autocast_state = staticmethod(get_autocast_state)
-    set_autocast_state = staticmethod(set_autocast_state)
+
+    @classmethod
+    def set_autocast_state(cls, state: AutocastState) -> None:
+        """Set what `get_autocast_state` gave."""
+        set_autocast_state(state)
 
     @staticmethod
     def get_meta_tensor_key(forward: bool = True) -> str:

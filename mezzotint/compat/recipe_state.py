@@ -1,6 +1,7 @@
 """RecipeState: the quantizers of a list of tensors, and the state that they need, outside of a module.
 
 Modules keep their state in buffers of their own (`layer/scaling_state.py`); this is for code that quantizes by itself.
+`RecipeState.create` gives the class of a recipe; each can be made by itself, too, for its own recipe.
 """
 
 from collections.abc import Sequence
@@ -8,10 +9,18 @@ from typing import Any
 
 import torch
 
+from mezzotint.constants import DType
+from mezzotint.quantization import get_fp8_te_dtype
 from mezzotint.recipe import (
     BACKWARD_TENSORS,
     FORWARD_TENSORS,
+    CustomRecipe,
+    DelayedScaling,
     DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
     QuantizerRole,
     Recipe,
     check_recipe,
@@ -41,6 +50,7 @@ class RecipeState:
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(f"roles has {len(roles)} entries for {num_quantizers} quantizers: give one for each")
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        self.device = None if device is None else torch.device(device)
         types = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
         counted = [QuantizerRole("linear", types[i % len(types)], "") for i in range(num_quantizers)]
         self.roles = counted if roles is None else list(roles)
@@ -62,9 +72,11 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole] | None = None,
     ) -> "RecipeState":
-        """The state of a recipe."""
+        """Return the state of a recipe, of the class that belongs to it."""
         check_recipe(recipe)
-        return RecipeState(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+        found = [state for kind, state in STATES.items() if isinstance(recipe, kind)]
+        made = found[0] if found else RecipeState
+        return made(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     def make_quantizers(self) -> list[Quantizer]:
         """One for each slot; those of delayed scaling read and write this state."""
@@ -90,3 +102,81 @@ class RecipeState:
         rows = min(self.amax_history.shape[0], other.amax_history.shape[0])
         self.amax_history.zero_()
         self.amax_history[:rows].copy_(other.amax_history[:rows])
+
+
+class _OneFormatState(RecipeState):
+    """Has one element type for all tensors of a direction."""
+
+    @property
+    def dtype(self) -> DType:
+        """That type."""
+        return get_fp8_te_dtype(self.recipe, self.mode == "forward")
+
+
+class DelayedScalingRecipeState(_OneFormatState):
+    """Delayed scaling: `scale` FP32 [n], `amax_history` FP32 (length, n)."""
+
+
+class Float8CurrentScalingRecipeState(_OneFormatState):
+    """FP8 with the scale of the tensor at hand: no state."""
+
+
+class MXFP8BlockScalingRecipeState(_OneFormatState):
+    """MXFP8: no state."""
+
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """FP8 in blocks: no state."""
+
+    @property
+    def qx_dtype(self) -> DType:
+        """The type of inputs."""
+        return get_fp8_te_dtype(self.recipe, True)
+
+    @property
+    def qw_dtype(self) -> DType:
+        """The type of weights."""
+        return get_fp8_te_dtype(self.recipe, True)
+
+    @property
+    def qgrad_dtype(self) -> DType:
+        """The type of gradients."""
+        return get_fp8_te_dtype(self.recipe, False)
+
+
+class NVFP4BlockScalingRecipeState(RecipeState):
+    """NVFP4: no state."""
+
+    dtype = DType.kFloat4E2M1
+
+
+class CustomRecipeState(RecipeState):
+    """A recipe of one's own: the state of delayed scaling, if its factory asks for that."""
+
+
+STATES: dict[type[Recipe], type[RecipeState]] = {
+    DelayedScaling: DelayedScalingRecipeState,
+    Float8CurrentScaling: Float8CurrentScalingRecipeState,
+    MXFP8BlockScaling: MXFP8BlockScalingRecipeState,
+    Float8BlockScaling: Float8BlockScalingRecipeState,
+    NVFP4BlockScaling: NVFP4BlockScalingRecipeState,
+    CustomRecipe: CustomRecipeState,
+}
+
+
+def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
+    """Return the 4-bit type of a recipe."""
+    if not isinstance(fp4_recipe, NVFP4BlockScaling):
+        raise ValueError(f"fp4_recipe is {type(fp4_recipe).__name__}: give an NVFP4BlockScaling")
+    return DType.kFloat4E2M1
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Refuse what is no recipe; every recipe runs everywhere, by emulation where it must."""
+    check_recipe(recipe)
+
+
+def split_and_copy(buffer: torch.Tensor, outputs: Sequence[torch.Tensor], chunk_sizes: Sequence[int]) -> None:
+    """Copy parts of a flat buffer, of so many elements each, into tensors."""
+    for output, part in zip(outputs, buffer.split(list(chunk_sizes)), strict=True):
+        output.copy_(part.view(output.shape))

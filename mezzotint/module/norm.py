@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.norm import NORM_CORE, NormFwdArgs, NormOptions
 from mezzotint.layer.base import activation_dtype
@@ -14,7 +15,7 @@ from mezzotint.layer.parameters import PlaceParameter, check_features, check_mod
 from mezzotint.tensor.checks import check_epsilon
 
 
-class _Norm(nn.Module):
+class _Norm(PlainAttributes, nn.Module):
     rms: bool
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -94,10 +95,18 @@ class _Norm(nn.Module):
 class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
 
+    fwd_ln_sm_margin: int
+    bwd_ln_sm_margin: int
+    inf_ln_sm_margin: int
+
     rms = False
 
 
 class RMSNorm(_Norm):
     """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
+
+    fwd_rmsnorm_sm_margin: int
+    bwd_rmsnorm_sm_margin: int
+    inf_rmsnorm_sm_margin: int
 
     rms = True

@@ -61,6 +61,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def columnwise_storage(self) -> QuantizedTensorStorage | None:
         return self._part(True) if self._holds(_COLUMN) else None
 
+    rowwise_sub_storage, columnwise_sub_storage = rowwise_storage, columnwise_storage  # by upstream's names
+
     def _require(self, columnwise: bool) -> None:
         if not self._holds(_COLUMN if columnwise else _ROW):
             wanted = "columnwise" if columnwise else "rowwise"

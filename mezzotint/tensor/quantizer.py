@@ -411,7 +411,7 @@ class Quantizer(metaclass=OpaqueMeta):
         }
 
     def create_metadata(
-        self, shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
+        self, _shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
         """The context that `__tensor_unflatten__` of this format takes."""
         storage, tensor = self._classes()
@@ -472,9 +472,9 @@ class Quantizer(metaclass=OpaqueMeta):
         """Whether the column-wise copy follows from the row-wise one, bit for bit."""
         return False
 
-    def get_columnwise_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+    def get_columnwise_shape(self, rowwise_data_shape: Iterable[int]) -> tuple[int, ...]:
         """The shape of the column-wise codes of a tensor of this logical shape."""
-        described = self.with_usage(columnwise=True)._describe_buffers(tuple(shape))
+        described = self.with_usage(columnwise=True)._describe_buffers(tuple(rowwise_data_shape))
         return next(size for name, (size, _) in described.items() if name in ("columnwise_data", "transpose"))
 
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, ...]:

@@ -119,5 +119,16 @@ def test_numbers() -> None:
     assert tex.CommOverlapAlgo.ATOMIC_GEMM_RS == 5
     assert tex.CommOverlapType.AG == 1
     assert tex.get_cublasLt_version() == 0
-    assert not (tex.ubuf_built_with_mpi() or tex.nvte_built_with_cublasmp() or tex.device_supports_multicast())
+    assert not any((tex.ubuf_built_with_mpi(), tex.nvte_built_with_cublasmp(), tex.device_supports_multicast()))
     assert tex.get_cudnn_version() >= 0
+
+
+def test_scales_of_delayed_scaling() -> None:
+    """The largest of the history, or the last, gives the scale; the history moves on."""
+    for algorithm, amax in (("max", 8.0), ("most_recent", 2.0)):
+        history = torch.tensor([[0.0, 0.0], [4.0, 1.0], [8.0, 1.0]])
+        scale = torch.ones(2)
+        reduced = torch.tensor([2.0, torch.inf])
+        tex.fused_amax_and_scale_update_after_reduction(reduced, [history], [scale], algorithm, mz.DType.kFloat8E4M3, 1)
+        assert scale.tolist() == [448 / amax / 2, 1.0]
+        assert history[:, 0].tolist() == [0.0, 8.0, 2.0]
