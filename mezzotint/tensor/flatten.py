@@ -3,7 +3,7 @@
     _FLATTEN_TENSOR_BUFFERS = ((attribute, constructor kwarg), ...)    inner tensors, in the quantizer's order
     _VALUES                 = ((attribute, constructor kwarg, default), ...)    plain values
 
-`__init_subclass__` enters the class under its qualified name, so that a graph can carry the name instead of the class.
+`__init_subclass__` enters the class under its qualified name: how checkpoints, and code that is traced, name it.
 """
 
 from collections.abc import Iterator
@@ -64,11 +64,12 @@ class Flattenable:
         return {**buffers, **self._plain_values()}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        context = {"class": qualified_name(type(self)), "dtype": self._dtype, **self._plain_values()}
-        quantizer = context.get("quantizer")
+        """The names of the buffers that are held, and what `__tensor_unflatten__` needs beside them."""
+        values = self._plain_values()
+        quantizer = values.get("quantizer")
         if quantizer is not None and not quantizer._is_value():
-            context["quantizer"] = None  # it holds tensors: no metadata that a graph could guard on
-        return [name for name, _ in self._buffers()], context
+            values["quantizer"] = None  # it holds tensors: no metadata that a graph could guard on
+        return [name for name, _ in self._buffers()], flatten_context(type(self), self._dtype, values)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -78,14 +79,30 @@ class Flattenable:
         outer_stride: Any = None,
     ) -> Any:
         """Inner tensors by attribute name, and the context of `__tensor_flatten__` → the object."""
-        cls = class_by_name(context["class"])
+        cls, values = context["cls"], context["nontensor_kwargs"]
         kwargs = {kwarg: inner_tensors.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
-        kwargs.update({kwarg: context[kwarg] for _, kwarg, _ in cls._VALUES})
-        return cls._build(outer_size, context["dtype"], kwargs)
+        kwargs.update({kwarg: values[kwarg] for _, kwarg, _ in cls._VALUES})
+        made = cls._build(outer_size, values["fake_dtype"], kwargs)
+        return made.requires_grad_(True) if context["requires_grad"] else made
 
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{cls.__name__} must say how it is built")
+
+
+def flatten_context(
+    cls: type, dtype: torch.dtype, values: dict[str, Any], requires_grad: bool = False
+) -> dict[str, Any]:
+    """Return what a graph knows of a quantized tensor beside its buffers: the class, the nominal dtype, plain values.
+
+    Of a tensor that is there, `requires_grad` is False: whoever unflattens it, autograd or the compiler, keeps that.
+    """
+    return {
+        "cls": cls,
+        "is_tensor": issubclass(cls, torch.Tensor),
+        "requires_grad": requires_grad,
+        "nontensor_kwargs": {"fake_dtype": dtype, **values},
+    }
 
 
 def qualified_name(cls: type) -> str:

@@ -39,9 +39,9 @@ class TensorProto:
             raise ValueError("this TensorProto has no quantizer, so it has no usages: give quantizer=")
         self.quantizer = self.quantizer.with_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
 
-    def inner_names(self) -> list[str]:
+    def inner_names(self) -> tuple[str, ...]:
         """Buffer attributes in the storage's order; a plain tensor has itself, "data"."""
-        return ["data"] if self.quantizer is None else list(self.quantizer.inner_tensor_specs(self.shape))
+        return ("data",) if self.quantizer is None else tuple(self.quantizer.inner_tensor_specs(self.shape))
 
     def create_metadata(self) -> dict[str, Any]:
         """What `__tensor_unflatten__` takes as context."""

@@ -20,7 +20,7 @@ import torch
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
 from mezzotint.tensor.checks import NO_GROUP, check_reduction
-from mezzotint.tensor.flatten import qualified_name
+from mezzotint.tensor.flatten import flatten_context, qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
@@ -417,13 +417,9 @@ class Quantizer(metaclass=OpaqueMeta):
         storage, tensor = self._classes()
         cls = storage if self.internal else tensor
         values = {kwarg: default for _, kwarg, default in storage._VALUES}  # of `tensor`, 2.11 does not trace it
-        return {
-            **values,
-            "class": qualified_name(cls),
-            "dtype": dtype,
-            **self.storage_metadata(dtype),
-            "quantizer": self.copy(),
-        }
+        values.update(self.storage_metadata(dtype))
+        values["quantizer"] = self.copy()
+        return flatten_context(cls, dtype, values, requires_grad and not self.internal)
 
     def make_empty(
         self,

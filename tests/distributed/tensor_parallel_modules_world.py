@@ -298,7 +298,7 @@ def kept_weights(rank: int) -> Result:
         "codes": codes,
         "scales": scales,
         "alone": [state["weight"]._splits, own._splits, first.weight.clone()._splits],
-        "context": sorted(context),
+        "context": sorted(context["nontensor_kwargs"]),
         "compiled": compiled_kept(),
     }
 

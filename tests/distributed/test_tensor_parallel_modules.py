@@ -151,7 +151,7 @@ def test_weights_that_are_kept_quantized(world: World) -> None:
             assert torch.equal(codes, whole._data.chunk(2)[rank])
             assert torch.equal(scale, whole._scale_inv)
         assert found["alone"] == [(), (), ()]
-        assert found["context"] == ["class", "dtype", "fp8_dtype", "quantizer"]
+        assert found["context"] == ["fake_dtype", "fp8_dtype", "quantizer"]
         assert found["compiled"] == {"wrong": [], "graphs": 1}
     before, after = zip(*[found["scales"] for found in made], strict=True)
     assert before[0] < before[1]

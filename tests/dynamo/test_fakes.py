@@ -50,7 +50,7 @@ def assert_equal(protos: Any, real: Any) -> None:
         assert proto.is_quantized == isinstance(tensor, QuantizedTensorStorage)
         if isinstance(tensor, QuantizedTensorStorage):
             buffers = dict(tensor._buffers())
-            assert proto.inner_names() == list(buffers)
+            assert proto.inner_names() == tuple(buffers)
             made = [(tuple(b.shape), b.dtype) for b in proto.create_inner_tensors()]
             assert made == [(tuple(b.shape), b.dtype) for b in buffers.values()]
 

@@ -51,7 +51,7 @@ def test_proto_is_real_is_fake(fmt: Format, rowwise: bool, columnwise: bool, int
             made = proto.create_tensor()
 
             assert type(real) is type(fake) is type(made) is (fmt.storage if internal else fmt.tensor)
-            assert proto.inner_names() == list(buffers(real)), shape
+            assert proto.inner_names() == tuple(buffers(real)), shape
             assert described(real) == described(fake) == described(made), shape
             for quantized in (real, fake, made):
                 assert tuple(quantized.shape) == tuple(quantized.size()) == shape
@@ -102,7 +102,7 @@ def test_proto_of_plain_tensors() -> None:
         shape=(3, 4), dtype=torch.float16, quantizer=None, requires_grad=True, device=torch.device("cpu")
     )
     assert not proto.is_quantized
-    assert proto.inner_names() == ["data"]
+    assert proto.inner_names() == ("data",)
     assert proto.num_bytes() == 24
     made = proto.create_tensor()
     assert (made.shape, made.dtype, made.requires_grad) == (x.shape, x.dtype, True)
@@ -133,7 +133,9 @@ def test_specs_allocation_and_metadata(fmt: Format, rowwise: bool, columnwise: b
         context = quantizer.create_metadata(shape, dtype=torch.float32)
         made = fmt.storage.__tensor_unflatten__(allocated, context, shape, None)
         assert type(made) is fmt.tensor
-        assert set(quantizer.storage_metadata(torch.float32)) <= set(context)
+        assert set(quantizer.storage_metadata(torch.float32)) <= set(context["nontensor_kwargs"])
+        needing = quantizer.create_metadata(shape, dtype=torch.float32, requires_grad=True)
+        assert fmt.storage.__tensor_unflatten__(allocated, needing, shape, None).requires_grad
 
 
 # Values

@@ -68,7 +68,7 @@ def test_rows_hold_both_directions(fmt: Format) -> None:
     assert_same_bytes({n: b for n, b in buffers(rows).items() if n in buffers(columns)}, columns)
     assert described(rows) == described(TensorProto((128, X[1]), torch.float32, fmt.make()).create_tensor())
     if fmt.is_value:
-        assert to_tensor_proto(rows).inner_names() == list(buffers(rows))
+        assert to_tensor_proto(rows).inner_names() == tuple(buffers(rows))
 
 
 @over_formats()
