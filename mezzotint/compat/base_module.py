@@ -18,6 +18,7 @@ import torch
 
 from mezzotint.functional import weight as weights
 from mezzotint.recipe import Recipe
+from mezzotint.region import current_state
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -158,6 +159,16 @@ class UpstreamNames(PlainAttributes):
         if len(value):
             raise TypeError("_fp8_workspaces is set to a mapping that has something in it: set it to {}, or clear it")
         self._fp8_workspaces.clear()
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the region that this is asked in quantizes."""
+        return current_state().enabled
+
+    @property
+    def fp8_calibration(self) -> bool:
+        """Whether it calibrates."""
+        return current_state().calibrating
 
     @property
     def is_fsdp2(self) -> bool:

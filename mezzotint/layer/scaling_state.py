@@ -187,6 +187,7 @@ class StatefulModule(nn.Module):
         length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
         return {
             "recipe": self._recipe_in_use(),
+            "fp8_checkpoint": self._recipe_in_use() is not None,
             "num_gemms": self.num_gemms,
             "scaling_fwd": MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
             "scaling_bwd": MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),

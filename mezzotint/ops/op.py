@@ -220,7 +220,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> None:
         """Take the extra input from the channel that an operation before, in the same pipeline, writes."""
-        self._check_channel("extra input", index, self.num_extra_inputs)
+        self._check_channel("extra input", index, self.num_extra_inputs, channel)
         if channel is None:
             self._extra_input_channels.pop(index, None)
         else:
@@ -228,19 +228,23 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
         """Give the extra output to operations behind that read the channel and, if `output_to_caller`, out as well."""
-        self._check_channel("extra output", index, self.num_extra_outputs)
+        self._check_channel("extra output", index, self.num_extra_outputs, channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"output_to_caller must be a bool: it is {output_to_caller!r}")
         if channel is None:
             self._extra_output_channels.pop(index, None)
         else:
             self._extra_output_channels[index] = (channel, output_to_caller)
 
-    def _check_channel(self, what: str, index: int, count: int) -> None:
+    def _check_channel(self, what: str, index: int, count: int, channel: Any) -> None:
         if self._has_fuser:
             raise RuntimeError(
                 f"{type(self).__name__} is in a pipeline already: set channels before it runs or enters a Sequential"
             )
         if not 0 <= index < count:
-            raise ValueError(f"index is {index}: {type(self).__name__} has {count} {what}s")
+            raise IndexError(f"index is {index}, out of range: {type(self).__name__} has {count} {what}s")
+        if channel is not None and not (isinstance(channel, str) and channel):
+            raise ValueError(f"channel is {channel!r}: give a non-empty string, or None for no channel")
 
     def _read_extra_input(self, index: int, value: Any) -> Any:
         """An extra input of the caller's as both halves of forward get it: what is read from a tensor is read once."""

@@ -278,3 +278,15 @@ def test_a_users_module_has_the_state_of_delayed_scaling() -> None:
     assert torch.equal(other.scale_fwd, module.scale_fwd)
     module.prepare_forward(sample(), num_gemms=2)
     assert module.scale_fwd.shape == (6,)
+
+
+def test_what_a_region_says_of_a_module() -> None:
+    layer = mz.Linear(32, 32)
+    assert not layer.fp8
+    assert not layer.fp8_meta["fp8_checkpoint"]
+    with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
+        assert layer.fp8
+        layer(torch.ones(32, 32))
+    assert layer.fp8_meta["fp8_checkpoint"]
+    with mz.autocast(False, calibrating=True):
+        assert layer.fp8_calibration

@@ -126,3 +126,15 @@ def test_cached_quantized_input(name: str) -> None:
     other = seen.requires_grad_()
     expected = torch.autograd.grad(make(name)(other), other, dy)
     assert torch.equal(torch.autograd.grad(y, leaf, dy)[0], expected[0])
+
+
+def test_options_that_are_refused() -> None:
+    for name in ("ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU"):
+        assert getattr(ops, name)().activation_recompute_in_mlp is False
+        with pytest.raises(ValueError, match=f"{name} does not support activation recomputation"):
+            getattr(ops, name)(activation_recompute_in_mlp=True)
+    assert ops.ScaledSReLU(activation_recompute_in_mlp=True).activation_recompute_in_mlp
+    for given in ({"beta1": 0.0}, {"beta2": float("inf")}, {"beta1": float("nan")}):
+        for kind in (ops.SiTUGLU, ops.ScaledSiTUGLU):
+            with pytest.raises(ValueError, match=f"{next(iter(given))} is .*: give a finite number above 0"):
+                kind(**given)

@@ -175,10 +175,15 @@ def test_channels_that_do_not_fit() -> None:
         ops.Sequential(channelled(ops.MakeExtraOutput, "a"), channelled(ops.MakeExtraOutput, "a"))
     with pytest.raises(ValueError, match="reads the channel 'a'"):  # a channel ends where a pipeline ends
         ops.Sequential(channelled(ops.MakeExtraOutput, "a"), nn.Identity(), channelled(ops.AddExtraInput, "a"))
-    with pytest.raises(ValueError, match="index is 1: AddExtraInput has 1 extra inputs"):
+    with pytest.raises(IndexError, match="index is 1, out of range: AddExtraInput has 1 extra inputs"):
         ops.AddExtraInput().set_extra_input_channel(1, "a")
-    with pytest.raises(ValueError, match="index is 0: AddExtraInput has 0 extra outputs"):
+    with pytest.raises(IndexError, match="index is 0, out of range: AddExtraInput has 0 extra outputs"):
         ops.AddExtraInput().set_extra_output_channel(0, "a")
+    for channel in ("", 3):
+        with pytest.raises(ValueError, match="give a non-empty string"):
+            ops.AddExtraInput().set_extra_input_channel(0, channel)
+    with pytest.raises(TypeError, match="output_to_caller must be a bool"):
+        ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=1)
 
 
 def test_channels_are_frozen_once_a_pipeline_is_built() -> None:

@@ -3,6 +3,7 @@
 They hand their output over quantized where the operation behind wants it so, and their gradient back likewise.
 """
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -205,6 +206,14 @@ class ClampedSwiGLU(SwiGLU):
         self.params = (float(limit), float(alpha), float(glu_linear_offset))
 
 
+def _bounds(**given: float) -> tuple[float, ...]:
+    """What a half cannot exceed: finite and above 0."""
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}: give a finite number above 0")
+    return tuple(float(value) for value in given.values())
+
+
 class SiTUGLU(SwiGLU):
     """beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)."""
 
@@ -219,7 +228,7 @@ class SiTUGLU(SwiGLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
-        self.params = (float(beta1), float(beta2))
+        self.params = _bounds(beta1=beta1, beta2=beta2)
 
 
 class ScaledActivation(Activation):
@@ -264,6 +273,7 @@ class ScaledSReLU(ScaledActivation):
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
 class ScaledSwiGLU(ScaledActivation):
@@ -273,6 +283,12 @@ class ScaledSwiGLU(ScaledActivation):
 
     def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
+        if activation_recompute_in_mlp:
+            raise ValueError(
+                f"activation_recompute_in_mlp: {type(self).__name__} does not support activation recomputation; its "
+                "output is not kept for backward in any case, so leave it False"
+            )
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
         self.glu_interleave_size = glu_interleave_size
 
 
@@ -289,8 +305,8 @@ class ScaledSiTUGLU(ScaledSwiGLU):
         beta1: float = 4.0,
         beta2: float = 25.0,
     ) -> None:
-        super().__init__(glu_interleave_size)
-        self.params = (float(beta1), float(beta2))
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
+        self.params = _bounds(beta1=beta1, beta2=beta2)
 
 
 class ScaledClampedQGeGLU(ScaledSwiGLU):
@@ -307,5 +323,5 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
         alpha: float = PARAMETERS["clamped_swiglu"]["alpha"],
         glu_linear_offset: float = PARAMETERS["clamped_swiglu"]["glu_linear_offset"],
     ) -> None:
-        super().__init__(glu_interleave_size)
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
         self.params = (float(limit), float(alpha), float(glu_linear_offset))
