@@ -232,13 +232,31 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            with counting_writes():
-                result = handler(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return _dequantized(func, args, kwargs)
+        if torch.is_inference_mode_enabled():
+            return _in_inference_mode(func, args, kwargs)
+        return _dispatched(func, args, kwargs)
+
+
+def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on quantized tensors: that of their own, or one on what they dequantize to."""
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        with counting_writes():
+            result = handler(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return _dequantized(func, args, kwargs)
+
+
+def _in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same, without what autograd does before it: operations come here that are made of others, and a view of a
+    tensor from outside of the mode takes that one's counter of writes, which a tensor of the mode cannot have."""
+    if func not in _HANDLERS and func._can_decompose():
+        return func.decompose(*args, **kwargs)
+    if not func.is_view:
+        return _dispatched(func, args, kwargs)
+    with torch.inference_mode(args[0].is_inference()):
+        return _dispatched(func, args, kwargs)
 
 
 def counting_writes() -> Any:

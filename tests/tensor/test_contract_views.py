@@ -325,3 +325,32 @@ def test_moves_to_a_gpu_and_back(fmt: Format) -> None:
     other = FORMATS["mxfp8"].quantize(sample((40, 48), seed=1))
     other.copy_(moved)
     assert other.device.type == "cpu"
+
+
+@over_formats()
+@pytest.mark.parametrize("is_parameter", [False, True])
+def test_inference_mode(fmt: Format, is_parameter: bool) -> None:
+    """In inference mode a tensor from outside of it gives the same as there, and keeps its form as there."""
+    tensor: torch.Tensor = fmt.quantize(sample(X), True, True)
+    if is_parameter:
+        tensor = nn.Parameter(tensor)
+    changes = (
+        lambda t: t.detach(),
+        lambda t: t.clone(),
+        lambda t: t.view(2, 128, 64),
+        lambda t: t[:128],
+        lambda t: t.to("cpu"),
+        lambda t: t.data,
+        lambda t: torch.nn.functional.linear(torch.ones(2, 64), t),
+        lambda t: t + 1,
+    )
+    for change in changes:
+        outside = change(tensor.detach())
+        with torch.inference_mode():
+            inside = change(tensor)
+            again = change(fmt.quantize(sample(X), True, True))
+        for made in (inside, again):
+            assert isinstance(made, QuantizedTensor) == isinstance(outside, QuantizedTensor)
+            assert made.shape == outside.shape
+        values = [made.dequantize() if isinstance(made, QuantizedTensor) else made for made in (inside, outside)]
+        assert torch.equal(*values)
