@@ -36,7 +36,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     f"{_PT}.attention.multi_head_attention": ("mezzotint.attention.multihead",),
     f"{_PT}.attention.rope": ("mezzotint.attention.rope",),
     f"{_PT}.constants": ("mezzotint.compat.constants",),
-    f"{_PT}.cpp_extensions": ("mezzotint.compat.cpp_extensions",),
+    f"{_PT}.cpp_extensions": ("mezzotint.compat.cpp_extensions", "mezzotint.compat.extension"),
     f"{_PT}.cpp_extensions.fused_attn": (),
     f"{_PT}.cpp_extensions.gemm": ("mezzotint.compat.cpp_extensions",),
     f"{_PT}.cpu_offload": ("mezzotint.offload", "mezzotint.compat.cpu_offload"),

@@ -12,6 +12,7 @@ Sides and layouts are those of a column-major GEMM, which gives, row-major, D [r
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -353,6 +354,7 @@ def get_cublas_workspace_size_bytes() -> int:
     return 0
 
 
+@cache
 def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
     """Return an empty tensor, or a list of one for grouped products, which `generic_gemm` takes and does not use."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu" if device is None else torch.device("cuda", device))
