@@ -65,9 +65,21 @@ class Wiring:
         return made
 
     def inputs_of(self, place: int, extra_inputs: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
+        """From the caller or from channels; None from one that the same fused operation writes, which has it inside."""
         return tuple(
-            [channels[source] if isinstance(source, str) else extra_inputs[source] for source in self.inputs[place]]
+            [
+                self._read(place, source, channels) if isinstance(source, str) else extra_inputs[source]
+                for source in self.inputs[place]
+            ]
         )
+
+    def _read(self, place: int, channel: str, channels: dict[str, Any]) -> Any:
+        if channel in channels and channels[channel] is None:
+            raise RuntimeError(
+                f"operation {place} reads the channel {channel!r}, for which the operation that writes it gave None: a "
+                "fused operation gives what others read"
+            )
+        return channels.get(channel)
 
     def give_outputs(self, place: int, op: Any, made: tuple[Any, ...], channels: dict[str, Any]) -> list[Any]:
         """Into their channels; gives those for the caller. `op`: what made them."""

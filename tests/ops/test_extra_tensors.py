@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mezzotint import ops
+from mezzotint.ops import fusion
 from tests.ops.pipelines import WIDTH, compiled, linear, residual, x32
 from tests.ops.user_ops import CountingLinear, SplitGate, SplitSquare, mlp, step
 from tests.recipes import RECIPES, assert_equal, gradient
@@ -282,3 +283,50 @@ def test_several_in_place_outputs_share_a_gradient() -> None:
         return leaf.grad
 
     assert torch.equal(run(True), run(False))
+
+
+class _Doubled(ops.FusedOperation):
+    """A residual and the sum with it, as one: the channel between them stays inside."""
+
+    def __init__(self, start: ops.MakeExtraOutput, end: ops.AddExtraInput, gives: bool) -> None:
+        super().__init__((start, end))
+        self.gives = gives
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **given: Any) -> Any:
+        assert basic_op_extra_inputs == [(), (None,)]
+        return 2 * input_, [(input_ if self.gives else None,), ()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+        ((extra,), _) = basic_op_grad_extra_outputs
+        return 2 * grad_output + (0 if extra is None else extra), [(), ()], [(), (grad_output,)]
+
+
+@pytest.mark.parametrize("to_caller", [True, False])
+def test_a_channel_inside_of_a_fused_operation(monkeypatch: pytest.MonkeyPatch, to_caller: bool) -> None:
+    start, end = ops.MakeExtraOutput(), ops.AddExtraInput()
+    start.set_extra_output_channel(0, "residual", output_to_caller=to_caller)
+    end.set_extra_input_channel(0, "residual")
+    fused = _Doubled(start, end, to_caller)
+    monkeypatch.setattr(fusion, "FORWARD_BACKWARD_FUSIONS", [])
+    ops.register_forward_backward_fusion(lambda given, *, recipe: [fused])
+    x = torch.randn(4, requires_grad=True)
+    made = ops.Sequential(start, end)(x)
+    y, *extra = made if to_caller else (made,)
+    assert torch.equal(y, 2 * x)
+    (y.sum() + sum(3 * each.sum() for each in extra)).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0 if to_caller else 2.0] * 4
+
+
+def test_a_channel_that_is_left_out_is_named() -> None:
+    class Silent(ops.BasicOperation):
+        num_extra_outputs = 1
+
+        def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **given: Any) -> Any:
+            return input_, [(None,)]
+
+    start, end = Silent(), ops.AddExtraInput()
+    start.set_extra_output_channel(0, "residual", output_to_caller=False)
+    end.set_extra_input_channel(0, "residual")
+    with pytest.raises(RuntimeError, match=r"operation 1 reads the channel 'residual', .* gave None"):
+        ops.Sequential(start, end)(torch.ones(4))
