@@ -1,6 +1,6 @@
 """What a step cannot be faster than: its matrix products alone, and the bytes that quantization must move.
 
-The products are those of one real step: each call of our GEMM is recorded with its operands, quantized as they are, and
+The products are those of one real step: each call of it is recorded with its operands, quantized as they are, and
 called again with nothing in between.
 """
 
@@ -14,10 +14,10 @@ import torch
 
 from bench import _cases as cases
 from bench._cases import Case, Shape
-from mezzotint.functional import gemm, grouped_linear
+from mezzotint.functional import grouped_linear, linear
 
 # Where the cores multiply.
-PRODUCTS = ((gemm, "gemm"), (grouped_linear, "grouped_gemm"), (grouped_linear, "grouped_gemm_packed"))
+PRODUCTS = ((linear, "multiply"), (grouped_linear, "grouped_gemm"), (grouped_linear, "grouped_gemm_packed"))
 # Recipe → how it quantizes x, the weight and the gradient.
 FORMATS: dict[str, tuple[Case, Case, Case]] = {
     "delayed": (cases.float8_delayed(),) * 3,

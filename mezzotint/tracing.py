@@ -48,20 +48,17 @@ def read_live(*tensors: torch.Tensor | None) -> None:
                 proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
-def left_to_backward() -> AbstractContextManager[None]:
-    """Have the compiler leave to backward what is computed inside. All that it reads is there in forward: it would be
-    computed there, and held."""
-    is_traced = in_graph() and not torch.compiler.is_dynamo_compiling()
-    return partition_tag("must_be_in_backward") if is_traced else nullcontext()
-
-
 @contextmanager
-def partition_tag(tag: str) -> Iterator[None]:
-    """Tell AOTAutograd, which traces what is inside, whether it "must_be_in_forward" or "must_be_in_backward". (Private
-    names of its partitioner, in torch 2.11 and 2.13.)"""
+def left_to_backward() -> Iterator[None]:
+    """Have the compiler leave to backward what is computed inside. All that it reads is there in forward: it would be
+    computed there, and held. (The partitioner of AOTAutograd goes by this tag, a private name in torch 2.11 and 2.13.)
+    """
+    if not in_graph() or torch.compiler.is_dynamo_compiling():
+        yield
+        return
     meta = torch.fx.traceback.current_meta
     before = meta.get("partitioner_tag")
-    meta["partitioner_tag"] = tag
+    meta["partitioner_tag"] = "must_be_in_backward"
     try:
         yield
     finally:

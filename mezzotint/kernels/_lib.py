@@ -6,7 +6,6 @@ the compiler does not look into: eager and compiled code run the same bytes thro
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
-from mezzotint.tracing import partition_tag
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
 
@@ -57,14 +55,14 @@ def define(
     return op
 
 
-def launch_in_graphs(op: torch._ops.OpOverload, *, is_left_to_backward: bool = True) -> torch._ops.OpOverload:
+def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """Have the compiler launch the op's Triton kernels itself: a graph on CUDA holds the launches of the op's CUDA code
     in its place. (What `torch.library.triton_op` does, for an op that has a reference too.)
 
     Not while sizes are dynamic, since which kernels run depends on them, nor in `torch.export`. The compiler cannot be
     told to leave products and sums apart, as all our launches do (`enable_fp_fusion=False`): so the kernels of such an
     op have none that it could fuse (`tests/kernels/test_triton_ahead.py`). What only backward reads the compiler may
-    leave to backward, unless `is_left_to_backward` says no.
+    leave to backward.
     """
     launch = _IMPLEMENTATIONS[op][1]
 
@@ -79,7 +77,7 @@ def launch_in_graphs(op: torch._ops.OpOverload, *, is_left_to_backward: bool = T
         inner = [arg.from_functional() if isinstance(arg, FunctionalTensor) else arg for arg in args]
         key = (op, *[id(arg) if isinstance(arg, torch.Tensor) else arg for arg in inner]) if is_pure else None
         if key is None or key not in made:
-            with mode, nullcontext() if is_left_to_backward else partition_tag("must_be_in_forward"):
+            with mode:
                 result = launch(*args)
             if key is None:
                 return result

@@ -133,13 +133,9 @@ delayed_take_ = leaf(
 )
 
 # A copy that is made in forward: a `clone` that only backward reads a compiler leaves to backward, when the original
-# has changed. It says that it writes `anchor`, a buffer that forward writes.
-delayed_snapshot_ = launch_in_graphs(
-    leaf(
-        "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
-        fake=lambda anchor, scale: torch.empty_like(scale),
-        cpu=lambda anchor, scale: scale.clone(),
-        cuda="delayed:snapshot",
-    ),
-    is_left_to_backward=False,
+# has changed, and so it does with a kernel. It says that it writes `anchor`, a buffer that forward writes.
+delayed_snapshot_ = leaf(
+    "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
+    fake=lambda anchor, scale: torch.empty_like(scale),
+    cpu=lambda anchor, scale: scale.clone(),
 )

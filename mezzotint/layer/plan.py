@@ -15,7 +15,7 @@ import torch
 
 from mezzotint.functional.linear import LinearQuantizers, Needs, Numerics
 from mezzotint.functional.norm import NormOptions
-from mezzotint.functional.tensor_parallel import Parallel
+from mezzotint.functional.tensor_parallel import Parallel, splits_of
 from mezzotint.layer.names import join_path
 from mezzotint.recipe import (
     FORWARD_TENSORS,
@@ -26,6 +26,7 @@ from mezzotint.recipe import (
     Recipe,
 )
 from mezzotint.tensor.graph_constant import GraphConstant
+from mezzotint.tensor.partition import needs_whole_amaxes
 from mezzotint.tensor.quantizer import Quantizer
 
 NO_QUANTIZERS = LinearQuantizers(None, None, None)
@@ -139,9 +140,12 @@ def _resolve(
 
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
     """Return what backward quantizes a weight with again, or None where it reads what forward made: where a weight is
-    put together for each run, or split over ranks, or where its quantizer would make something else."""
+    put together for each run, where other ranks would be asked again, or where its quantizer would make something
+    else."""
     is_parameter = bool(config.weight_names) and len(config.weight_names[gemm]) == 1
-    if quantizer is None or not is_parameter or config.parallels[gemm] is not None or config.recomputes:
+    if quantizer is None or not is_parameter or config.recomputes:
+        return None
+    if any(needs_whole_amaxes(quantizer, split.dim) for split in splits_of(config.parallels[gemm], "weight")):
         return None
     if quantizer.is_custom() or not quantizer.columnwise_usage or not quantizer.is_requantization_safe():
         return None

@@ -139,7 +139,7 @@ def test_public_function() -> None:
         ("the first is a multiple", {"qkv_split_arg_list": [CHANNELS + 2, CHANNELS, 2 * CHANNELS - 2]}),
         ("the first is a multiple", {"qkv_split_arg_list": [3 * CHANNELS, 0, CHANNELS]}),
         ("freqs turn 8 channels of queries and 4 of keys", {"k_freqs": PAIRED}),
-        ("give .s, b, groups, channels.", {"qkv": mixed[0]}),
+        ("give s, b, groups, channels", {"qkv": mixed[0]}),
     ):
         given = {"qkv": mixed, "q_freqs": long, "k_freqs": long, "qkv_split_arg_list": sizes, **options}
         with pytest.raises(ValueError, match=message):

@@ -31,13 +31,6 @@ def _saw_kernel(history, a, b, c, d, COUNT: tl.constexpr, SLOTS: tl.constexpr):
         tl.store(at, tl.maximum(tl.load(at), tl.load(given[k])))
 
 
-@Fast
-@triton.jit
-def _copy_kernel(source, out, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(source + i, mask=i < n), mask=i < n)
-
-
 def update_config() -> dict[str, int]:
     """Rows at a time, slots per program: few steps of long latency, since there is one after the other."""
     return {"BL": 512, "BN": 4, "num_warps": 8}
@@ -183,21 +176,11 @@ def _four(amaxes: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     return (*amaxes, *(None,) * (MOST_AMAXES - len(amaxes)))
 
 
-def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the scale."""
-    out = torch.empty_like(scale)
-    if scale.numel():
-        grid = (cdiv(scale.numel(), 256),)
-        _copy_kernel[grid](scale, out, scale.numel(), BLOCK=256, num_warps=1, enable_fp_fusion=False)
-    return out
-
-
 _NONE: dict[str, Any] = {"COUNT": 0, "SLOTS": None, **update_config()}
 _TWO: dict[str, Any] = {"COUNT": 2, "SLOTS": (0, 2), **update_config()}
 
 AHEAD = [
     ahead(_saw_kernel, "fp32 fp32 fp32 - -", COUNT=2, SLOTS=(0, 1), num_warps=1),
-    ahead(_copy_kernel, "fp32 fp32", BLOCK=256, num_warps=1),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=False, **_NONE),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=True, **_NONE),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 - -", RECENT=False, **_TWO),
