@@ -50,13 +50,23 @@ def _is_free(tensor: torch.Tensor) -> bool:
 class _Kept:
     """A saved tensor: on the GPU, in the host's memory, or on its way."""
 
-    __slots__ = ("device", "device_copy", "free", "host_copy")
+    __slots__ = ("device", "device_copy", "free", "host_copy", "version")
 
     def __init__(self, tensor: torch.Tensor, free: "dict[Any, list[torch.Tensor]] | None") -> None:
+        self.version = tensor._version
         self.device = tensor.device
         self.device_copy: torch.Tensor | None = tensor
         self.host_copy: torch.Tensor | None = None
         self.free = free  # where the host buffer goes when nobody can ask for the tensor any more
+
+    def check(self) -> None:
+        """Raise where the tensor was written since it was saved, as autograd does of what it keeps itself."""
+        if self.device_copy is not None and self.device_copy._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.device_copy.shape)} that was saved for backward was written in place "
+                "before it was copied to the host: its gradient would be wrong. Write into a new tensor instead, or "
+                "leave this one out with mark_not_offload"
+            )
 
     def __del__(self) -> None:
         if self.free is not None and self.host_copy is not None:
@@ -92,6 +102,7 @@ class _Transfers:
         pairs = []
         for kept in layer.kept.values():
             if kept.host_copy is None and kept.device_copy is not None:
+                kept.check()
                 kept.host_copy = self._host_buffer(kept.device_copy)
                 pairs.append((kept.host_copy, kept.device_copy))
         if pairs:
@@ -103,6 +114,7 @@ class _Transfers:
             self._wait(layer.copied)
             layer.copied = None
             for kept in layer.kept.values():
+                kept.check()
                 kept.device_copy = None
 
     def to_device(self, layer: _Layer) -> None:
@@ -123,6 +135,8 @@ class _Transfers:
             self._wait(layer.loaded)
             layer.loaded = None
         assert kept.device_copy is not None
+        if kept.host_copy is None:
+            kept.check()
         return kept.device_copy
 
     def _host_buffer(self, like: torch.Tensor) -> torch.Tensor:

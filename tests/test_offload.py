@@ -121,6 +121,19 @@ def test_a_part_of_a_tensor_has_a_copy_of_its_own() -> None:
     assert len(made) == 4  # h, what exp2 gives, and both parts of h
 
 
+def test_a_tensor_that_is_written_after_it_was_saved() -> None:
+    """Autograd refuses such a tensor; a copy to the host must not take what was written for what was saved."""
+    context, sync = get_cpu_offload_context(True, 1, 2)
+    x = torch.full((4,), 2.0, requires_grad=True)
+    with context:
+        h = x * 1.0
+        y = h * h
+        with torch.no_grad():
+            h.add_(1.0)
+    with pytest.raises(RuntimeError, match="was written in place before it was copied to the host"):
+        sync(y)
+
+
 def test_parameters_marks_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     weight = torch.nn.Parameter(torch.ones(1024, 1024))
