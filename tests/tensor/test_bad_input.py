@@ -493,7 +493,7 @@ def test_proto_without_a_quantizer_has_no_usages() -> None:
 def test_proto_with_the_wrong_number_of_buffers(fmt: Format) -> None:
     proto = TensorProto((32, 64), torch.float32, fmt.make())
     expected = len(proto.inner_names())
-    message = rf"inner_tensors has {expected + 1} tensors, this proto has {expected}: \["
+    message = rf"inner_tensors has {expected + 1} tensors, this proto has {expected}: \("
     with pytest.raises(ValueError, match=message):
         proto.assemble([*proto.create_inner_tensors(), torch.ones(1)])
 

@@ -29,8 +29,8 @@ class Fast:
         return getattr(self.kernel, name)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if type(args[0]) not in _AT_HAND:
-            del constants["enable_fp_fusion"]  # no option there: see `launch_in_graphs`
+        if isinstance(args[0], torch.Tensor) and type(args[0]) not in _AT_HAND:
+            constants.pop("enable_fp_fusion", None)  # no option there: see `launch_in_graphs`
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
         if not isinstance(self.kernel, JITFunction) or _hooked():
@@ -63,8 +63,8 @@ class Fast:
         )
 
 
-# What eager code launches with: tensors, or a tuple of them. Else the compiler traces the launch.
-_AT_HAND = (torch.Tensor, torch.nn.Parameter, tuple)
+# Tensors that eager code launches with. With others the compiler traces the launch.
+_AT_HAND = (torch.Tensor, torch.nn.Parameter)
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
