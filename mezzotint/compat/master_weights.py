@@ -87,23 +87,7 @@ def quantize_master_weights(
             clear()
 
 
-def cast_master_weights_to_fp8(
-    model_weights: Sequence[Any],
-    master_weights: Sequence[torch.Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: Any,
-    fsdp_shard_model_weights: Sequence[Any] | None = None,
-    manual_post_all_gather_processing: bool = False,
-) -> None:
-    """The former name of `quantize_master_weights`."""
-    quantize_master_weights(
-        model_weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
-        manual_post_all_gather_processing,
-    )
+cast_master_weights_to_fp8 = quantize_master_weights  # the former name
 
 
 def post_all_gather_processing(model_weights: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 import mezzotint as mz
 from tests.recipes import MODULES, RECIPES, assert_equal, gradient, make, sample, step
@@ -127,3 +128,20 @@ def test_large_linear_is_near_bf16() -> None:
         for key in ("output", "input", "weight"):
             error = (got[key].float() - expected[key].float()).norm() / expected[key].float().norm()
             assert error < 0.1, (name, key, error)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+def test_graphs_launch_our_kernels_themselves(recipe: str) -> None:
+    """The code that Inductor writes calls no operator of ours: casts are its own launches, products PyTorch's."""
+    module = mz.Linear(1024, 1024, params_dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(module, fullgraph=True)
+    x = torch.randn(512, 1024, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def run() -> None:
+        with mz.autocast(recipe=RECIPES[recipe]):
+            y = compiled(x)
+        y.backward(torch.randn_like(y))
+
+    _, codes = run_and_get_code(run)
+    assert len(codes) == 2
+    assert not any("torch.ops.mezzotint" in code for code in codes)

@@ -11,6 +11,7 @@ import triton.language as tl
 from mezzotint.kernels.packed_mx import Element
 from mezzotint.kernels.triton._jit import e8m0_decode, swizzled
 from mezzotint.kernels.triton._jit_fp4 import cast_e2m1_stochastic, philox16, philox_key
+from mezzotint.kernels.triton._launch import Fast
 
 _INF_BITS = tl.constexpr(0x7F800000)
 _NAN_BITS = tl.constexpr(0x7FC00000)
@@ -164,8 +165,9 @@ def quantize_side(
     tl.store(scales + to, byte.to(tl.uint8), mask=mask)
 
 
+@Fast
 @triton.jit
-def dequantize_tile(
+def dequantize_kernel(
     data,
     scales,
     out,

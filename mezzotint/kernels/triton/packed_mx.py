@@ -1,35 +1,13 @@
-"""The way back of MX formats with elements of 4 and 6 bits on CUDA: one kernel for all of them."""
+"""The launch that dequantizes MX formats with elements of 4 and 6 bits on CUDA, all of them by one kernel."""
 
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from mezzotint.constants import cdiv
 from mezzotint.kernels.packed_mx import Element, packed_dequantized_shape
 from mezzotint.kernels.triton._jit import ahead
-from mezzotint.kernels.triton._jit_packed_mx import bits_of, dequantize_config, dequantize_tile
-from mezzotint.kernels.triton._launch import Fast
-
-
-@Fast
-@triton.jit
-def _dequantize_kernel(
-    data,
-    scales,
-    out,
-    R,
-    C,
-    per_row,
-    EXPONENT: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    SWIZZLED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-):
-    dequantize_tile(data, scales, out, R, C, per_row, EXPONENT, MANTISSA, SWIZZLED, TRANSPOSED, BM, BN)
+from mezzotint.kernels.triton._jit_packed_mx import bits_of, dequantize_config, dequantize_kernel
 
 
 def dequantize_packed(
@@ -48,7 +26,7 @@ def dequantize_packed(
         return out
     R = out.numel() // cols
     options = dequantize_config()
-    _dequantize_kernel[(cdiv(R, options["BM"]) * cdiv(cols, options["BN"]),)](
+    dequantize_kernel[(cdiv(R, options["BM"]) * cdiv(cols, options["BN"]),)](
         data,
         scale_inv.contiguous(),
         out,
@@ -67,4 +45,4 @@ def dequantize_packed(
 def ahead_dequantize(pointers: str, element: Element, swizzled: bool, transposed: bool) -> tuple[Any, ...]:
     """Return a case of `AHEAD`, which CI compiles without a GPU."""
     options = {**bits_of(element), "SWIZZLED": swizzled, "TRANSPOSED": transposed}
-    return ahead(_dequantize_kernel, pointers, **options, **dequantize_config())
+    return ahead(dequantize_kernel, pointers, **options, **dequantize_config())
