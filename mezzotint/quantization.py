@@ -33,6 +33,7 @@ from mezzotint.comm.agreement import check_agreed, is_fake, without_addresses
 from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.constants import DType
 from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
+from mezzotint.memory import check_memory
 from mezzotint.recipe import (
     CustomRecipe,
     DelayedScalingRequest,
@@ -90,7 +91,8 @@ class autocast:
         with mz.autocast("mxfp8"): ...         # a recipe, or its short name, may come first
 
     `calibrating` without `enabled` computes in high precision and gathers statistics. `amax_reduction_group` is the
-    process group over which delayed scaling takes its maxima.
+    process group over which delayed scaling takes its maxima. `memory` says how much modules hold for backward:
+    "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region around this one says.
 
     A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
     """
@@ -102,11 +104,14 @@ class autocast:
         recipe: Recipe | str | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
+        *,
+        memory: str | None = None,
     ) -> None:
         switch, recipe = switch_and_recipe("autocast", enabled, recipe)
         calibrating = as_bool("autocast", "calibrating", calibrating)
         recipe = get_default_recipe() if recipe is None and (switch or calibrating) else recipe
         self.state = (switch, calibrating, recipe, amax_reduction_group)
+        self.memory = None if memory is None else check_memory("autocast", memory)
         self.graph = _graph
 
     def __enter__(self) -> "autocast":
@@ -115,7 +120,7 @@ class autocast:
             call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
         state.opened = Opened(self, get_autocast_state(), state.opened)
-        set_autocast_state(self.state)
+        set_autocast_state((*self.state, state.memory if self.memory is None else self.memory))
         state.depth += 1
         return self
 
@@ -135,11 +140,13 @@ class autocast:
                 f"autocast decorates {function.__qualname__}, which runs after its call has returned, outside of the "
                 "region: write the region inside of it, with autocast(...)"
             )
-        arguments = (*self.state, self.graph)
+        arguments, memory = (*self.state, self.graph), self.memory
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with autocast(*arguments):  # made here: Dynamo enters no region that was made outside of its graph
+            with autocast(
+                *arguments, memory=memory
+            ):  # made here: Dynamo enters no region that was made outside of its graph
                 return function(*args, **kwargs)
 
         return inside

@@ -72,6 +72,7 @@ class State:
     calibrating: bool = False
     recipe: Recipe | None = None
     group: Any = None
+    memory: str = "default"  # what modules that say nothing of it hold for backward (`memory.py`)
     depth: int = 0
     opened: Opened | None = None  # the last `autocast` that was entered
     init_enabled: bool = False
@@ -133,19 +134,19 @@ def recipe_in_force() -> Recipe | None:
     return state.recipe if state.enabled else None
 
 
-AutocastState = tuple[bool, bool, Recipe | None, Any]
+AutocastState = tuple[bool, bool, Recipe | None, Any, str]
 
 
 def get_autocast_state() -> AutocastState:
-    """Return what a region sets: enabled, calibrating, recipe, group."""
+    """Return what a region sets: enabled, calibrating, recipe, group, memory mode."""
     state = current_state()
-    return state.enabled, state.calibrating, state.recipe, state.group
+    return state.enabled, state.calibrating, state.recipe, state.group, state.memory
 
 
 def set_autocast_state(given: AutocastState) -> None:
     """Set what `get_autocast_state` gave."""
     state = current_state()
-    state.enabled, state.calibrating, state.recipe, state.group = given
+    state.enabled, state.calibrating, state.recipe, state.group, state.memory = given
 
 
 def leave(opened: Opened | None, region: Any) -> tuple[Opened | None, tuple[Any, ...] | None]:

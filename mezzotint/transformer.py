@@ -187,6 +187,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         softmax_type: str = "vanilla",
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__()
         given: dict[str, Any] = dict(locals())
@@ -202,7 +203,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         common: dict[str, Any] = {name: given[name] for name in _OF_BOTH}
-        common |= {"params_dtype": params_dtype, "return_bias": not parallel_attention_mlp}
+        common |= {"params_dtype": params_dtype, "memory": memory, "return_bias": not parallel_attention_mlp}
         common["return_layernorm_output"] = apply_residual_connection_post_layernorm
         attention: dict[str, Any] = {name: given[name] for name in _OF_ATTENTION} | common
         attention["qkv_format"] = attn_input_format

@@ -119,6 +119,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         softmax_type: str = "vanilla",
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(dict(locals()))
@@ -150,6 +151,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
             "tp_group": tp_group,
             "tp_size": self.tp_size,
             "sequence_parallel": sequence_parallel,
+            "memory": memory,
         }
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,

@@ -25,6 +25,7 @@ from mezzotint.convert.rules import (
 from mezzotint.convert.saving import leave_nothing_out, leave_out_state
 from mezzotint.layer.base import Layer
 from mezzotint.layer.names import Named, join_path
+from mezzotint.memory import check_memory
 from mezzotint.recipe import Recipe, check_recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -49,7 +50,12 @@ def convert_report(model: nn.Module) -> ConversionReport:
 
 
 def convert(
-    model: ModelT, recipe: Recipe | None = None, *, filter: Filter | None = None, inplace: bool = True
+    model: ModelT,
+    recipe: Recipe | None = None,
+    *,
+    filter: Filter | None = None,
+    inplace: bool = True,
+    memory: str | None = None,
 ) -> ModelT:
     """The model, its linear layers swapped for ours, which share the parameters. `convert_report` says what was done.
 
@@ -59,13 +65,16 @@ def convert(
     `CustomRecipe` may choose, is the path of the layer in the model.
 
     `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
-    output heads and small layers as they are. `inplace=False` converts a copy.
+    output heads and small layers as they are. `inplace=False` converts a copy. `memory` is the memory mode of every
+    layer: "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the `autocast` around the call says.
     """
     _check_model(model)
     if recipe is not None:
         check_recipe(recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"filter is {type(filter).__name__}: give a function of (module, name), or None")
+    if memory is not None:
+        check_memory("convert", memory)
     if not inplace:
         model = copy.deepcopy(model)
     modules = dict(model.named_modules())
@@ -85,6 +94,10 @@ def convert(
             modules[fqn]._take_path(fqn)
     if recipe is not None and not isinstance(model, CONVERTED):
         convert_root(model, recipe)
+    if memory is not None:
+        for module in model.modules():
+            if isinstance(module, Layer):
+                module.memory = memory
     leave_out_state(model)
     region = vars(model).get("_mezzotint_recipe")
     vars(model)[_REPORT] = ConversionReport(tuple(_entries(modules, kept, neighbours, region)))

@@ -1,10 +1,11 @@
 """Activations, with the quantization of what they make, forward and backward, taken in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from mezzotint.constants import DType
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import (
@@ -15,10 +16,18 @@ from mezzotint.kernels.activation import (
     activation_scale_gradient,
     is_gated,
 )
-from mezzotint.tensor.quantize import quantize_source
+from mezzotint.tensor.float8_block import Float8BlockQuantizer
+from mezzotint.tensor.quantize import quantize_scaled, quantize_source
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import left_to_backward
 
 __all__ = ["ACTIVATION_CORE", "ActivationFwdArgs", "is_gated", "resolve_activation"]
+
+
+_COMPRESSION = Float8BlockQuantizer(
+    DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=False, block_scaling_dim=1
+)
 
 
 def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, tuple[float, ...]]:
@@ -47,7 +56,7 @@ class ActivationFwdArgs:
 
 @dataclass(slots=True)
 class ActivationBwdArgs(Saved):
-    x: torch.Tensor
+    x: Any  # a tensor, or what `compress` made of it
     name: str
     params: tuple[float, ...]
     scales: torch.Tensor | None = None
@@ -80,6 +89,25 @@ def activation_gradient_quantized(
 
 def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
     return ActivationBwdArgs(a.x, a.name, a.params, a.scales)
+
+
+def activation_quantized_again(b: ActivationBwdArgs, quantizer: Quantizer, scale: torch.Tensor | None) -> Any:
+    """Return act(x) again, quantized, in backward."""
+    with left_to_backward():
+        return activation_quantized(ActivationFwdArgs(b.x, b.name, b.params, None, b.scales), quantizer, scale)[0]
+
+
+def compress(x: torch.Tensor) -> Any:
+    """Return x (M, N) in FP8 with a scale for each 128 elements of a row, to be held for backward."""
+    return quantize_scaled(x, _COMPRESSION, None)[0]
+
+
+def decompress(b: ActivationBwdArgs) -> ActivationBwdArgs:
+    """Return the arguments with x as the kernels take it."""
+    if not isinstance(b.x, QuantizedTensorStorage):
+        return b
+    with left_to_backward():
+        return replace(b, x=b.x.dequantize())
 
 
 def activation_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor:

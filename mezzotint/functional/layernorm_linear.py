@@ -1,6 +1,6 @@
 """A norm and the linear behind it: the norm hands its output over quantized."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from mezzotint.functional.norm import (
     norm_forward,
     norm_forward_quantized,
     norm_gradients,
+    norm_quantized_again,
     norm_setup,
 )
 from mezzotint.functional.tensor_parallel import gathers
@@ -96,7 +97,7 @@ def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, L
 
 
 def layernorm_linear_setup(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> LayerNormLinearBwdArgs:
-    norm = norm_setup(_norm(a), made.norm)
+    norm = norm_setup(_norm(a), made.norm, is_applied_again=a.linear.input_again is not None)
     return LayerNormLinearBwdArgs(norm, linear_setup(a.linear, made.linear), gathers_norm(a), a.residual)
 
 
@@ -126,7 +127,10 @@ def layernorm_linear_backward(
     d_residual = None if b.residual is None else further[-1]
     outside = further if b.residual is None else further[:-1]
     d_norm_out = outside[0] if outside else None
-    dh, dw, db, amax = linear_backward(b.linear, dy, dy_q, db)
+    linear = b.linear
+    if linear.input_again is not None:
+        linear = replace(linear, x=norm_quantized_again(b.norm, linear.input_again, linear.input_scale))
+    dh, dw, db, amax = linear_backward(linear, dy, dy_q, db)
     if d_norm_out is not None and b.gathers_norm:
         assert b.linear.parallel is not None
         d_norm_out = reduce_scatter(d_norm_out, b.linear.parallel.group)

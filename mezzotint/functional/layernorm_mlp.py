@@ -4,7 +4,7 @@ With `recomputes` backward runs norm, first linear and activation again: forward
 scales of delayed scaling are kept too, so that the second run gives the bytes of the first; its amaxes are not used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from mezzotint.functional.activation import (
     activation_gradient,
     activation_gradient_quantized,
     activation_quantized,
+    activation_quantized_again,
     activation_setup,
+    compress,
+    decompress,
 )
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.layernorm_linear import (
@@ -66,6 +69,7 @@ class LayerNormMLPFwdArgs(Saved):
     activation: str
     params: tuple[float, ...]
     recomputes: bool
+    compresses: bool  # the activation's input is held in FP8 blocks
     returns_norm: bool
     gathers_norm: bool
     residual: Residual | None
@@ -134,9 +138,10 @@ def _setup(
     a: LayerNormMLPFwdArgs, norm_fc1: LayerNormLinearMade, hidden: torch.Tensor, fc2: LinearMade
 ) -> LayerNormMLPBwdArgs:
     act = ActivationFwdArgs(hidden, a.activation, a.params)
-    return LayerNormMLPBwdArgs(
-        layernorm_linear_setup(_norm_fc1(a), norm_fc1), activation_setup(act, None), linear_setup(a.fc2, fc2)
-    )
+    held = activation_setup(act, None)
+    if a.compresses:
+        held.x = compress(hidden)
+    return LayerNormMLPBwdArgs(layernorm_linear_setup(_norm_fc1(a), norm_fc1), held, linear_setup(a.fc2, fc2))
 
 
 def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
@@ -157,17 +162,19 @@ def layernorm_mlp_backward(
     """dx, those of the branch and its bias, dgamma, dbeta, dW1, db1, dW2, db2; the amaxes of both gradients."""
     if isinstance(b, LayerNormMLPFwdArgs):
         b = _recompute(b)
-    da, dw2, db2, amax2 = linear_backward(b.fc2, dy)
-    fc1 = b.norm_fc1.linear
+    fc1, fc2, act = b.norm_fc1.linear, b.fc2, decompress(b.activation)
+    if fc2.input_again is not None:
+        fc2 = replace(fc2, x=activation_quantized_again(act, fc2.input_again, fc2.input_scale))
+    da, dw2, db2, amax2 = linear_backward(fc2, dy)
     dh_q, db1, amax1, dh = None, None, None, None
     if da is not None:
         da = as_matrix(da)  # as the activation's input is
         quantizer = fc1.quantizers.grad_output
         if quantizer is None or not takes_quantized_grad(fc1):
-            dh = activation_gradient(b.activation, da)
+            dh = activation_gradient(act, da)
         else:
             sums = fc1.bias_dtype if fc1.needs.bias else None
-            dh_q, amax1, db1 = activation_gradient_quantized(b.activation, da, quantizer, fc1.grad_scale, sums)
+            dh_q, amax1, db1 = activation_gradient_quantized(act, da, quantizer, fc1.grad_scale, sums)
     *first, own_amax = layernorm_linear_backward(b.norm_fc1, dh, further, dh_q, db1)
     return (*first, dw2, db2), (own_amax if amax1 is None else amax1, None, amax2, None)
 

@@ -112,6 +112,7 @@ class LinearFwdArgs(Saved):
     parallel: Parallel | None = None  # None: the whole weight is here
     weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
     weight_scale: torch.Tensor | None = None  # delayed scaling, FP32 [1]
+    input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
 
     SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale")
 
@@ -131,6 +132,7 @@ class LinearBwdArgs(Saved):
     parallel: Parallel | None
     weight_again: Quantizer | None
     weight_scale: torch.Tensor | None
+    input_again: Quantizer | None
 
     SAVED = ("x", "weight", "grad_scale", "input_scale", "weight_scale")
 
@@ -192,7 +194,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
     override = a.numerics.override
     x: Any = None
     weight: Any = None
-    if a.needs.weight:
+    if a.needs.weight and a.input_again is None:
         if keeps_input(a, matrix_shape((made.x_q if a.x is None else a.x).shape)[0]):
             x = made.x_q if a.x is None else a.x  # itself: what is saved may be an input, but no view of one
         else:
@@ -209,7 +211,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         x=x,
         weight=weight,
         grad_scale=a.grad_scale,
-        input_scale=a.input_scale if a.saves_original_input else None,
+        input_scale=a.input_scale if a.saves_original_input or a.input_again is not None else None,
         needs=a.needs,
         quantizers=a.quantizers,
         numerics=a.numerics,
@@ -219,6 +221,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         parallel=a.parallel,
         weight_again=a.weight_again,
         weight_scale=None if a.weight_again is None else a.weight_scale,
+        input_again=a.input_again,
     )
 
 
@@ -326,7 +329,8 @@ def _saved_input(b: LinearBwdArgs) -> Any:
     if not b.saves_original_input or quantizer is None or b.numerics.override is not None or b.numerics.keeps_wgrad:
         return as_multiplied(x, b.numerics)
     quantizer = quantizer.with_usage(rowwise=False, columnwise=True)
-    return quantize_shard(as_matrix(x), quantizer, splits_of(parallel, "input"), b.input_scale)[0]
+    with left_to_backward():
+        return quantize_shard(as_matrix(x), quantizer, splits_of(parallel, "input"), b.input_scale)[0]
 
 
 def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, no
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tracing import left_to_backward
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class NormBwdArgs(Saved):
     mu: torch.Tensor
     rs: torch.Tensor
     gamma: torch.Tensor
+    beta: torch.Tensor | None  # where the norm is applied again
     options: NormOptions
     has_beta: bool
 
-    SAVED = ("x", "mu", "rs", "gamma")
+    SAVED = ("x", "mu", "rs", "gamma", "beta")
 
 
 @dataclass(slots=True)
@@ -93,8 +95,24 @@ def _statistics(a: NormFwdArgs) -> NormMade:
     return NormMade(total, mu, rs)
 
 
-def norm_setup(a: NormFwdArgs, made: NormMade) -> NormBwdArgs:
-    return NormBwdArgs(x=made.x, mu=made.mu, rs=made.rs, gamma=a.gamma, options=a.options, has_beta=a.beta is not None)
+def norm_setup(a: NormFwdArgs, made: NormMade, *, is_applied_again: bool = False) -> NormBwdArgs:
+    return NormBwdArgs(
+        x=made.x,
+        mu=made.mu,
+        rs=made.rs,
+        gamma=a.gamma,
+        beta=a.beta if is_applied_again else None,
+        options=a.options,
+        has_beta=a.beta is not None,
+    )
+
+
+def norm_quantized_again(b: NormBwdArgs, quantizer: Quantizer, scale: torch.Tensor | None) -> Any:
+    """Return y (M, K) again, quantized, in a backward that was set up to apply the norm again."""
+    options = b.options
+    arguments = (b.x, b.mu, b.rs, b.gamma, b.beta, options.zero_centered, options.rms)
+    with left_to_backward():
+        return quantize_source("norm", arguments, b.x.shape, b.x.dtype, quantizer, scale)[0]
 
 
 def norm_gradients(

@@ -22,6 +22,7 @@ from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
 from mezzotint.layer.run import KeptWeights, RunSettings, linear_args, quantized_weights, scale_of
 from mezzotint.layer.weights import Weights, named
 from mezzotint.layer.wgrad import WeightGradStore
+from mezzotint.memory import check_memory
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import (
     FORWARD_TENSORS,
@@ -55,6 +56,7 @@ class Layer(Configured, Named, ParallelModule):
             "fuse_wgrad_accumulation",
             "hidden_size",
             "in_features",
+            "memory",
             "num_gemms",
             "return_bias",
             "return_layernorm_output",
@@ -75,6 +77,7 @@ class Layer(Configured, Named, ParallelModule):
         self.name = name
         self.fuse_wgrad_accumulation = False
         self.save_original_input = False
+        self.memory: str | None = None
         self.wgrad_stores: tuple[WeightGradStore, ...] = ()  # one for each GEMM where gradients are delayed
         self._weights: tuple[Weights, ...] = ()  # one for each GEMM
         self._wgrad_hooks: list[Callable[[], None]] = []
@@ -118,6 +121,7 @@ class Layer(Configured, Named, ParallelModule):
             "module_type": self.module_type,
             "gemm_names": tuple([self._inner_name(gemm) for gemm in gemms]),
             "saves_original_input": self.save_original_input,
+            "memory": None if self.memory is None else check_memory(type(self).__name__, self.memory),
             "parallels": tuple([self._parallel(gemm) for gemm in gemms]),
             "is_parallel": bool(self._modes),
             "weight_names": tuple([tuple(each.weight_names) for each in weights]) if is_plain else (),
@@ -141,7 +145,7 @@ class Layer(Configured, Named, ParallelModule):
         state = current_state()
         recipe = state.recipe if state.enabled else None
         keeps_weights = recipe is not None and is_first_microbatch is not None
-        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights)
+        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, state.memory)
         if not torch.compiler.is_compiling():
             self._note_run(recipe, state)
         call = RunSettings(plan)
@@ -321,14 +325,21 @@ class Layer(Configured, Named, ParallelModule):
 
 
 def plan_of(
-    module: Layer, recipe: Recipe | None, dtype: torch.dtype, needs: tuple[Needs, ...], keeps_weights: bool = False
+    module: Layer,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    needs: tuple[Needs, ...],
+    keeps_weights: bool = False,
+    memory: str = "default",
 ) -> Plan:
     """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
     # No method: in a graph each look-up of one in a module has its guards.
     if recipe is None or recipe.answers_once():
-        key = module._config, recipe, dtype, needs, keeps_weights
-        return memoized(module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights))
-    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights)
+        key = module._config, recipe, dtype, needs, keeps_weights, memory
+        return memoized(
+            module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights, memory)
+        )
+    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, memory)
 
 
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:

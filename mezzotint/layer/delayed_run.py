@@ -41,7 +41,7 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     is_first = has_backward and not status.has_backward
     call.records = True
     # Where backward quantizes again it needs the scales of forward, which are written before.
-    quantizes_again = config.saves_original_input or config.recomputes or any(call.plan.weights_again)
+    quantizes_again = config.recomputes or call.plan.quantizes_again()
     call.scales = snapshot(module, module.scale_fwd) if quantizes_again else module.scale_fwd
     if recomputation is not None and recomputation.is_second:
         # The scales of the first run, whose amaxes have been entered.

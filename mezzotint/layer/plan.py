@@ -15,7 +15,7 @@ import torch
 
 from mezzotint.functional.linear import LinearQuantizers, Needs, Numerics
 from mezzotint.functional.norm import NormOptions
-from mezzotint.functional.tensor_parallel import Parallel, splits_of
+from mezzotint.functional.tensor_parallel import Parallel, gathers, splits_of
 from mezzotint.layer.names import join_path
 from mezzotint.recipe import (
     FORWARD_TENSORS,
@@ -43,8 +43,14 @@ class Plan(GraphConstant):
     request: DelayedScalingRequest | None  # the state that its quantizers ask for
     has_backward: bool
     parallels: tuple[Parallel | None, ...]
-    saves_original_input: bool
+    saves_original_input: bool  # a linear holds its input as it came, and backward quantizes it
     weights_again: tuple[Quantizer | None, ...]  # what backward quantizes a weight with again; None: forward's is held
+    inputs_again: tuple[Quantizer | None, ...]  # what backward quantizes an input with again; None: forward's is held
+    compresses: bool  # the input of the activation is held in FP8 blocks
+
+    def quantizes_again(self) -> bool:
+        """Return whether backward quantizes again what forward has quantized."""
+        return self.saves_original_input or any(self.weights_again) or any(self.inputs_again)
 
 
 @dataclass(frozen=True)
@@ -76,16 +82,23 @@ class LayerConfig(GraphConstant):
     activation: str = ""
     activation_params: tuple[float, ...] = ()
     recomputes: bool = False  # in backward
-    weights_again: bool = False  # backward quantizes weights again, so that no copy of them is held for it
+    makes_again: bool = False  # backward quantizes again what it can, as the memory mode says; weights in every mode
+    memory: str | None = None  # the module's own memory mode; None: the region's
 
     def plan(
-        self, recipe: Recipe | None, name: str, dtype: torch.dtype, needs: tuple[Needs, ...], keeps_weights: bool
+        self,
+        recipe: Recipe | None,
+        name: str,
+        dtype: torch.dtype,
+        needs: tuple[Needs, ...],
+        keeps_weights: bool,
+        memory: str,
     ) -> Plan:
         """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
         go by it, else "": modules of other names then have the same plan. `keeps_weights`: the quantized weights serve
-        other microbatches too."""
+        other microbatches too. `memory`: the region's memory mode, for a module without its own."""
         is_kept = recipe is None or recipe.answers_once()
-        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights)
+        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights, memory)
 
     def state_plan(self, request: DelayedScalingRequest) -> Plan:
         """Return the plan of an operation whose quantizers are its own affair: delayed scaling's state alone."""
@@ -98,6 +111,8 @@ class LayerConfig(GraphConstant):
             parallels=(),
             saves_original_input=False,
             weights_again=(),
+            inputs_again=(),
+            compresses=False,
         )
 
     def role(self, name: str, gemm: int, tensor_type: str) -> QuantizerRole:
@@ -112,20 +127,19 @@ def _resolve(
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
     keeps_weights: bool,
+    memory: str,
 ) -> Plan:
     quantizers: tuple[LinearQuantizers, ...] = (NO_QUANTIZERS,) * len(needs)
-    again: tuple[Quantizer | None, ...] = (None,) * len(needs)
-    request: DelayedScalingRequest | None = None
+    nothing: tuple[Quantizer | None, ...] = (None,) * len(needs)
+    weights, inputs, request = nothing, nothing, None
+    is_lean = (config.memory or memory) != "default"
     if recipe is not None:
         quantizers, request = _resolve_quantizers(config, recipe, name, needs)
-        if config.weights_again and not keeps_weights:
-            again = tuple([_weight_again(config, gemm, each.weight) for gemm, each in enumerate(quantizers)])
-            quantizers = tuple(
-                [
-                    each if other is None else _without_columns(each)
-                    for each, other in zip(quantizers, again, strict=True)
-                ]
-            )
+        if config.makes_again and not keeps_weights:
+            weights = tuple([_weight_again(config, gemm, each.weight) for gemm, each in enumerate(quantizers)])
+        if config.makes_again and is_lean:
+            inputs = tuple([_input_again(config, gemm, each.input) for gemm, each in enumerate(quantizers)])
+        quantizers = tuple(map(_without_columns, quantizers, weights, inputs))
     return Plan(
         quantizers=quantizers,
         needs=needs,
@@ -134,27 +148,43 @@ def _resolve(
         has_backward=any(need.input or need.weight or need.bias for need in needs),
         parallels=config.parallels,
         saves_original_input=config.saves_original_input,
-        weights_again=again,
+        weights_again=weights,
+        inputs_again=inputs,
+        compresses=(config.memory or memory) == "compressed" and any(inputs),
     )
 
 
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
     """Return what backward quantizes a weight with again, or None where it reads what forward made: where a weight is
-    put together for each run, where other ranks would be asked again, or where its quantizer would make something
-    else."""
+    put together for each run, or where it could not be quantized as forward did."""
     is_parameter = bool(config.weight_names) and len(config.weight_names[gemm]) == 1
-    if quantizer is None or not is_parameter or config.recomputes:
+    return _again(config, gemm, "weight", quantizer) if is_parameter else None
+
+
+def _input_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
+    """Return what backward quantizes an input with again, or None where it reads what forward made."""
+    return None if gathers(config.parallels[gemm], "input") else _again(config, gemm, "input", quantizer)
+
+
+def _again(config: LayerConfig, gemm: int, tensor_type: str, quantizer: Quantizer | None) -> Quantizer | None:
+    """Return what makes the column-wise copy of a tensor in backward, or None where other ranks would be asked again,
+    where the quantizer would make something else, or where nobody reads that copy."""
+    if quantizer is None or config.recomputes:
         return None
-    if any(needs_whole_amaxes(quantizer, split.dim) for split in splits_of(config.parallels[gemm], "weight")):
+    if any(needs_whole_amaxes(quantizer, split.dim) for split in splits_of(config.parallels[gemm], tensor_type)):
         return None
     if quantizer.is_custom() or not quantizer.columnwise_usage or not quantizer.is_requantization_safe():
         return None
     return quantizer.with_usage(rowwise=False, columnwise=True)
 
 
-def _without_columns(quantizers: LinearQuantizers) -> LinearQuantizers:
-    assert quantizers.weight is not None
-    return replace(quantizers, weight=quantizers.weight.with_usage(rowwise=True, columnwise=False))
+def _without_columns(quantizers: LinearQuantizers, weight: Quantizer | None, x: Quantizer | None) -> LinearQuantizers:
+    """Return quantizers of a GEMM that leave the column-wise copies to backward which are made again there."""
+    if weight is not None and quantizers.weight is not None:
+        quantizers = replace(quantizers, weight=quantizers.weight.with_usage(rowwise=True, columnwise=False))
+    if x is not None and quantizers.input is not None:
+        quantizers = replace(quantizers, input=quantizers.input.with_usage(rowwise=True, columnwise=False))
+    return quantizers
 
 
 _kept_plan = lru_cache(maxsize=PLANS)(_resolve)
@@ -167,6 +197,7 @@ def plan_anew(
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
     keeps_weights: bool,
+    memory: str,
 ) -> Plan:
     """Return the plan under a recipe that is asked at each run. While a graph is traced, the compiler walks through a
     factory first, for the guards on all that it reads: when its answer changes there is another graph."""
@@ -174,7 +205,7 @@ def plan_anew(
         for gemm in range(len(config.gemm_names)):
             for tensor_type in ("input", "weight", "grad_output"):
                 recipe.qfactory(config.role(name, gemm, tensor_type))
-    return config.plan(recipe, name, dtype, needs, keeps_weights)
+    return config.plan(recipe, name, dtype, needs, keeps_weights, memory)
 
 
 def _resolve_quantizers(

@@ -122,6 +122,7 @@ def linear_args(
         weight_scale=None if run is None else scale_of(run.weight_scales, gemm, "weight"),
         grad_state=None,
         parallel=plan.parallels[gemm],
+        input_again=plan.inputs_again[gemm],
     )
 
 

@@ -317,7 +317,8 @@ class StatefulModule(nn.Module):
         """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
         replica: Any = super()._replicate_for_data_parallel()
         replica.__dict__.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=RunStatus())
-        replica.forward = autocast(*get_autocast_state())(partial(type(self).forward, replica))
+        *region, memory = get_autocast_state()
+        replica.forward = autocast(*region, memory=memory)(partial(type(self).forward, replica))
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:

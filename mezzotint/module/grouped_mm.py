@@ -85,9 +85,9 @@ _CONFIG = LayerConfig("grouped_linear", ("",), False, (None,))
 def _plan(recipe: Recipe | None, needs: Needs, name: str, dtype: torch.dtype) -> Plan:
     """Return the plan of one group: all of them lie in one tensor, which has one name."""
     if recipe is None or recipe.answers_once():
-        plan = _CONFIG.plan(recipe, "", dtype, (needs,), False)
+        plan = _CONFIG.plan(recipe, "", dtype, (needs,), False, "default")
     else:
-        plan = plan_anew(_CONFIG, recipe, name, dtype, (needs,), False)
+        plan = plan_anew(_CONFIG, recipe, name, dtype, (needs,), False, "default")
     if plan.request is not None:
         raise ValueError(
             f"recipe is {type(recipe).__name__}, which scales {name or 'a tensor of grouped_mm'} by what earlier calls "

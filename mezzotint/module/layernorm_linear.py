@@ -119,8 +119,10 @@ class LayerNormLinear(TransformerEngineBaseModule):
         name: str | None = None,
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__(name)
+        self.memory = memory
         self.ub_name = ub_name  # kept for programs that read it there
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
@@ -229,7 +231,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
 
     def _config_fields(self) -> dict[str, Any]:
         norm = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
-        return {**super()._config_fields(), "in_features": self.in_features, "norm": norm, "weights_again": True}
+        return {**super()._config_fields(), "in_features": self.in_features, "norm": norm, "makes_again": True}
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -78,6 +78,7 @@ def run_layernorm_mlp(
         activation=config.activation,
         params=config.activation_params,
         recomputes=config.recomputes,
+        compresses=plan.compresses,
         returns_norm=config.return_layernorm_output,
         gathers_norm=config.gathers_norm,
         residual=residual,
@@ -144,8 +145,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         checkpoint: bool = False,
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__(name)
+        self.memory = memory
         check_features(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         check_parallel(
             None,
@@ -220,7 +223,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             "activation": self._activation,
             "activation_params": self._activation_params,
             "recomputes": self.checkpoint,
-            "weights_again": True,
+            "makes_again": True,
         }
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:

@@ -35,6 +35,8 @@ def run_linear(
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     args = linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0])
     args.x, args.grad_state = x, grad_state(plan, delayed)
+    if args.input_again is not None:  # there is no norm or activation in front that could make x again
+        args.saves_original_input, args.input_again = True, None
     y, *amaxes = run_core(LINEAR, args, plan.has_backward)
     record_amaxes(plan, delayed, amaxes, weight_amaxes)
     return y
@@ -57,7 +59,8 @@ class Linear(TransformerEngineBaseModule):
 
     `fuse_wgrad_accumulation` adds the weight's gradient to `weight.main_grad`. `return_bias` leaves the bias out and
     returns it. `delay_wgrad_compute` leaves the weight's gradient to `backward_dw()`. `save_original_input` saves the
-    input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway.
+    input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway. `memory` says how much is
+    held for backward, "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region says.
 
     `parallel_mode` "column" (out) or "row" (in) splits the weight over the processes of `tp_group`, and
     `sequence_parallel` the first dimension of what is whole then (`functional/tensor_parallel.py`). Features are
@@ -98,8 +101,10 @@ class Linear(TransformerEngineBaseModule):
         name: str | None = None,
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__(name)
+        self.memory = memory
         self.ub_name = ub_name  # kept for programs that read it there
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
@@ -137,7 +142,7 @@ class Linear(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=device.type == "meta")
 
     def _config_fields(self) -> dict[str, Any]:
-        return {**super()._config_fields(), "in_features": self.in_features, "weights_again": True}
+        return {**super()._config_fields(), "in_features": self.in_features, "makes_again": True}
 
     def forward(
         self,

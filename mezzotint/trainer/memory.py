@@ -233,7 +233,7 @@ def _plan(
         live.ignore([*model.parameters(), *model.buffers(), tokens])
         marks = _watch(model, live, saved)
         with live, sent:
-            with autocast(enabled=recipe is not None, recipe=recipe), saved.hooks():
+            with autocast(enabled=recipe is not None, recipe=recipe, memory=savings.memory), saved.hooks():
                 loss = model(tokens, tokens)
             saved_in_all = saved.total
             loss.backward()

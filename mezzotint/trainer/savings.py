@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from mezzotint.memory import MEMORY_MODES
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.options import check_options, option
 
@@ -19,8 +20,12 @@ class Savings:
     optimizer_dtype: str = option("float32", f"of AdamW's two moments: {', '.join(STATES)}")
     recompute: bool = option(False, "backward computes what is inside of a layer again, instead of keeping it")
 
+    memory: str = option("default", f"what forward holds for backward: {', '.join(MEMORY_MODES)}")
+
     def __post_init__(self) -> None:
         check_options(self)
+        if self.memory not in MEMORY_MODES:
+            raise CommandError(f"--memory is {self.memory!r}: give one of {', '.join(MEMORY_MODES)}")
         if self.optimizer_dtype not in STATES:
             raise CommandError(f"--optimizer-dtype is {self.optimizer_dtype!r}: give one of {', '.join(STATES)}")
 
@@ -28,7 +33,8 @@ class Savings:
         """Those that are used."""
         found = ["quantized weights"] if self.quantized_weights else []
         found += [f"moments in {self.optimizer_dtype}"] if self.optimizer_dtype != STATES[0] else []
-        return found + (["layers recomputed"] if self.recompute else [])
+        found += ["layers recomputed"] if self.recompute else []
+        return found + ([f"{self.memory} memory"] if self.memory != MEMORY_MODES[0] else [])
 
 
 def parse_size(said: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from mezzotint.memory import MEMORY_MODES
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.options import check_options, flag, option
@@ -31,6 +32,7 @@ class TrainConfig:
     data: str | None = option(None, "text file or folder; Python's own sources if not given", may_change=True)
     tokenizer: str | None = option(None, "tokenizer.json of Hugging Face; bytes if not given", may_change=True)
     device: str = option("auto", "auto, cpu or cuda", may_change=True)
+    memory: str = option("default", f"what forward holds for backward: {', '.join(MEMORY_MODES)}")
     compile: bool = option(True, "torch.compile the model, as one graph")
     threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, bits=12, may_change=True)
     log_every: int = option(20, "steps between two lines, or two looks at the loss", at_least=1, may_change=True)
@@ -43,6 +45,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.memory not in MEMORY_MODES:
+            raise CommandError(f"--memory is {self.memory!r}: give one of {', '.join(MEMORY_MODES)}")
         if self.hold_out > 0.5:
             raise CommandError(f"--hold-out is {self.hold_out}: give a part of the text, at most 0.5")
         if self.eval_every and not self.hold_out:

@@ -22,7 +22,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
         "rng_tracker_name init_method bias return_bias params_dtype parallel_mode parameters_split device "
         "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute "
-        "symmetric_ar_type save_original_input name dtype",
+        "symmetric_ar_type save_original_input name dtype memory",
         in_features=EMPTY,
         out_features=EMPTY,
         sequence_parallel=False,
@@ -39,7 +39,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "get_rng_state_tracker init_method bias normalization return_bias params_dtype parallel_mode "
         "return_layernorm_output return_layernorm_output_gathered parameters_split zero_centered_gamma device "
         "ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad ub_bulk_dgrad ub_name delay_wgrad_compute "
-        "symmetric_ar_type name dtype",
+        "symmetric_ar_type name dtype memory",
         in_features=EMPTY,
         out_features=EMPTY,
         eps=1e-5,
@@ -60,7 +60,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "init_method bias normalization activation activation_params output_layer_init_method "
         "fuse_wgrad_accumulation params_dtype return_layernorm_output return_layernorm_output_gathered seq_length "
         "micro_batch_size set_parallel_mode zero_centered_gamma device ub_overlap_ag name ub_overlap_rs "
-        "ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type checkpoint dtype",
+        "ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type checkpoint dtype memory",
         hidden_size=EMPTY,
         ffn_hidden_size=EMPTY,
         eps=1e-5,

@@ -94,7 +94,7 @@ class Normalization(BasicOperation):
         x, mu, rs, gamma = ctx.saved_tensors
         if gamma.dim() > 1:
             x, gamma = _flat(x, gamma.shape), gamma.flatten()
-        return NormBwdArgs(x=x, mu=mu, rs=rs, gamma=gamma, options=ctx.options, has_beta=ctx.has_beta)
+        return NormBwdArgs(x=x, mu=mu, rs=rs, gamma=gamma, beta=None, options=ctx.options, has_beta=ctx.has_beta)
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         saved = self.backward_args(ctx)
