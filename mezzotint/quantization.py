@@ -144,9 +144,8 @@ class autocast:
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            with autocast(
-                *arguments, memory=memory
-            ):  # made here: Dynamo enters no region that was made outside of its graph
+            # Made here: Dynamo enters no region that was made outside of its graph.
+            with autocast(*arguments, memory=memory):
                 return function(*args, **kwargs)
 
         return inside

@@ -120,8 +120,8 @@ class Training:
             tokens, targets = (part.to(self.device, non_blocking=True) for part in self.batches.next())
             # Weights change once a step: micro-batches after the first use the quantized weights of the first.
             is_first = None if train.accumulate == 1 else micro == 0
-            region = {"recipe": self.recipe, "amax_reduction_group": everyone, "memory": train.memory}
-            with autocast(self.recipe is not None, **region):
+            is_on = self.recipe is not None
+            with autocast(is_on, recipe=self.recipe, amax_reduction_group=everyone, memory=train.memory):
                 loss = self.call(tokens, targets, is_first_microbatch=is_first)
             # In this thread: a device has one of its own for backward, in which Python is slower (README.md, Speed).
             with torch.autograd.set_multithreading_enabled(False):

@@ -145,10 +145,22 @@ def test_switches(capsys: Capture) -> None:
     options = ("plan", "tiny", "--recipes=mxfp8", "--quantized-weights", "--optimizer-dtype=bfloat16", "--recompute")
     assert "quantized weights; moments in bfloat16; layers recomputed" in works(capsys, *options)
     report = json.loads(works(capsys, *options, "--json"))
-    assert report["savings"] == {"quantized_weights": True, "optimizer_dtype": "bfloat16", "recompute": True}
+    savings = {"quantized_weights": True, "optimizer_dtype": "bfloat16", "recompute": True, "memory": "default"}
+    assert report["savings"] == savings
     assert "--optimizer-dtype is 'int4': give one of float32" in fails(capsys, *options, "--optimizer-dtype=int4")
     assert "--quantized-weights with --fsdp" in fails(capsys, *options, "--world=2", "--fsdp")
     works(capsys, *options, "--no-quantized-weights", "--optimizer-dtype=float32", "--world=4", "--tp=2", "--fsdp")
+
+
+def test_memory_modes(capsys: Capture) -> None:
+    def saved(memory: str) -> int:
+        report = json.loads(works(capsys, "plan", "tiny", "--recipes=current", f"--memory={memory}", "--json"))
+        return report["recipes"]["current"]["saved_per_layer"]
+
+    assert saved("compressed") < saved("lean") < saved("default")
+    assert "lean memory" in works(capsys, "plan", "tiny", "--recipes=current", "--memory=lean")
+    assert "--memory is 'small': give one of default, lean" in fails(capsys, "plan", "tiny", "--memory=small")
+    assert "--memory is 'small': give one of default, lean" in fails(capsys, "train", "--memory=small")
 
 
 def test_what_fits(capsys: Capture) -> None:
