@@ -100,6 +100,7 @@ class Runner:
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # x, the gradient of y
     micro_batches: int = 1
     graphs: bool = False  # CUDA graphs
+    memory: str = "default"  # ours: how much forward holds
     turn: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,7 @@ class Runner:
         chosen = self.candidate.recipe
         if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        with nullcontext() if chosen is None else mz.autocast(recipe=chosen):
+        with nullcontext() if chosen is None else mz.autocast(recipe=chosen, memory=self.memory):
             return self.call(x, **kwargs)
 
     def clear(self) -> None:

@@ -90,6 +90,11 @@ class PlainLlama(nn.Module):
         return x
 
 
+def converted_llama(sizes: LlamaSizes, device: str) -> nn.Module:
+    """Return the plain model with its linears swapped for ours, as `mezzotint.convert` does it for any model."""
+    return mz.convert(PlainLlama(sizes, device))
+
+
 class OurLlama(nn.Module):
     """x (B, S, H) → (B, S, H)."""
 

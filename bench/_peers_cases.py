@@ -16,6 +16,7 @@ from bench._models import (
     OurExperts,
     OurLlama,
     PlainLlama,
+    converted_llama,
     our_linear,
     plain_linear,
 )
@@ -79,8 +80,11 @@ def llama_cases(sizes: LlamaSizes, device: str) -> list[Case]:
         "mezzotint": partial(OurLlama, sizes, device),
     }
     flops = 6.0 * sizes.batch * sizes.sequence * sizes.weights
+    name = f"{sizes.layers} layer{'s' * (sizes.layers > 1)}"
+    converted = {**models, "mezzotint": partial(converted_llama, sizes, device)}
     return [
-        Case("b", f"{sizes.layers} layer{'s' * (sizes.layers > 1)}", models, shape, shape, flops),
+        Case("b", name, models, shape, shape, flops),
+        Case("b", f"{name}, converted", converted, shape, shape, flops),
         Case("b", f"{MICRO_BATCHES} micro-batches", models, shape, shape, flops, micro_batches=MICRO_BATCHES),
     ]
 

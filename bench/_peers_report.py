@@ -39,7 +39,9 @@ def title(report: dict[str, Any]) -> str:
     peer = "without torchao" if report["torchao"] is None else f"torchao {report['torchao']}"
     told = [report["device"], f"torch {report['torch']}", peer, report["date"], f"medians of {report['reps']}"]
     told += ["backward in one thread"] if report["one_thread"] else []
-    return ", ".join([*told, "without guards"] if report.get("skip_guards") else told)
+    told += ["without guards"] if report.get("skip_guards") else []
+    memory = report.get("memory", "default")
+    return ", ".join([*told, f"{memory} memory"] if memory != "default" else told)
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -3,18 +3,19 @@
     python -m bench peers [--parts a,b,c,d] [--cases layers,...] [--shapes 16384x4096x4096,...]
                           [--recipes delayed,torchao-rowwise]
                           [--modes eager,compiled,graphs] [--reps 11] [--budget SECONDS] [--one-thread]
-                          [--skip-guards] [--small]
+                          [--skip-guards] [--memory lean] [--small]
                           [--json out.json] [--markdown out.md] [--figure out.png]
     python -m bench peers --load a.json,b.json [--markdown out.md] [--figure out.png]
 
-a) one Linear; b) two layers of a Llama 3 8B, and the same with four micro-batches, over which ours keeps the quantized
-weights; c) quantization against a device copy (`bench quantize`); d) a grouped linear of 8 experts, balanced and
-ragged. Forward and backward, random data; inputs change from repetition to repetition. `compiled` is torch.compile, one
-whole graph, with the settings that a user has by default; `graphs` is the same with CUDA graphs (reduce-overhead), for
-the smallest linear. Times are medians of CUDA events after a warm-up. The candidates of a case take turns, each long
-enough for the card's clock to settle; BF16 runs again at its end (`bf16-again`), which shows the
-drift of the card. In d BF16 is PyTorch's grouped product, `bf16-loop` one expert after the other, and the faster of
-them is what others are compared with; torchao is left out there: what it has for experts is a prototype.
+a) one Linear; b) two layers of a Llama 3 8B, ours a `TransformerLayer` and then the plain layer that `convert` was
+given, and the first with four micro-batches, over which ours keeps the quantized weights; c) quantization against a
+device copy (`bench quantize`); d) a grouped linear of 8 experts, balanced and ragged. Forward and backward, random
+data; inputs change from repetition to repetition. `compiled` is torch.compile, one whole graph, with the settings that
+a user has by default; `graphs` is the same with CUDA graphs (reduce-overhead), for the smallest linear. Times are
+medians of CUDA events after a warm-up. The candidates of a case take turns, each long enough for the card's clock to
+settle; BF16 runs again at its end (`bf16-again`), which shows the drift of the card. In d BF16 is PyTorch's grouped
+product, `bf16-loop` one expert after the other, and the faster of them is what others are compared with; torchao is
+left out there: what it has for experts is a prototype.
 
 TFLOP/s count the products of linears alone. `GEMMs` are the products of one step alone, with operands quantized before;
 `floor` adds the least bytes that quantization moves, at the speed of a copy that is measured beside. `held` is what the
@@ -43,6 +44,7 @@ from bench._floors import FORMATS, Products, least_bytes
 from bench._models import LlamaSizes
 from bench._peers_cases import Case, expert_cases, linear_cases, llama_cases
 from bench._timing import ONE_THREAD, turns_ms
+from mezzotint.memory import MEMORY_MODES
 
 PARTS = ("a", "b", "c", "d")
 SHAPES = "16384x4096x4096,16384x4096x14336,16384x14336x4096,16384x8192x8192,2048x2048x2048"
@@ -65,6 +67,7 @@ class Bench:
     reps: int
     deadline: float  # of time.perf_counter()
     skips_guards: bool = False
+    held: str = "default"  # the memory mode of ours
 
     def is_over(self) -> bool:
         return time.perf_counter() > self.deadline
@@ -127,7 +130,7 @@ class Bench:
         """Compiled where asked and warm; graphs, seconds of compilation, memory."""
         model = candidate.build(case.models)
         call = called(model, mode, self.backend, self.skips_guards)
-        runner = Runner(candidate, model, call, inputs, case.micro_batches, graphs=mode == "graphs")
+        runner = Runner(candidate, model, call, inputs, case.micro_batches, mode == "graphs", self.held)
         stats = torch._dynamo.utils.counters["stats"]
         graphs, seconds = stats["unique_graphs"], []
         for _ in range(WARMUP if self.device == "cuda" else 2):
@@ -215,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which nothing new is begun")
     parser.add_argument("--one-thread", action="store_true", help=ONE_THREAD)
     parser.add_argument("--skip-guards", action="store_true", help="compile all candidates without any guards")
+    parser.add_argument("--memory", default="default", choices=MEMORY_MODES, help="memory mode of ours")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU: shows that everything runs")
     parser.add_argument("--backend", help="of torch.compile; inductor, with --small aot_eager")
     parser.add_argument("--json", help="write the numbers to this file, too, after each mode of a case")
@@ -231,9 +235,9 @@ def load(paths: list[str]) -> Row:
     first["date"] = " and ".join(sorted({report["date"] for report in (first, *others)}))
     measured = {_what(row) for row in first["rows"]}
     for path, other in zip(paths[1:], others, strict=True):
-        for key in ("device", "torch", "torchao", "backend", "reps", "one_thread", "skip_guards"):
-            if other[key] != first[key]:
-                raise SystemExit(f"--load: {key} is {other[key]} in {path} and {first[key]} in {paths[0]}")
+        for key in ("device", "torch", "torchao", "backend", "reps", "one_thread", "skip_guards", "memory"):
+            if other.get(key) != first.get(key):
+                raise SystemExit(f"--load: {key} is {other.get(key)} in {path} and {first.get(key)} in {paths[0]}")
         first["rows"] += [row for row in other["rows"] if _what(row) not in measured]
         measured |= {_what(row) for row in other["rows"]}
         first["seconds"] += other["seconds"]
@@ -263,7 +267,7 @@ def measure(args: argparse.Namespace) -> Row:
     begin = time.perf_counter()
     backend = args.backend or ("aot_eager" if args.small else "inductor")
     reps = args.reps or (1 if args.small else REPS)
-    bench = Bench(device, backend, reps, begin + args.budget, args.skip_guards)
+    bench = Bench(device, backend, reps, begin + args.budget, args.skip_guards, args.memory)
     report: Row = quantize.versions(device) | {
         "torchao": _version("torchao"),
         "date": datetime.date.today().isoformat(),
@@ -271,6 +275,7 @@ def measure(args: argparse.Namespace) -> Row:
         "reps": reps,
         "one_thread": args.one_thread,
         "skip_guards": args.skip_guards,
+        "memory": args.memory,
         "rows": [],
     }
     try:

@@ -50,7 +50,11 @@ def test_layers_and_experts(tmp_path: Path) -> None:
     report = run(tmp_path, "--parts", "b,d", "--recipes", "delayed", "--modes", "eager")
     rows = {(row["case"], row["candidate"]): row for row in report["rows"]}
     assert list(rows) == [
-        *((case, name) for case in ("1 layer", "4 micro-batches") for name in ("bf16", "delayed", "bf16-again")),
+        *(
+            (case, name)
+            for case in ("1 layer", "1 layer, converted", "4 micro-batches")
+            for name in ("bf16", "delayed", "bf16-again")
+        ),
         *(
             (f"8 experts, {case}", name)
             for case in ("balanced", "ragged")
