@@ -95,3 +95,16 @@ def test_a_profilers_hook_hears_of_launches(launches: list[tuple[str, Any]]) -> 
         knobs.runtime.launch_enter_hook.remove(hook)
     launch(x)
     assert [kind for kind, _ in launches] == ["search", "search", "run"]
+
+
+def test_the_compiler_launches_what_it_traces(
+    launches: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traced tensor is found behind arguments that are None."""
+    traced: list[Any] = []
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: {(1,): lambda *args, **_: traced.append(args)})
+    x = torch.zeros(64).as_subclass(OnCuda)
+    _copy_kernel[(1,)](None, x, None, 64, 0.5, BLOCK=8, SCALED=True, enable_fp_fusion=False)
+    assert len(traced) == 1
+    assert traced[0][1] is x
+    assert not launches

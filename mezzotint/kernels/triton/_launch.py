@@ -29,7 +29,7 @@ class Fast:
         return getattr(self.kernel, name)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if isinstance(args[0], torch.Tensor) and type(args[0]) not in _AT_HAND:
+        if _is_traced(args):
             constants.pop("enable_fp_fusion", None)  # no option there: see `launch_in_graphs`
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
@@ -65,6 +65,14 @@ class Fast:
 
 # Tensors that eager code launches with. With others the compiler traces the launch.
 _AT_HAND = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_traced(args: tuple[Any, ...]) -> bool:
+    """Return whether the compiler traces a launch, by the first tensor among its arguments: some may be None."""
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return type(arg) not in _AT_HAND
+    return False
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
