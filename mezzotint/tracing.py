@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from mezzotint.late import after_import
 
@@ -63,6 +64,25 @@ def left_to_backward() -> Iterator[None]:
         yield
     finally:
         meta["partitioner_tag"] = before
+
+
+def make_again(x: torch.Tensor) -> None:
+    """Have the compiler compute `x` again in backward, which reads it, in place of holding it: where an elementwise
+    operation made it. It would hold whatever a kernel of ours reads. (The tag is the one that selective checkpoints
+    leave for the partitioner of AOTAutograd.)"""
+    # torch 2.11 does not say that it compiles while AOTAutograd traces; the context of a compilation is there in both.
+    if torch.compiler.is_dynamo_compiling() or torch._guards.TracingContext.try_get() is None:
+        return
+    for proxy in torch.fx.experimental.proxy_tensor._get_proxies(x):
+        node = proxy.node
+        while node.op == "call_function" and _is_view(node.target):
+            node = node.args[0]
+        if node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_view(target: Any) -> bool:
+    return target is torch.ops.aten._unsafe_view.default or getattr(target, "is_view", False)
 
 
 def backward_task() -> int:

@@ -208,3 +208,29 @@ def test_words_that_are_no_mode() -> None:
         mz.convert(torch.nn.Linear(64, 64), memory=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Linear\(memory='none'\)"):
         mz.Linear(16, 16, memory="none", device="cpu")
+
+
+class GatedMLP(torch.nn.Module):
+    """x + down(silu(gate(norm(x))) * up(norm(x))), as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.RMSNorm(HIDDEN, dtype=BF16)
+        self.gate, self.up = (torch.nn.Linear(HIDDEN, FFN, bias=False, dtype=BF16) for _ in range(2))
+        self.down = torch.nn.Linear(FFN, HIDDEN, bias=False, dtype=BF16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+@pytest.mark.compile
+def test_a_converted_model_in_a_graph() -> None:
+    """The compiler makes the inputs of linears again: it holds the norm's input and statistic, gate and up."""
+    recipe = EVERY_RECIPE["current"]
+    lean, default = (mz.convert(GatedMLP(), memory=memory) for memory in ("lean", "default"))
+    expected = train(default, recipe, None, torch.compile(default, fullgraph=True))
+    run = torch.compile(lean, fullgraph=True)
+    assert are_equal(train(lean, recipe, None, run), expected)
+    assert held_bytes(run, batch(TOKENS), recipe) == TOKENS * (2 * HIDDEN + 4 + 2 * 2 * FFN)

@@ -18,7 +18,7 @@ from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
-from mezzotint.tracing import below_dynamo, inlined
+from mezzotint.tracing import below_dynamo, inlined, make_again
 
 
 @below_dynamo
@@ -37,6 +37,7 @@ def run_linear(
     args.x, args.grad_state = x, grad_state(plan, delayed)
     if args.input_again is not None:  # there is no norm or activation in front that could make x again
         args.saves_original_input, args.input_again = True, None
+        make_again(x)
     y, *amaxes = run_core(LINEAR, args, plan.has_backward)
     record_amaxes(plan, delayed, amaxes, weight_amaxes)
     return y

@@ -97,9 +97,7 @@ def test_a_profilers_hook_hears_of_launches(launches: list[tuple[str, Any]]) -> 
     assert [kind for kind, _ in launches] == ["search", "search", "run"]
 
 
-def test_the_compiler_launches_what_it_traces(
-    launches: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_compiler_launches_what_it_traces(launches: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A traced tensor is found behind arguments that are None."""
     traced: list[Any] = []
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: {(1,): lambda *args, **_: traced.append(args)})
