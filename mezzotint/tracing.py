@@ -7,6 +7,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mezzotint.late import after_import
@@ -34,15 +35,46 @@ def inlined(function: _F) -> _F:
     return copied
 
 
+def traced_as(instead: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Decorate a function of eager code in whose place Dynamo walks through `instead`, with the same arguments. Below
+    Dynamo it is run as it is, on fake tensors. No function of a class: Dynamo goes by the object that it meets."""
+
+    def decorate(function: _F) -> _F:
+        def tell(dynamo: Any) -> None:
+            dynamo.decorators.substitute_in_graph(function, skip_signature_check=True)(instead)
+
+        after_import("torch._dynamo", tell)
+        return function
+
+    return decorate
+
+
+def eager_only(in_graph: Any = None) -> Callable[[_F], _F]:
+    """Decorate what Dynamo does not walk through, and takes `in_graph` for: a question about what only eager code has
+    (a version counter, the number of a backward), or a check or a note of one run, which a graph that serves many would
+    have to guard on. Each says why."""
+
+    def answer(*args: Any) -> Any:
+        return in_graph
+
+    return traced_as(answer)
+
+
 def in_graph() -> bool:
     """Return whether this code runs for a graph: Dynamo walks through it, or AOTAutograd runs it on fake tensors."""
     return torch.compiler.is_compiling()
 
 
+def _runs_below_dynamo() -> bool:
+    """Return whether AOTAutograd runs this code on fake tensors, in a function of `below_dynamo`. In torch 2.11 it does
+    not say that it compiles; the context of a compilation is there in every version."""
+    return not torch.compiler.is_dynamo_compiling() and torch._guards.TracingContext.try_get() is not None
+
+
 def read_live(*tensors: torch.Tensor | None) -> None:
     """Tell the compiler that a backward reads these tensors, and writes them, as they are when it runs: one that comes
     between forward and that backward may write them. As of what eager code keeps on `ctx` without saving it."""
-    if in_graph() and not torch.compiler.is_dynamo_compiling():  # Dynamo knows it of an autograd function itself
+    if _runs_below_dynamo():  # Dynamo knows it of an autograd function itself
         find_proxies = torch.fx.experimental.proxy_tensor._get_proxies  # loaded where a graph is traced
         for tensor in tensors:
             for proxy in [] if tensor is None else find_proxies(tensor):
@@ -54,7 +86,7 @@ def left_to_backward() -> Iterator[None]:
     """Have the compiler leave to backward what is computed inside. All that it reads is there in forward: it would be
     computed there, and held. (The partitioner of AOTAutograd goes by this tag, a private name in torch 2.11 and 2.13.)
     """
-    if not in_graph() or torch.compiler.is_dynamo_compiling():
+    if not _runs_below_dynamo():
         yield
         return
     meta = torch.fx.traceback.current_meta
@@ -70,8 +102,7 @@ def make_again(x: torch.Tensor) -> None:
     """Have the compiler compute `x` again in backward, which reads it, in place of holding it: where an elementwise
     operation made it. It would hold whatever a kernel of ours reads. (The tag is the one that selective checkpoints
     leave for the partitioner of AOTAutograd.)"""
-    # torch 2.11 does not say that it compiles while AOTAutograd traces; the context of a compilation is there in both.
-    if torch.compiler.is_dynamo_compiling() or torch._guards.TracingContext.try_get() is None:
+    if not _runs_below_dynamo():
         return
     for proxy in torch.fx.experimental.proxy_tensor._get_proxies(x):
         node = proxy.node
@@ -87,32 +118,44 @@ def _is_view(target: Any) -> bool:
 
 def backward_task() -> int:
     """Return the number of the backward that autograd runs in this thread, or -1: outside of one, and in a graph, whose
-    forward is never run again in a backward."""
+    forward is never run again in a backward, and whose backward AOTAutograd only traces in one."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+@eager_only(in_graph=0)
 def write_count(x: torch.Tensor) -> int:
     """Return how often `x` was written to. A graph has no such count, and none of our operations writes in place there;
     neither do tensors of inference mode have one."""
-    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+    return 0 if x.is_inference() else x._version
 
 
+@eager_only()
 def count_write(written: Any) -> None:
     """Tell autograd that the buffers of a quantized tensor were written, so that no backward goes on with a tensor that
     was saved before. Of what a graph writes, the compiler tells it."""
-    if isinstance(written, torch.Tensor) and not torch.compiler.is_compiling() and not written.is_inference():
+    if isinstance(written, torch.Tensor) and not written.is_inference():
         torch.autograd.graph.increment_version(written)
 
 
+@eager_only(in_graph=False)
 def has_values_at_hand(x: Any) -> bool:
     """Return whether the host may look at the values of `x` without waiting for a device: a tensor on the CPU. A graph
     has no values while it is traced."""
-    return type(x) is torch.Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    return type(x) is torch.Tensor and x.is_cpu
 
 
+@eager_only(in_graph=False)
 def in_inference_mode() -> bool:
     """Return whether tensors that are made here are of inference mode. A graph does not know the mode it runs in."""
-    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return torch.is_inference_mode_enabled()
+
+
+@eager_only(in_graph=False)
+def differentiates_forward() -> bool:
+    """Return whether `torch.autograd.forward_ad` or `torch.func.jvp` is at work. Kernels have no derivative of that
+    kind, and would drop it in silence: an autograd function refuses it, also where no gradient is asked for. For a
+    graph the compiler refuses it."""
+    return forward_ad._current_level >= 0
 
 
 def lasting() -> AbstractContextManager[Any]:
@@ -125,7 +168,7 @@ def require(holds: Any, in_graph: Callable[[], str], message: Callable[[], str])
     """Raise ValueError with `message()` unless a condition on sizes holds.
 
     A graph that reads sizes out of a tensor knows them when it runs: there an operator checks them, and raises
-    RuntimeError with `in_graph()`, which must refer to nothing (torch 2.11).
+    RuntimeError with the text that `in_graph` gives, which must refer to nothing (torch 2.11).
     """
     if torch.compiler.is_compiling():
         torch._check(holds, in_graph)
@@ -133,17 +176,24 @@ def require(holds: Any, in_graph: Callable[[], str], message: Callable[[], str])
         raise ValueError(message())
 
 
+@traced_as(lambda owner, name, key, make: make())
 def memoized(owner: Any, name: str, key: Any, make: Callable[[], _T]) -> _T:
     """Return `make()`, kept in the attribute `name` of `owner` for calls with an equal key. A graph keeps nothing: it
     would have to guard on what is kept."""
-    if torch.compiler.is_compiling():
-        return make()
     memo = owner.__dict__.get(name)
     if memo is None or memo[0] != key:
         memo = owner.__dict__[name] = (key, make())
     return memo[1]
 
 
+def _call_while_tracing(function: Callable[..., Any], *args: Any) -> Any:
+    """Do what `call_untraced` says, for a graph."""
+    result = None
+    torch._dynamo.comptime.comptime(_call)  # writes it
+    return result
+
+
+@traced_as(_call_while_tracing)
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`, of a plain function. For a graph it is called once, while Dynamo traces this line: to
     warn, to prepare buffers, to compare with other ranks. The graph has no node of it, and no guard on what it reads.
@@ -152,16 +202,12 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
     made once more, and for a size that is dynamic that of the call which is traced; no tensors that the graph computes.
     What it returns, None or a bool, a number or a text, is a constant of the graph.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        return function(*args)
-    result = None
-    torch._dynamo.comptime.comptime(_call)  # writes it
-    return result
+    return function(*args)
 
 
 def _call(context: Any) -> None:
-    """Called by Dynamo in `call_untraced`, whose locals it reads and writes. Its variables are private (seen in torch
-    2.11 and 2.13); nothing here imports Dynamo, which has been imported where it traces."""
+    """Called by Dynamo in `_call_while_tracing`, whose locals it reads and writes. Its variables are private (seen in
+    torch 2.11 and 2.13); nothing here imports Dynamo, which has been imported where it traces."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     function, args = [_read(translator.symbolic_locals[name], translator) for name in ("function", "args")]
     made = function(*args)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mezzotint.attention.attend import Scores, attend, largest_logit
-from mezzotint.attention.kv_cache import InferenceParams
+from mezzotint.attention.kv_cache import InferenceParams, claim_layer
 from mezzotint.attention.masks import (
     BIAS_TYPES,
     QKV_FORMATS,
@@ -40,6 +40,7 @@ from mezzotint.layer.parameters import PlaceParameter, check_features, default_i
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.checks import check_choice
 from mezzotint.tensor.graph_constant import GraphConstant
+from mezzotint.tracing import call_untraced
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -319,8 +320,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
         batch = params.max_batch_size if layout == "thd" else q.shape[0]
         if batch > params.max_batch_size:
             raise ValueError(f"the batch has {batch} rows: inference_params was made for {params.max_batch_size}")
-        if not torch.compiler.is_compiling():
-            params.claim(self.layer_number, self)
+        call_untraced(claim_layer, params, self.layer_number, self)
         if self.layer_number not in params.cache_manager.cache:
             params.allocate_memory(self.layer_number)
         k, v, cu_new, cu_all, size, _ = params.step(self.layer_number, k, v, layout)

@@ -19,7 +19,7 @@ from mezzotint.attention.masks import QKV_FORMATS, packed_positions
 from mezzotint.compat.kv_cache import PageQuestions
 from mezzotint.layer.parameters import check_features, resolve_device
 from mezzotint.tensor.checks import check_choice
-from mezzotint.tracing import lasting
+from mezzotint.tracing import call_untraced, lasting
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
 
@@ -321,8 +321,7 @@ class InferenceParams:
         """
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         self._check_heads(new_k, new_v)
-        if not torch.compiler.is_compiling():  # a graph of one step serves others
-            self._check_tokens(new_k, qkv_format)
+        call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # a graph of one step serves others
         keys, values = self.cache_manager.step(
             layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
         )
@@ -332,14 +331,6 @@ class InferenceParams:
         both = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return keys, values, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, both
 
-    def claim(self, layer_number: int, owner: Any) -> None:
-        """Before a `step`, in eager code: a layer of the cache is written by one attention."""
-        if self.owners.setdefault(layer_number, id(owner)) != id(owner):
-            raise ValueError(
-                f"layer_number is {layer_number} in two attentions, which write over each other's keys: give each "
-                "its own, and call inference_params.reset() before another model uses it"
-            )
-
     def _check_heads(self, new_k: torch.Tensor, new_v: torch.Tensor) -> None:
         for name, tensor, channels in (("keys", new_k, self.head_dim_k), ("values", new_v, self.head_dim_v)):
             if tuple(tensor.shape[-2:]) != (self.num_heads_kv, channels):
@@ -347,20 +338,6 @@ class InferenceParams:
                     f"{name} have shape {tuple(tensor.shape)}: inference_params was made for {self.num_heads_kv} heads "
                     f"of {channels} channels"
                 )
-
-    def _check_tokens(self, new_k: torch.Tensor, qkv_format: str) -> None:
-        """As many as `pre_step` was told, or more, which are padding."""
-        if not self.batch_size:
-            raise ValueError("inference_params has no sequences: call its pre_step before each forward of the model")
-        sizes = new_k.shape[1::-1] if qkv_format == "sbhd" else new_k.shape[:2]
-        told = [self.batch_size, max(self.new_tokens)]
-        if qkv_format == "thd":
-            sizes, told = sizes[:1], [sum(self.new_tokens)]
-        if any(size < count for size, count in zip(sizes, told, strict=True)):
-            raise ValueError(
-                f"keys have shape {tuple(new_k.shape)} in {qkv_format!r}: inference_params.pre_step was told of "
-                f"{list(self.new_tokens)} new tokens; give them all"
-            )
 
     def __repr__(self) -> str:
         kind = (
@@ -380,3 +357,27 @@ def _sums(lengths: Iterable[int]) -> list[int]:
         total += length
         sums.append(total)
     return sums
+
+
+def claim_layer(params: InferenceParams, layer_number: int, owner: Any) -> None:
+    """Check before a `step` that a layer of the cache is written by one attention; for a graph, while it is traced."""
+    if params.owners.setdefault(layer_number, id(owner)) != id(owner):
+        raise ValueError(
+            f"layer_number is {layer_number} in two attentions, which write over each other's keys: give each "
+            "its own, and call inference_params.reset() before another model uses it"
+        )
+
+
+def _check_tokens(params: InferenceParams, shape: tuple[int, ...], qkv_format: str) -> None:
+    """Check that there are as many new keys as `pre_step` was told, or more, which are padding."""
+    if not params.batch_size:
+        raise ValueError("inference_params has no sequences: call its pre_step before each forward of the model")
+    sizes = shape[1::-1] if qkv_format == "sbhd" else shape[:2]
+    told = [params.batch_size, max(params.new_tokens)]
+    if qkv_format == "thd":
+        sizes, told = sizes[:1], [sum(params.new_tokens)]
+    if any(size < count for size, count in zip(sizes, told, strict=True)):
+        raise ValueError(
+            f"keys have shape {shape} in {qkv_format!r}: inference_params.pre_step was told of "
+            f"{list(params.new_tokens)} new tokens; give them all"
+        )

@@ -15,7 +15,7 @@ import torch.distributed
 import torch.distributed._functional_collectives as functional
 
 from mezzotint.comm.groups import group_by_name, world_size
-from mezzotint.kernels._lib import leaf
+from mezzotint.kernels._lib import leaf, run_op
 
 # By the names of torch 2.13 where it has them, else by those of 2.11.
 _all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -42,9 +42,7 @@ def _start(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:
     x, group = x.contiguous(), _group(group)
     if not x.is_cpu:
         return _KINDS[kind](x, group)
-    if torch.compiler.is_compiling():
-        return collective(x, kind, world_size(group), group.group_name)
-    return _run(kind, x, group)
+    return run_op(collective, x, kind, world_size(group), group.group_name)
 
 
 def _run(kind: str, x: torch.Tensor, group: Any) -> torch.Tensor:

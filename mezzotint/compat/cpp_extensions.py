@@ -71,7 +71,7 @@ def general_gemm(
     """
     _no_userbuffers(ub=ub, ub_type=ub_type, extra_output=extra_output, bulk_overlap=bulk_overlap)
     _check_layout(layout)
-    A, B = _traceable(A), _traceable(B)
+    A, B = as_storage(A), as_storage(B)  # the compiler calls no methods of a quantized tensor
     dtype = _output_dtype(out_dtype, out, A)
     scale = _beta(beta, accumulate, out)
     if gelu and accumulate:
@@ -129,7 +129,7 @@ def general_grouped_gemm(
     may be empty.
     """
     _check_layout(layout)
-    A, B = [_traceable(a) for a in A], [_traceable(b) for b in B]
+    A, B = [as_storage(a) for a in A], [as_storage(b) for b in B]  # as above
     count = len(A)
     if count == 0 or len(B) != count:
         raise ValueError(f"A has {count} groups, B has {len(B)}: expected the same number, at least one")
@@ -206,11 +206,6 @@ def _no_userbuffers(**given: Any) -> None:
                 f"{name} is given: there are no CUDA userbuffers here; overlap with functional collectives "
                 "(mezzotint.comm.collectives: start_…, then wait), which torch.compile schedules"
             )
-
-
-def _traceable(x: Any) -> Any:
-    """The compiler calls no methods of a quantized tensor: its buffers in a plain holder."""
-    return as_storage(x) if torch.compiler.is_compiling() else x
 
 
 def _check_layout(layout: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mezzotint.tracing import memoized
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SQRT_2_OVER_PI = 0.79788456
@@ -17,15 +19,10 @@ _CUBIC = 0.044715
 
 def lazy_compile(func: Function) -> Function:
     """Compile a function when it is first called; in a function that is being compiled, it is a part of that."""
-    compiled: list[Any] = []
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if not compiled:
-            compiled.append(torch.compile(func))
-        return compiled[0](*args, **kwargs)
+        return memoized(wrapper, "_compiled", None, lambda: torch.compile(func))(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mezzotint.convert.modules import Converted, converted_class
-from mezzotint.layer.base import check_run_again
+from mezzotint.layer.base import note_quantized
 from mezzotint.layer.names import Named
 from mezzotint.layer.names import join_path as join_path
 from mezzotint.module.grouped_mm import multiply_groups, sizes_of
@@ -75,11 +75,7 @@ class ConvertedExperts(Converted, Named):
             return self.recipe
         state = current_state()
         recipe = state.recipe if state.enabled else None
-        if not torch.compiler.is_compiling():
-            if torch._C._current_graph_task_id() == -1:
-                self._run_status.is_quantized = recipe is not None
-            else:
-                check_run_again(self._run_status, recipe, state)
+        note_quantized(self._run_status, recipe, state)
         return recipe
 
     def _mezzotint_forget(self) -> None:

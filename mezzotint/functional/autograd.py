@@ -14,14 +14,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.delayed import SCALE_UPDATES, ScaleState, hand_over, update_scale_state, update_states
+from mezzotint.functional.delayed import (
+    SCALE_UPDATES,
+    ScaleState,
+    hand_over,
+    update_scale_state,
+    update_states,
+    update_waiting,
+)
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import read_live
+from mezzotint.tracing import differentiates_forward, read_live
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,8 @@ def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[to
 
 def begin_backward(state: GradState | None) -> None:
     """Backward is going to enter what it sees: new scales from what was entered before, if they have waited."""
-    if state is not None and not torch.compiler.is_compiling():
-        SCALE_UPDATES.before(state.scale)
+    if state is not None:
+        update_waiting(state.scale)
 
 
 def end_backward(state: GradState) -> None:
@@ -192,16 +198,10 @@ def end_backward(state: GradState) -> None:
         return
     if state.is_handed_over():
         hand_over(state, [], [], True)
-    elif state.groups and not torch.compiler.is_compiling():
+    elif state.groups:
         SCALE_UPDATES.add(state)
     else:
         update_states([state])
-
-
-def differentiates_forward() -> bool:
-    """Whether `torch.autograd.forward_ad` or `torch.func.jvp` is at work. Kernels have no derivative of that kind, and
-    would drop it in silence: an autograd function refuses it, also where no gradient is asked for."""
-    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
 
 
 def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:

@@ -21,9 +21,8 @@ user's own rule is Python, which an operator cannot carry: there a graph has a c
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from mezzotint.comm.collectives import all_reduce_max
 from mezzotint.comm.groups import group_by_name
 from mezzotint.kernels._lib import leaf, run_op, write_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_take_, delayed_update_
+from mezzotint.tracing import backward_task, eager_only, traced_as
 
 
 @dataclass(slots=True)
@@ -95,18 +95,25 @@ def update_scale_state(state: ScaleState, amaxes: list[torch.Tensor], slots: lis
 def take(state: ScaleState, anchor: torch.Tensor) -> None:
     """New scales from gradients that were seen since the last ones were taken; none were, mostly. In forward, before
     the scale is read. `anchor`: a buffer that forward writes. Of a user's own rule a graph takes none."""
-    if not torch.compiler.is_compiling():
-        SCALE_UPDATES.before(state.scale)
-        if state.update is None:
-            update_states([state])
-            return
-        reduce_amaxes([state])
-        if bool(state.history[0].any()):  # such a rule rolls a history always
-            state.update(state.history, state.scale)
-    elif state.is_handed_over():
+    update_waiting(state.scale)
+    if state.is_handed_over():
         hand_over(state, [], [], True)
-    elif state.update is None:
+    elif state.update is not None:
+        _take_by_own_rule(state)
+    elif state.rows is None:
+        update_states([state])
+    else:
         delayed_take_(anchor, state.scale, state.history, state.rows, state.top, state.most_recent)
+
+
+@eager_only()
+def _take_by_own_rule(state: ScaleState) -> None:
+    """Do that by a user's own rule, which rolls a history always: so only where gradients were seen, which a graph
+    cannot ask."""
+    reduce_amaxes([state])
+    if bool(state.history[0].any()):
+        assert state.update is not None
+        state.update(state.history, state.scale)
 
 
 def reduce_amaxes(states: Sequence[ScaleState]) -> None:
@@ -117,24 +124,25 @@ def reduce_amaxes(states: Sequence[ScaleState]) -> None:
         for group in state.groups:
             by_name.setdefault(group.group_name, (group, []))[1].append(state)
     for group, members in by_name.values():
-        if not torch.compiler.is_compiling():
-            members.sort(key=partial(_place, REGISTERED.get(group.group_name, {})))
+        members = in_order(members, group.group_name)
         rows = [state.history[0] for state in members]
         numbers = [state.number for state in members if state.number is not None]
-        seen = torch.cat(rows)
-        if torch.compiler.is_compiling():
-            seen = delayed_compare(seen, numbers, group.group_name)
-        else:
-            _compare(seen.device, numbers, group)
+        seen = run_op(delayed_compare, torch.cat(rows), numbers, group.group_name)
         largest = all_reduce_max(seen, group)
         for row, part in zip(rows, largest.split([row.shape[0] for row in rows]), strict=True):
             row.copy_(part)
 
 
-def _place(known: Mapping[int, int], state: ScaleState) -> tuple[int, int]:
-    """By which modules are in order, on all processes in the same: those that the group knows, then new ones."""
-    number = -1 if state.number is None else int(state.number)
-    return known.get(number, len(known)), number
+@traced_as(lambda states, group: states)
+def in_order(states: list[ScaleState], group: str) -> list[ScaleState]:
+    """Return states in the order of their modules, the same on all processes: those that the group knows, then new
+    ones. A graph has them in the order that it runs them in: it has no values of their numbers."""
+    if len(states) == 1:
+        return states
+    known = REGISTERED.get(group, {})
+    numbers = [-1 if state.number is None else int(state.number) for state in states]
+    order = sorted(range(len(states)), key=lambda i: (known.get(numbers[i], len(known)), numbers[i]))
+    return [states[i] for i in order]
 
 
 def _compare(device: torch.device, numbers: Sequence[torch.Tensor], group: Any) -> None:
@@ -181,8 +189,8 @@ class ScaleUpdates:
     lock: Any = field(default_factory=threading.Lock, compare=False)  # held while `waiting` changes
 
     def add(self, state: ScaleState) -> None:
-        """All that backward saw of a module is entered: new scales at its end; outside of one, now."""
-        task = torch._C._current_graph_task_id()
+        """All that backward saw of a module is entered: new scales at its end; outside of one, and in a graph, now."""
+        task = backward_task()
         if task == -1:
             update_states([state])
             return
@@ -215,6 +223,15 @@ class ScaleUpdates:
 
 
 SCALE_UPDATES = ScaleUpdates()  # not in a thread's state: an operator takes no object, it must find it
+
+
+@eager_only()
+def update_waiting(scale: torch.Tensor) -> None:
+    """Have a scale updated that waits for the end of a backward: something is going to be entered for its module, or it
+    is going to be read. In a graph none waits but what is handed over, and the operators there do the same."""
+    SCALE_UPDATES.before(scale)
+
+
 ORDER_TOKEN = torch.zeros(1, device="cpu")  # see `_TAGS`
 
 

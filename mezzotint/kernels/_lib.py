@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
+from mezzotint.tracing import eager_only
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
 
@@ -129,11 +130,11 @@ def is_plain(x: Any) -> bool:
     return not torch.is_grad_enabled() and is_bare(x)
 
 
+@eager_only(in_graph=False)
 def is_bare(x: Any) -> bool:
-    """The same but for gradients."""
+    """Return the same but for gradients. A graph is made of ops: below Dynamo its tensors are fake, and say so."""
     return (
-        not torch.compiler.is_compiling()  # a graph is made of ops
-        and type(x) in _PLAIN
+        type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None

@@ -37,7 +37,7 @@ from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import call_untraced, in_inference_mode, memoized
+from mezzotint.tracing import backward_task, call_untraced, eager_only, in_inference_mode, memoized, traced_as
 
 
 class Layer(Configured, Named, ParallelModule):
@@ -146,15 +146,13 @@ class Layer(Configured, Named, ParallelModule):
         recipe = state.recipe if state.enabled else None
         keeps_weights = recipe is not None and is_first_microbatch is not None
         plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, state.memory)
-        if not torch.compiler.is_compiling():
-            self._note_run(recipe, state)
+        _note_run(self, recipe, state)
         call = RunSettings(plan)
         if recipe is None:
             call.calibrates = state.calibrating
             return call
-        is_first_microbatch = as_microbatch(is_first_microbatch)  # not above: without a recipe nothing depends on it
-        if not torch.compiler.is_compiling() and self._recipe is not recipe:
-            self._recipe = recipe
+        if keeps_weights:
+            is_first_microbatch = as_microbatch(is_first_microbatch)  # without a recipe nothing depends on it
         is_second = state.recomputation is not None and state.recomputation.is_second
         # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
         call.caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
@@ -163,22 +161,6 @@ class Layer(Configured, Named, ParallelModule):
             # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
         return call if plan.request is None else start_delayed(self, call)
-
-    def _note_run(self, recipe: Recipe | None, state: State) -> None:
-        """A run inside of backward is one of `torch.utils.checkpoint`."""
-        status = self._run_status
-        if not status.held[0]:
-            raise ValueError(
-                "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: again, "
-                "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
-                "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
-            )
-        if torch._C._current_graph_task_id() == -1:
-            status.is_quantized = recipe is not None
-            if self._is_fully_sharded and torch.is_grad_enabled():
-                status.reads_rows_again = status.reads_rows_again or self._reads_rows_again(recipe)
-        else:
-            check_run_again(status, recipe, state)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
@@ -280,11 +262,8 @@ class Layer(Configured, Named, ParallelModule):
             else:
                 made.parts = parts
             made.is_told = not self.wgrad_stores and self._weights[gemm].tell_added(self)
-        if self.wgrad_stores and torch.compiler.is_compiling():
-            raise RuntimeError(
-                "delay_wgrad_compute keeps tensors for a later call, which a graph cannot: use it in eager code, or "
-                "compile with delay_wgrad_compute=False"
-            )
+        if self.wgrad_stores:
+            _check_delayed_wgrad()
         return made
 
     # Delayed weight gradients
@@ -348,6 +327,45 @@ def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
         both = zip(config.weight_names, config.bias_names, strict=True)
         return [(named(module, weights), named(module, biases)) for weights, biases in both]
     return [(each.weight(module), each.bias(module)) for each in module._weights]
+
+
+@eager_only()
+def _note_run(module: Layer, recipe: Recipe | None, state: State) -> None:
+    """Note what a module runs with, and check that it may. A graph serves many runs, and would have to guard on what
+    was noted before."""
+    status = module._run_status
+    if not status.held[0]:
+        raise ValueError(
+            "FSDP2 has gathered a weight in the one direction that backward reads, and forward runs on it: again, "
+            "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
+            "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
+        )
+    note_quantized(status, recipe, state)
+    if module._is_fully_sharded and torch.is_grad_enabled() and backward_task() == -1:
+        status.reads_rows_again = status.reads_rows_again or module._reads_rows_again(recipe)
+    if recipe is not None and module._recipe is not recipe:
+        module._recipe = recipe
+
+
+@eager_only()
+def note_quantized(status: RunStatus, recipe: Recipe | None, state: State) -> None:
+    """Note whether a run was quantized, or check it: a run inside of backward is one of `torch.utils.checkpoint`."""
+    if backward_task() == -1:
+        status.is_quantized = recipe is not None
+    else:
+        check_run_again(status, recipe, state)
+
+
+def _refuse_delayed_wgrad() -> None:
+    raise RuntimeError(
+        "delay_wgrad_compute keeps tensors for a later call, which a graph cannot: use it in eager code, or "
+        "compile with delay_wgrad_compute=False"
+    )
+
+
+@traced_as(_refuse_delayed_wgrad)
+def _check_delayed_wgrad() -> None:
+    """Check that this is no graph, for a module whose weight gradients wait for `backward_dw`."""
 
 
 def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> None:

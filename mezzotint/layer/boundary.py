@@ -14,6 +14,7 @@ from mezzotint.tensor.float8 import Float8Tensor
 from mezzotint.tensor.quantize import quantize, quantize_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tracing import eager_only
 
 
 def dequantized(inp: Any) -> torch.Tensor:
@@ -23,13 +24,17 @@ def dequantized(inp: Any) -> torch.Tensor:
 
 def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
     """x, whose gradient is given on quantized."""
-    if torch.compiler.is_compiling():
-        quantizer, state = module._handed_over(gemm, "grad_input")
-        if state is not None:
-            return _QuantizeHandedGradient.apply(x, quantizer, state, slot(gemm, "grad_input"))
-        return _QuantizeGradient.apply(x, module._boundary_quantizer(gemm, "grad_input"), None)
+    quantizer, state = module._handed_over(gemm, "grad_input")
+    if state is not None:
+        return _QuantizeHandedGradient.apply(x, quantizer, state, slot(gemm, "grad_input"))
     quantizer = module._boundary_quantizer(gemm, "grad_input")
-    return _QuantizeGradient.apply(x, quantizer, partial(SCALE_UPDATES.before, module.scale_bwd))
+    return _QuantizeGradient.apply(x, quantizer, _waits(module.scale_bwd))
+
+
+@eager_only()
+def _waits(scale: torch.Tensor) -> Callable[[], None]:
+    """Return what updates a scale that waits for the end of a backward; None of a graph, where none waits."""
+    return partial(SCALE_UPDATES.before, scale)
 
 
 class _Dequantize(torch.autograd.Function):

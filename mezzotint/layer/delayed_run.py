@@ -9,13 +9,14 @@ import torch
 
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
+from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
 from mezzotint.layer.scaling_state import use_history, warn_of_scales
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
 from mezzotint.region import Pending, State, current_state
-from mezzotint.tracing import call_untraced, in_graph
+from mezzotint.tracing import below_dynamo, call_untraced
 
 
 def start_delayed(module: Any, call: RunSettings) -> RunSettings:
@@ -42,7 +43,7 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     call.records = True
     # Where backward quantizes again it needs the scales of forward, which are written before.
     quantizes_again = config.recomputes or call.plan.quantizes_again()
-    call.scales = snapshot(module, module.scale_fwd) if quantizes_again else module.scale_fwd
+    call.scales = snapshot(module.amax_history_fwd, module.scale_fwd) if quantizes_again else module.scale_fwd
     if recomputation is not None and recomputation.is_second:
         # The scales of the first run, whose amaxes have been entered.
         call.scales, call.weight_scales, is_first = recomputation.next_scales()
@@ -58,7 +59,7 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
             take(grad_state_of(module, request, groups, False), module.amax_history_fwd)
     if torch.is_grad_enabled():
         call.groups, call.is_first = groups, is_first
-        call.grad_scales = snapshot(module, module.scale_bwd)
+        call.grad_scales = snapshot(module.amax_history_fwd, module.scale_bwd)
     return call
 
 
@@ -84,12 +85,11 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
     return live_grad_state(request, *state, groups, is_first)
 
 
-def snapshot(module: Any, scale: torch.Tensor) -> torch.Tensor:
-    """Return a copy for backward of what is written before it, made in forward."""
-    if not in_graph():
-        return scale.clone()
+@below_dynamo
+def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a copy for backward of what is written before it, made in forward, which writes `anchor`."""
     with torch.no_grad():
-        return delayed_snapshot_(module.amax_history_fwd, scale)
+        return run_op(delayed_snapshot_, anchor, scale)
 
 
 def weight_scales(module: Any, call: RunSettings) -> Any:

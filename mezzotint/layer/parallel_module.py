@@ -19,7 +19,7 @@ from mezzotint.layer.scaling_state import StatefulModule
 from mezzotint.recipe import Recipe
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.partition import Split
-from mezzotint.tracing import call_untraced
+from mezzotint.tracing import call_untraced, eager_only
 
 
 class ParallelModule(StatefulModule):
@@ -126,7 +126,7 @@ class ParallelModule(StatefulModule):
                 f"tp_size is {self.tp_size} and there is no group: give tp_group, or call set_tensor_parallel_group "
                 "before the first forward"
             )
-        if torch.compiler.is_dynamo_compiling() or not self._run_status.agreed:
+        if not _has_agreed(self):
             call_untraced(_compare, self, recipe_in_force(), tuple(inp.shape), inp.dtype)
 
     def _describe(self) -> str:
@@ -151,6 +151,12 @@ class ParallelModule(StatefulModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.tp_group)] = self.tp_group  # a copy is in the same group
         return super().__deepcopy__(memo)
+
+
+@eager_only(in_graph=False)
+def _has_agreed(module: ParallelModule) -> bool:
+    """Return whether the module has run with its group. What a graph runs it with is compared while it is traced."""
+    return bool(module._run_status.agreed)
 
 
 def _compare(module: ParallelModule, recipe: Recipe | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ from mezzotint.recipe import (
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import needs_whole_amaxes
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tracing import traced_as
 
 NO_QUANTIZERS = LinearQuantizers(None, None, None)
 PLANS = 4096  # that are kept, those that were used last
@@ -190,6 +191,19 @@ def _without_columns(quantizers: LinearQuantizers, weight: Quantizer | None, x: 
 _kept_plan = lru_cache(maxsize=PLANS)(_resolve)
 
 
+def _walk_through_factory(config: LayerConfig, recipe: Recipe, name: str) -> None:
+    if isinstance(recipe, CustomRecipe):
+        for gemm in range(len(config.gemm_names)):
+            for tensor_type in ("input", "weight", "grad_output"):
+                recipe.qfactory(config.role(name, gemm, tensor_type))
+
+
+@traced_as(_walk_through_factory)
+def _guard_on_factory(config: LayerConfig, recipe: Recipe, name: str) -> None:
+    """Have a graph guard on all that a factory reads, by walking through it: when its answer changes there is another
+    graph. Eager code asks it anyway."""
+
+
 def plan_anew(
     config: LayerConfig,
     recipe: Recipe,
@@ -199,12 +213,8 @@ def plan_anew(
     keeps_weights: bool,
     memory: str,
 ) -> Plan:
-    """Return the plan under a recipe that is asked at each run. While a graph is traced, the compiler walks through a
-    factory first, for the guards on all that it reads: when its answer changes there is another graph."""
-    if torch.compiler.is_dynamo_compiling() and isinstance(recipe, CustomRecipe):
-        for gemm in range(len(config.gemm_names)):
-            for tensor_type in ("input", "weight", "grad_output"):
-                recipe.qfactory(config.role(name, gemm, tensor_type))
+    """Return the plan under a recipe that is asked at each run."""
+    _guard_on_factory(config, recipe, name)
     return config.plan(recipe, name, dtype, needs, keeps_weights, memory)
 
 

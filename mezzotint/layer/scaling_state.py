@@ -25,7 +25,7 @@ from mezzotint.layer.parameters import attributes_of, resolve_device, restore_at
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
-from mezzotint.tracing import call_untraced, in_graph, lasting
+from mezzotint.tracing import call_untraced, eager_only, lasting
 
 HISTORY_LENGTH = 1024
 EXTRA_STATE = "_extra_state"
@@ -337,16 +337,22 @@ class StatefulModule(nn.Module):
 def use_history(module: StatefulModule, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
     """Have the module use the rows of its histories that this request asks for. Those behind them are cleared: a longer
     history would find them again. Those of gradients are left to backward where it clears them."""
-    status = module._run_status
-    if not in_graph() and status.request is request:
+    before = _request_before(module)
+    if before is request:
         return
     length = request.amax_history_len
     call_untraced(grow_history, module, length)
-    # A graph clears them always: what was before it is state that it would have to guard on.
-    is_shorter = in_graph() or status.request is None or status.request.amax_history_len > length
+    is_shorter = before is None or before.amax_history_len > length
     if is_shorter and length < module.amax_history_fwd.shape[0]:
         module.adjust_amax_history_length(length, True if backward_clears else None)
-    status.request = request
+    module._run_status.request = request
+
+
+@eager_only()
+def _request_before(module: StatefulModule) -> DelayedScalingRequest | None:
+    """Return the request of the last run. A graph, which would have to guard on it, takes it for unknown, and clears
+    rows always."""
+    return module._run_status.request
 
 
 def grow_history(module: StatefulModule, length: int) -> None:

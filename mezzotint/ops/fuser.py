@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.autograd import differentiates_forward, flatten, unflatten
+from mezzotint.functional.autograd import flatten, unflatten
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.ops.fusion import (
@@ -28,7 +28,7 @@ from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext,
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
 from mezzotint.region import recipe_in_force
-from mezzotint.tracing import memoized, write_count
+from mezzotint.tracing import differentiates_forward, memoized, traced_as, write_count
 
 __all__ = ["OperationFuser"]
 
@@ -224,16 +224,19 @@ class _Function(torch.autograd.Function):
         return (plain(dy) if pipeline.needs_input_grad else None, None, None, *flat)
 
 
-def _distinct(args: list[Any]) -> list[Any]:
-    """A tensor that comes twice, as the weight of an operation used twice, the second time as a view: a graph's
-    autograd function takes each tensor once."""
-    if not torch.compiler.is_compiling():
-        return args
+def _with_views(args: list[Any]) -> list[Any]:
     seen: list[Any] = []
     for arg in args:
         is_twice = isinstance(arg, torch.Tensor) and any(arg is other for other in seen)
         seen.append(arg.view_as(arg) if is_twice else arg)
     return seen
+
+
+@traced_as(_with_views)
+def _distinct(args: list[Any]) -> list[Any]:
+    """Return the arguments of an autograd function, which in a graph takes each tensor once: there one that comes
+    twice, as the weight of an operation used twice, is a view the second time."""
+    return args
 
 
 def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[Any, ...]:
@@ -330,7 +333,7 @@ class OperationFuser:
         first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
         recipe = recipe_in_force()
         forward, backward = self._groups(recipe, first)
-        if torch.compiler.is_compiling() and not all(op.is_split for op, _ in forward):
+        if torch.compiler.is_dynamo_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         for op in self._basic_ops:
             op._check_others(input_)

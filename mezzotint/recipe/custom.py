@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mezzotint.recipe.base import Recipe
 from mezzotint.recipe.options import Format, check_override
 from mezzotint.recipe.requests import QuantizerRequest
 from mezzotint.recipe.roles import QuantizerRole
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tracing import eager_only
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ class CustomRecipe(Recipe):
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
         made = self.qfactory(role)
-        # Inside a graph torch 2.11 does not know the class of a quantizer that was made there: by what it is not.
         is_wrong = made is None or isinstance(made, str | int | float | type | tuple | list | dict)
-        if is_wrong or (not torch.compiler.is_compiling() and not isinstance(made, Quantizer | QuantizerRequest)):
+        if is_wrong or _is_something_else(made):
             raise TypeError(
                 f"qfactory gave {type(made).__name__} for {role}: give a Quantizer (IdentityQuantizer to leave the "
                 "tensor as it is) or a DelayedScalingRequest"
@@ -50,3 +48,10 @@ class CustomRecipe(Recipe):
 
     def alignment(self) -> int:
         return self.quantization_alignment
+
+
+@eager_only(in_graph=False)
+def _is_something_else(made: Any) -> bool:
+    """Return whether a factory gave what is no quantizer. Inside a graph torch 2.11 does not know the class of one that
+    was made there."""
+    return not isinstance(made, Quantizer | QuantizerRequest)

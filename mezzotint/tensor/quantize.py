@@ -19,7 +19,7 @@ from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import count_write
+from mezzotint.tracing import count_write, eager_only
 
 
 def quantize(x: torch.Tensor, quantizer: QuantizerLike, *, dtype: torch.dtype | None = None) -> Any:
@@ -298,9 +298,13 @@ def _check_form(dst: Any, quantizer: QuantizerLike, storage_class: Any) -> None:
                 f"dst has {kwarg}={getattr(dst, attribute)!r}, {type(quantizer).__name__} makes {values[kwarg]!r}: "
                 "quantize with the quantizer that dst was made with, or into a new tensor"
             )
-    if torch.compiler.is_compiling() or dst._quantizer is None:  # a graph does not know that of an alias
-        return
-    if dst._quantizer._layout() != quantizer._layout():
+    _check_layout(dst, quantizer)
+
+
+@eager_only()
+def _check_layout(dst: Any, quantizer: QuantizerLike) -> None:
+    """Check the quantizer that `dst` was made with, which a graph does not know of an alias."""
+    if dst._quantizer is not None and dst._quantizer._layout() != quantizer._layout():
         raise ValueError(
             f"dst was made with {dst._quantizer!r}, whose bytes mean something else than those of {quantizer!r}: "
             "quantize with the quantizer that dst was made with, or into a new tensor"

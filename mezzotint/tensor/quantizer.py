@@ -322,12 +322,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def copy(self) -> "Quantizer":
         """One with the same attributes, an equal one if it is a value. Tensors, and other objects, are shared."""
         made = type(self).__new__(type(self))
-        if torch.compiler.is_compiling():  # torch 2.11 does not trace a walk through `__dict__`
-            for name in self._names:
-                setattr(made, name, getattr(self, name))
-        else:
-            made.__dict__.update(self.__dict__)
-            made.__dict__["_memo"] = None
+        for name in self._names:  # torch 2.11 does not trace a walk through `__dict__`
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "_names", self._names)
+        object.__setattr__(made, "_memo", None)
         made._rebuild_derived_state()
         return made
 

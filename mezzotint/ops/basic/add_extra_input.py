@@ -10,6 +10,7 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.region import current_state
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import eager_only
 
 
 class AddExtraInput(BasicOperation):
@@ -58,8 +59,15 @@ def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Ten
         raise TypeError(f"the extra input is {type(extra).__name__}: give a torch.Tensor")
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
-    may_write = in_place and not torch.compiler.is_compiling() and current_state().recomputation is None
-    if may_write and not isinstance(extra, QuantizedTensorStorage) and extra.dtype == x.dtype and extra.is_contiguous():
+    if in_place and _may_write(extra, x):
         # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
         return extra.detach().add_(x)
     return run_op(add, x, plain(extra))
+
+
+@eager_only(in_graph=False)
+def _may_write(extra: torch.Tensor, x: torch.Tensor) -> bool:
+    """Return whether the sum fits the memory of `extra`. A graph plans its own memory."""
+    if current_state().recomputation is not None or isinstance(extra, QuantizedTensorStorage):
+        return False
+    return extra.dtype == x.dtype and extra.is_contiguous()
