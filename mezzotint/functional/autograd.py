@@ -27,7 +27,7 @@ from mezzotint.functional.delayed import (
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import differentiates_forward, read_live
+from mezzotint.tracing import differentiates_forward, eager_only, read_live
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,13 @@ def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
             tensors.extend(value)
         else:
             tensors.append(value)
-    if torch.compiler.is_compiling():
-        return _Apply.apply(core, args, None, *tensors)
-    kept: list[Any] = []  # extras are no outputs here: autograd would launch zeros as the gradient of each
-    return (*_Apply.apply(core, args, kept, *tensors), *kept)
+    kept = _place_for_extras()
+    outputs = _Apply.apply(core, args, kept, *tensors)
+    return outputs if kept is None else (*outputs, *kept)
+
+
+@eager_only()
+def _place_for_extras() -> list[Any]:
+    """Return where a core's forward leaves its extras: autograd would launch zeros as the gradient of each output. Of
+    an autograd function that Dynamo walks through they are outputs, since it sees nothing else that forward gives."""
+    return []

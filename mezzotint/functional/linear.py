@@ -10,7 +10,7 @@ what backward computes on: "high_precision" the original tensors, "dequantized" 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,8 +70,7 @@ class Needs(GraphConstant):
     bias: bool
 
 
-@dataclass(slots=True)
-class MainGrad:
+class MainGrad(NamedTuple):
     """One part of a weight: its rows, and the tensor that their gradient is added to, or written to."""
 
     rows: int
@@ -79,9 +78,8 @@ class MainGrad:
     overwrites: bool
 
 
-@dataclass(slots=True)
-class WeightGrad:
-    """Where the weight's gradient goes."""
+class WeightGrad(NamedTuple):
+    """Where the weight's gradient goes: tensors, and constants of a graph."""
 
     dtype: torch.dtype
     main_grad: torch.Tensor | None = None  # added into, in its dtype, and not returned

@@ -254,17 +254,16 @@ class Layer(Configured, Named, ParallelModule):
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
         """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
-        made = WeightGrad(weight.dtype, None, False, self.wgrad_stores[store] if self.wgrad_stores else None)
-        if self.fuse_wgrad_accumulation and weight.requires_grad:
-            parts = self._weights[gemm].main_grads(self)
-            if len(parts) == 1:
-                made.main_grad, made.overwrites = parts[0].main_grad, parts[0].overwrites
-            else:
-                made.parts = parts
-            made.is_told = not self.wgrad_stores and self._weights[gemm].tell_added(self)
-        if self.wgrad_stores:
+        later = self.wgrad_stores[store] if self.wgrad_stores else None
+        if later is not None:
             _check_delayed_wgrad()
-        return made
+        if not (self.fuse_wgrad_accumulation and weight.requires_grad):
+            return WeightGrad(weight.dtype, store=later)
+        parts = self._weights[gemm].main_grads(self)
+        is_told = later is None and self._weights[gemm].tell_added(self)
+        if len(parts) > 1:
+            return WeightGrad(weight.dtype, store=later, parts=parts, is_told=is_told)
+        return WeightGrad(weight.dtype, parts[0].main_grad, parts[0].overwrites, store=later, is_told=is_told)
 
     # Delayed weight gradients
 

@@ -21,7 +21,7 @@ from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import in_graph
+from mezzotint.tracing import in_graph, read_live
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def linear_args(
         needs=plan.needs[gemm],
         quantizers=plan.quantizers[gemm],
         numerics=plan.numerics,
-        wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
+        wgrad=WeightGrad(weight.dtype) if wgrad is None else live_gradient(wgrad),
         input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
         grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),
         saves_original_input=plan.saves_original_input,
@@ -124,6 +124,12 @@ def linear_args(
         parallel=plan.parallels[gemm],
         input_again=plan.inputs_again[gemm],
     )
+
+
+def live_gradient(wgrad: WeightGrad) -> WeightGrad:
+    """Return where a weight's gradient goes, of whose tensors the compiler knows that other backwards add to them."""
+    read_live(wgrad.main_grad, *[part.main_grad for part in wgrad.parts])
+    return wgrad
 
 
 def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:

@@ -26,7 +26,15 @@ from mezzotint.layer.parameters import (
     resolve_dtype,
 )
 from mezzotint.layer.plan import Plan
-from mezzotint.layer.run import Delayed, KeptWeights, grad_state, quantized_weights, record_amaxes, scale_of
+from mezzotint.layer.run import (
+    Delayed,
+    KeptWeights,
+    grad_state,
+    live_gradient,
+    quantized_weights,
+    record_amaxes,
+    scale_of,
+)
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.tensor.printing import formats_of
@@ -59,7 +67,7 @@ def run_grouped_linear(
         needs=plan.needs[0],
         quantizers=plan.quantizers,
         numerics=plan.numerics,
-        wgrads=wgrads,
+        wgrads=tuple([live_gradient(wgrad) for wgrad in wgrads]),
         input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
         grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
         saves_original_input=plan.saves_original_input,
@@ -198,7 +206,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
         kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None
         wgrads = self._weight_grads(weights) if config.accumulates else None
-        run = run_grouped_linear if kept is None and wgrads is None else _run_inlined
+        run = run_grouped_linear if kept is None else _run_inlined
         y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:

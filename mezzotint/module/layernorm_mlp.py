@@ -256,7 +256,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         kept = self._kept(call, (w1, w2)) if call.caches else None
         wgrads = self._wgrads((w1, w2)) if config.accumulates else None
-        run = run_layernorm_mlp if kept is None and wgrads is None else _run_inlined
+        run = run_layernorm_mlp if kept is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
         outputs = list(run(call.plan, config, residual, inputs, linears, delayed_of(self, call), kept, wgrads))
         y = outputs.pop(0)

@@ -178,7 +178,7 @@ class Linear(TransformerEngineBaseModule):
             self._calibrate((x,), (weight,))
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
-        run = run_linear if kept is None and wgrads is None else _run_linear_inlined
+        run = run_linear if kept is None else _run_linear_inlined
         y = run(call.plan, x, weight, added, delayed_of(self, call), kept, wgrads)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
