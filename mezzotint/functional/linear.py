@@ -78,8 +78,9 @@ class MainGrad(NamedTuple):
     overwrites: bool
 
 
-class WeightGrad(NamedTuple):
-    """Where the weight's gradient goes: tensors, and constants of a graph."""
+@dataclass(slots=True)
+class WeightGrad:
+    """Where the weight's gradient goes."""
 
     dtype: torch.dtype
     main_grad: torch.Tensor | None = None  # added into, in its dtype, and not returned
@@ -88,6 +89,10 @@ class WeightGrad(NamedTuple):
     parts: tuple[MainGrad, ...] = ()  # in the place of main_grad: the weight is in parts, one below the other
     is_slice: bool = False  # the weight is one group's of a parameter, which has one gradient
     is_told: bool = False  # beside main_grad autograd gets zeros, so that hooks of the parameter run
+
+    def fields(self) -> tuple[Any, ...]:
+        """Return all of it as a function of `below_dynamo` takes it: `WeightGrad(*fields)` is the same again."""
+        return self.dtype, self.main_grad, self.overwrites, self.store, self.parts, self.is_slice, self.is_told
 
 
 @dataclass(slots=True)

@@ -238,9 +238,9 @@ class Layer(Configured, Named, ParallelModule):
         """Return quantized weights that are kept for other micro-batches."""
         return KeptWeights(*self._weights_q(call, weights))
 
-    def _wgrads(self, weights: Sequence[Any]) -> tuple[WeightGrad, ...]:
-        """Return where the gradient of each weight goes."""
-        return tuple([self._weight_grad(gemm, weight, gemm) for gemm, weight in enumerate(weights)])
+    def _wgrads(self, weights: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
+        """Return where the gradient of each weight goes, as fields of `WeightGrad`."""
+        return tuple([self._weight_grad(gemm, weight, gemm).fields() for gemm, weight in enumerate(weights)])
 
     def _keeps_inference(self) -> bool:
         """Whether kept weights come from a graph that ran in inference mode: backward cannot have them."""
@@ -254,16 +254,17 @@ class Layer(Configured, Named, ParallelModule):
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
         """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
-        later = self.wgrad_stores[store] if self.wgrad_stores else None
-        if later is not None:
+        made = WeightGrad(weight.dtype, None, False, self.wgrad_stores[store] if self.wgrad_stores else None)
+        if self.fuse_wgrad_accumulation and weight.requires_grad:
+            parts = self._weights[gemm].main_grads(self)
+            if len(parts) == 1:
+                made.main_grad, made.overwrites = parts[0].main_grad, parts[0].overwrites
+            else:
+                made.parts = parts
+            made.is_told = not self.wgrad_stores and self._weights[gemm].tell_added(self)
+        if self.wgrad_stores:
             _check_delayed_wgrad()
-        if not (self.fuse_wgrad_accumulation and weight.requires_grad):
-            return WeightGrad(weight.dtype, store=later)
-        parts = self._weights[gemm].main_grads(self)
-        is_told = later is None and self._weights[gemm].tell_added(self)
-        if len(parts) > 1:
-            return WeightGrad(weight.dtype, store=later, parts=parts, is_told=is_told)
-        return WeightGrad(weight.dtype, parts[0].main_grad, parts[0].overwrites, store=later, is_told=is_told)
+        return made
 
     # Delayed weight gradients
 

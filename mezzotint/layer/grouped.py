@@ -151,9 +151,12 @@ class GroupedLayer(Layer):
 
     def _weight_grads(self, weights: tuple[Any, ...]) -> tuple[WeightGrad, ...]:
         """Where the gradient of each group's weight goes."""
-        stacks = is_stack(weights, 2)
-        made = [self._weight_grad(gemm, weights[0 if stacks else gemm], 0) for gemm in range(self.num_gemms)]
-        return tuple([wgrad._replace(is_slice=True) for wgrad in made] if stacks else made)
+        stacks, made = is_stack(weights, 2), []
+        for gemm in range(self.num_gemms):
+            wgrad = self._weight_grad(gemm, weights[0 if stacks else gemm], 0)
+            wgrad.is_slice = stacks
+            made.append(wgrad)
+        return tuple(made)
 
     def _add_gradients(self, store: int, gradients: Any) -> None:
         for parameter, gradient in zip(self._group_parameters()[0], gradients, strict=True):

@@ -114,7 +114,7 @@ def linear_args(
         needs=plan.needs[gemm],
         quantizers=plan.quantizers[gemm],
         numerics=plan.numerics,
-        wgrad=WeightGrad(weight.dtype) if wgrad is None else live_gradient(wgrad),
+        wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
         input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
         grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),
         saves_original_input=plan.saves_original_input,
@@ -126,10 +126,14 @@ def linear_args(
     )
 
 
-def live_gradient(wgrad: WeightGrad) -> WeightGrad:
-    """Return where a weight's gradient goes, of whose tensors the compiler knows that other backwards add to them."""
-    read_live(wgrad.main_grad, *[part.main_grad for part in wgrad.parts])
-    return wgrad
+def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> WeightGrad | None:
+    """Return where the gradient of a GEMM's weight goes, as a module has said it (`WeightGrad.fields`); None: to
+    autograd. The compiler is told that other backwards add to the same tensors."""
+    if wgrads is None:
+        return None
+    made = WeightGrad(*wgrads[gemm])
+    read_live(made.main_grad, *[part.main_grad for part in made.parts])
+    return made
 
 
 def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:

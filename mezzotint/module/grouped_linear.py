@@ -50,13 +50,13 @@ def run_grouped_linear(
     splits: tuple[int, ...],
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
-    wgrads: tuple[WeightGrad, ...] | None = None,
+    wgrads: tuple[tuple[Any, ...], ...] | None = None,
 ) -> torch.Tensor:
     """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""
     weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
     gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
-    if wgrads is None:
-        wgrads = tuple([WeightGrad(weights[0 if stacks else gemm].dtype, is_slice=stacks) for gemm in gemms])
+    dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]
+    each = [live_gradient(wgrads, gemm) or WeightGrad(dtypes[gemm], is_slice=stacks) for gemm in gemms]
     scales, grad_scales = (None, None) if delayed is None else (delayed.scales, delayed.grad_scales)
     args = GroupedLinearFwdArgs(
         x=x,
@@ -67,7 +67,7 @@ def run_grouped_linear(
         needs=plan.needs[0],
         quantizers=plan.quantizers,
         numerics=plan.numerics,
-        wgrads=tuple([live_gradient(wgrad) for wgrad in wgrads]),
+        wgrads=tuple(each),
         input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
         grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
         saves_original_input=plan.saves_original_input,
@@ -205,7 +205,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         if call.calibrates:
             self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
         kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None
-        wgrads = self._weight_grads(weights) if config.accumulates else None
+        wgrads = tuple([each.fields() for each in self._weight_grads(weights)]) if config.accumulates else None
         run = run_grouped_linear if kept is None else _run_inlined
         y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed

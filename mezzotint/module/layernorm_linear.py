@@ -7,7 +7,7 @@ import torch
 
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
-from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
+from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
@@ -23,7 +23,15 @@ from mezzotint.layer.norm import (
 )
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import NormInFront, Plan
-from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.run import (
+    Delayed,
+    KeptWeights,
+    grad_state,
+    linear_args,
+    live_gradient,
+    quantized_weights,
+    record_amaxes,
+)
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -43,7 +51,7 @@ def run_layernorm_linear(
     bias: torch.Tensor | None,
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
-    wgrads: tuple[WeightGrad, ...] | None = None,
+    wgrads: tuple[tuple[Any, ...], ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, N), then the norm's output and the residual stream where they are asked for.
 
@@ -60,7 +68,7 @@ def run_layernorm_linear(
         weight=weight,
         bias=bias,
         norm=norm.options,
-        linear=linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0]),
+        linear=linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0)),
         returns_norm=norm.is_returned,
         gathers_norm=norm.is_gathered,
         residual=residual,

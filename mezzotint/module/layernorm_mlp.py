@@ -9,7 +9,7 @@ from mezzotint.comm.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
-from mezzotint.functional.linear import Needs, WeightGrad, compute_weight_gradient
+from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized
@@ -32,7 +32,15 @@ from mezzotint.layer.parameters import (
     resolve_dtype,
 )
 from mezzotint.layer.plan import LayerConfig, Plan
-from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.run import (
+    Delayed,
+    KeptWeights,
+    grad_state,
+    linear_args,
+    live_gradient,
+    quantized_weights,
+    record_amaxes,
+)
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -51,7 +59,7 @@ def run_layernorm_mlp(
     linears: tuple[Any, ...],
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
-    wgrads: tuple[WeightGrad, ...] | None = None,
+    wgrads: tuple[tuple[Any, ...], ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, hidden), then the norm's output and the residual stream where they are asked for.
 
@@ -60,7 +68,7 @@ def run_layernorm_mlp(
     x, branch, branch_bias, gamma, beta = inputs
     w1, b1, w2, b2 = linears
     (w1_q, w2_q), weight_amaxes = quantized_weights(plan, (w1, w2), delayed) if kept is None else kept
-    wgrad1, wgrad2 = (None, None) if wgrads is None else wgrads
+    wgrad1, wgrad2 = live_gradient(wgrads, 0), live_gradient(wgrads, 1)
     assert config.norm is not None
     args = LayerNormMLPFwdArgs(
         x=x,

@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.functional.autograd import run_core
-from mezzotint.functional.linear import LINEAR, Needs, WeightGrad, compute_weight_gradient
+from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import Plan
-from mezzotint.layer.run import Delayed, KeptWeights, grad_state, linear_args, quantized_weights, record_amaxes
+from mezzotint.layer.run import (
+    Delayed,
+    KeptWeights,
+    grad_state,
+    linear_args,
+    live_gradient,
+    quantized_weights,
+    record_amaxes,
+)
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -29,11 +37,11 @@ def run_linear(
     bias: torch.Tensor | None,
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
-    wgrads: tuple[WeightGrad, ...] | None = None,
+    wgrads: tuple[tuple[Any, ...], ...] | None = None,
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
-    args = linear_args(plan, 0, weight, bias, weight_q, delayed, None if wgrads is None else wgrads[0])
+    args = linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0))
     args.x, args.grad_state = x, grad_state(plan, delayed)
     if args.input_again is not None:  # there is no norm or activation in front that could make x again
         args.saves_original_input, args.input_again = True, None
