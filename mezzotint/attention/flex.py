@@ -20,6 +20,7 @@ def flex_serves(q: torch.Tensor, v: torch.Tensor, rule: Rule) -> bool:
     """Whether these heads, [b, h, s, d], and this rule are for `flex_attend`."""
     is_large = q.shape[2] >= FEWEST_QUERIES and q.shape[3] >= FEWEST_CHANNELS and v.shape[3] >= FEWEST_CHANNELS
     is_window = not rule.has_padding and not rule.is_arbitrary and rule.left >= 0
+    # Its kernel is made by the compiler: eager code would compute all scores, step by step.
     return torch.compiler.is_compiling() and q.is_cuda and is_large and is_window
 
 

@@ -10,7 +10,7 @@ what backward computes on: "high_precision" the original tensors, "dequantized" 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -70,7 +70,8 @@ class Needs(GraphConstant):
     bias: bool
 
 
-class MainGrad(NamedTuple):
+@dataclass(slots=True)
+class MainGrad:
     """One part of a weight: its rows, and the tensor that their gradient is added to, or written to."""
 
     rows: int
@@ -91,8 +92,9 @@ class WeightGrad:
     is_told: bool = False  # beside main_grad autograd gets zeros, so that hooks of the parameter run
 
     def fields(self) -> tuple[Any, ...]:
-        """Return all of it as a function of `below_dynamo` takes it: `WeightGrad(*fields)` is the same again."""
-        return self.dtype, self.main_grad, self.overwrites, self.store, self.parts, self.is_slice, self.is_told
+        """Return all of it as a function of `below_dynamo` takes it: a tuple, each part a tuple in it."""
+        parts = tuple([(part.rows, part.main_grad, part.overwrites) for part in self.parts])
+        return self.dtype, self.main_grad, self.overwrites, self.store, parts, self.is_slice, self.is_told
 
 
 @dataclass(slots=True)

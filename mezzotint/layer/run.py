@@ -12,7 +12,7 @@ import torch
 
 from mezzotint.comm.groups import group_by_name
 from mezzotint.functional.autograd import GradState
-from mezzotint.functional.linear import LinearFwdArgs, WeightGrad
+from mezzotint.functional.linear import LinearFwdArgs, MainGrad, WeightGrad
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
@@ -132,6 +132,7 @@ def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> Weig
     if wgrads is None:
         return None
     made = WeightGrad(*wgrads[gemm])
+    made.parts = tuple([MainGrad(*part) for part in made.parts])
     read_live(made.main_grad, *[part.main_grad for part in made.parts])
     return made
 

@@ -333,6 +333,7 @@ class OperationFuser:
         first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
         recipe = recipe_in_force()
         forward, backward = self._groups(recipe, first)
+        # A forward in whole form, as users write it, is no part of a graph: Dynamo must meet what ends the graph here.
         if torch.compiler.is_dynamo_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         for op in self._basic_ops:
