@@ -47,6 +47,23 @@ def test_a_further_module_has_few(name: str, chosen: recipe.Recipe) -> None:
     assert four - 4 * (five - four) <= FIXED + (20 if chosen.delayed() else 0)
 
 
+@pytest.mark.parametrize("chosen", [recipe.MXFP8BlockScaling(), recipe.DelayedScaling()], ids=["mxfp8", "delayed"])
+def test_a_gradient_that_goes_to_main_grad_has_few(chosen: recipe.Recipe) -> None:
+    """Beside those of the weight and its `main_grad` a module with one has no more than others."""
+
+    def make(count: int) -> nn.Module:
+        made = nn.Sequential(*[mz.Linear(32, 32, fuse_wgrad_accumulation=True) for _ in range(count)])
+        for parameter in made.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+        return made
+
+    x = torch.randn(16, 2, 32, requires_grad=True)
+    with mz.autocast(recipe=chosen):
+        two, three = count_guards(make(2), x), count_guards(make(3), x)
+    assert three - two <= 60
+    assert two - 2 * (three - two) <= FIXED
+
+
 def test_what_may_change_is_looked_at() -> None:
     """The recipe, whether it is in force, shapes, and a module's options; an equal recipe makes no new graph."""
     graphs: list[int] = []
