@@ -29,7 +29,7 @@ from mezzotint.availability import (
     is_non_tn_fp8_gemm_supported,
     is_nvfp4_available,
 )
-from mezzotint.comm.agreement import check_agreed, is_fake, without_addresses
+from mezzotint.comm.agreement import check_agreed, nobody_answers, without_addresses
 from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.constants import DType
 from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
@@ -75,11 +75,11 @@ __all__ = [
 def _check_recipe(recipe: Recipe | None, group: Any) -> None:
     """All ranks that amaxes are taken over have this recipe, or all of them raise: one with another recipe would take
     none, and the others wait for it. They are asked once for each recipe of a group."""
-    if torch.compiler.is_exporting() or world_size(None) == 1:
+    if world_size(None) == 1:
         return
     group = group_by_name(group.group_name)  # itself: in a graph Dynamo has something in its place
     state, text = current_state(), f"{without_addresses(recipe)} in autocast"  # modules compare without these words
-    if world_size(group) > 1 and not is_fake(group) and (group.group_name, text) not in state.agreed:
+    if world_size(group) > 1 and not nobody_answers(group) and (group.group_name, text) not in state.agreed:
         check_agreed(group, recipe=text)
         state.agreed |= {(group.group_name, text)}
 

@@ -60,11 +60,6 @@ def eager_only(in_graph: Any = None) -> Callable[[_F], _F]:
     return traced_as(answer)
 
 
-def in_graph() -> bool:
-    """Return whether this code runs for a graph: Dynamo walks through it, or AOTAutograd runs it on fake tensors."""
-    return torch.compiler.is_compiling()
-
-
 def _runs_below_dynamo() -> bool:
     """Return whether AOTAutograd runs this code on fake tensors, in a function of `below_dynamo`. In torch 2.11 it does
     not say that it compiles; the context of a compilation is there in every version."""

@@ -75,6 +75,11 @@ def is_fake(group: Any) -> bool:
     return torch.distributed.get_backend(group) == "fake"
 
 
+def nobody_answers(group: Any) -> bool:
+    """Whether other ranks are not to be asked: they are fake, or one process exports a model alone."""
+    return torch.compiler.is_exporting() or is_fake(group)
+
+
 def _store(group: Any) -> Any:
     """Where the ranks of a group meet; None where they are fake, and nobody answers."""
     group = torch.distributed.group.WORLD if group is None else group

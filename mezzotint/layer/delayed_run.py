@@ -82,7 +82,7 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
     """Return the module's live state of gradients."""
     number = module._number if groups else None  # by which ranks compare the modules that they reduce
     state = module.scale_bwd, module.amax_history_bwd, number
-    return live_grad_state(request, *state, groups, is_first)
+    return live_grad_state(request, *state, groups, is_first, backward_clears(request))
 
 
 @below_dynamo
@@ -109,7 +109,7 @@ def weight_scales(module: Any, call: RunSettings) -> Any:
 
 def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
     """Return delayed scaling's tensors as the function of a module takes them, or None where the plan has none."""
-    if call.scales is None or call.weight_scales is None:
+    if call.scales is None or call.weight_scales is None or call.plan.request is None:
         return None
     return Delayed(
         call.scales,
@@ -122,4 +122,5 @@ def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
         ORDER_TOKEN if call.groups else None,
         tuple([group.group_name for group in call.groups]),
         call.is_first,
+        backward_clears(call.plan.request),
     )

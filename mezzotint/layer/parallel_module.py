@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.comm.agreement import check_agreed, is_fake, without_addresses
+from mezzotint.comm.agreement import check_agreed, nobody_answers, without_addresses
 from mezzotint.comm.groups import check_group, resolve_size, world_size
 from mezzotint.functional.tensor_parallel import Parallel
 from mezzotint.layer.norm import split_norm
@@ -161,7 +161,7 @@ def _has_agreed(module: ParallelModule) -> bool:
 
 def _compare(module: ParallelModule, recipe: Recipe | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """With the ranks that share the module's weights, or raise on all of them. Nobody answers an export."""
-    if torch.compiler.is_exporting() or is_fake(module.tp_group):
+    if nobody_answers(module.tp_group):
         return
     status, given = module._run_status, (without_addresses(recipe), f"{shape} of {dtype}", module._describe())
     if given not in status.agreed:

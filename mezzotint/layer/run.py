@@ -21,7 +21,7 @@ from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import in_graph, read_live
+from mezzotint.tracing import read_live, traced_as
 
 
 @dataclass(slots=True)
@@ -55,6 +55,7 @@ class Delayed(NamedTuple):
     order: torch.Tensor | None
     groups: tuple[str, ...]  # of those ranks, by name
     is_first: bool  # since the last update: its backward comes last
+    clears: bool  # see `backward_clears`
 
 
 class KeptWeights(NamedTuple):
@@ -132,7 +133,8 @@ def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> Weig
     if wgrads is None:
         return None
     made = WeightGrad(*wgrads[gemm])
-    made.parts = tuple([MainGrad(*part) for part in made.parts])
+    parts: tuple[Any, ...] = made.parts
+    made.parts = tuple([MainGrad(*part) for part in parts])
     read_live(made.main_grad, *[part.main_grad for part in made.parts])
     return made
 
@@ -143,9 +145,8 @@ def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:
         return None
     assert plan.request is not None
     groups = tuple([group_by_name(name) for name in delayed.groups])
-    state = live_grad_state(
-        plan.request, delayed.scale_bwd, delayed.history_bwd, delayed.number, groups, delayed.is_first
-    )
+    live = delayed.scale_bwd, delayed.history_bwd, delayed.number
+    state = live_grad_state(plan.request, *live, groups, delayed.is_first, delayed.clears)
     state.order = delayed.order
     return state
 
@@ -157,18 +158,21 @@ def live_grad_state(
     number: torch.Tensor | None,
     groups: tuple[Any, ...],
     is_first: bool,
+    clears: bool,
 ) -> GradState:
-    length, takes_all = request.amax_history_len, backward_clears(request)
-    history = buffer if takes_all else first_rows(buffer, length)
+    """Return the live state of gradients of these tensors; `clears`: see `backward_clears`."""
+    length = request.amax_history_len
+    history = buffer if clears else first_rows(buffer, length)
     rule = update_rule(request, forward=False)
-    rows = length if takes_all else None
+    rows = length if clears else None
     return GradState(scale, history, *rule, groups, rows=rows, number=number, is_first=is_first)
 
 
+@traced_as(lambda request: not has_own_rule(request))
 def backward_clears(request: DelayedScalingRequest) -> bool:
     """Return whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
     forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
-    return in_graph() and not has_own_rule(request)
+    return False
 
 
 def record_amaxes(
