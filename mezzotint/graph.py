@@ -30,7 +30,7 @@ class _Region:
 
     def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> None:
         self.is_on = enabled or calibrating
-        self.arguments = (enabled, calibrating, recipe, group)
+        self.arguments = (enabled, calibrating, None if recipe is None else recipe.frozen(), group)
 
     def enter(self) -> Any:
         return autocast(*self.arguments) if self.is_on else nullcontext()

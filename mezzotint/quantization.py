@@ -94,7 +94,8 @@ class autocast:
     process group over which delayed scaling takes its maxima. `memory` says how much modules hold for backward:
     "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region around this one says.
 
-    A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
+    A region works with the recipe as it is when the region is entered: what is assigned to it after that is seen by the
+    next one. A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
     """
 
     def __init__(
@@ -115,12 +116,14 @@ class autocast:
         self.graph = _graph
 
     def __enter__(self) -> "autocast":
-        enabled, _, recipe, group = self.state
+        enabled, calibrating, recipe, group = self.state
+        recipe = None if recipe is None else recipe.frozen()
         if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
             call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
         state.opened = Opened(self, get_autocast_state(), state.opened)
-        set_autocast_state((*self.state, state.memory if self.memory is None else self.memory))
+        memory = state.memory if self.memory is None else self.memory
+        set_autocast_state((enabled, calibrating, recipe, group, memory))
         state.depth += 1
         return self
 
@@ -153,7 +156,7 @@ class autocast:
 
 def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Recipe | None]:
     """Return whether a region is on, and its recipe, of the first argument, which may be either, and `recipe`."""
-    if isinstance(enabled, Recipe | str):
+    if isinstance(enabled, (Recipe, str)):  # torch 2.11 does not trace a union with an opaque class
         if recipe is not None:
             raise TypeError(f"{caller} got two recipes, {enabled!r} first and recipe={recipe!r}: give one")
         return True, as_recipe(enabled)
@@ -283,9 +286,9 @@ class quantized_model_init:
 
     def __enter__(self) -> "quantized_model_init":
         state = current_state()
-        outer = state.init_enabled, state.init_recipe, state.preserves_init
+        outer, recipe = (state.init_enabled, state.init_recipe, state.preserves_init), self.recipe.frozen()
         state.init_opened = Opened(self, outer, state.init_opened)
-        state.init_enabled, state.init_recipe, state.preserves_init = self.enabled, self.recipe, self.preserves
+        state.init_enabled, state.init_recipe, state.preserves_init = self.enabled, recipe, self.preserves
         return self
 
     def __exit__(self, *error: Any) -> None:

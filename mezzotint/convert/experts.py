@@ -72,7 +72,7 @@ class ConvertedExperts(Converted, Named):
 
     def _recipe_of_run(self) -> Recipe | None:
         if self.recipe is not None:
-            return self.recipe
+            return self.recipe.frozen()
         state = current_state()
         recipe = state.recipe if state.enabled else None
         note_quantized(self._run_status, recipe, state)

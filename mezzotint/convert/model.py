@@ -71,6 +71,7 @@ def convert(
     _check_model(model)
     if recipe is not None:
         check_recipe(recipe)
+        recipe = recipe.frozen()
     if filter is not None and not callable(filter):
         raise TypeError(f"filter is {type(filter).__name__}: give a function of (module, name), or None")
     if memory is not None:

@@ -90,7 +90,7 @@ class ConvertedLinear(Converted, Linear):
 
     def _region(self) -> AbstractContextManager[Any]:
         state = current_state()
-        if self.recipe is None or (state.enabled and state.recipe is self.recipe):
+        if self.recipe is None or (state.enabled and state.recipe is self.recipe.frozen()):
             return nullcontext()
         if backward_task() != -1 and self._request is not None and state.recomputation is None:
             raise RuntimeError(

@@ -173,6 +173,7 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
         raise ValueError(
             "recipe has backward_override='high_precision', which reads the weight as it is: leave low_precision_gather"
         )
+    recipe = None if recipe is None else recipe.frozen()
     uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     for module in model.modules():
         names: dict[str, int] = getattr(module, "_gathered_weights", dict)()

@@ -1,4 +1,4 @@
-"""Gaps in how Dynamo traces value-opaque objects, closed for quantizers (seen in torch 2.11, 2.13 and 2.15).
+"""Gaps in how Dynamo traces value-opaque objects, closed for quantizers and recipes (seen in torch 2.11 to 2.15).
 
 - `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class.
 - A method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from mezzotint.late import after_import
+from mezzotint.recipe import Recipe
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -37,6 +38,10 @@ _GETATTRS = ("tp_getattro_impl", "var_getattr")
 _PATCHED = ("call_function", "call_method", "reconstruct", "as_proxy", "as_python_constant")
 _PLAIN = (bool, int, float, str, Enum, torch.dtype, type(None))
 _ASSIGNMENTS = ("__setattr__", "set_usage")
+_OTHERS = {
+    "quantizer": "Ask for another one, q.with_usage(columnwise=False) or q.copy()",
+    "recipe": "Make the recipe inside of the function",
+}
 
 
 def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
@@ -54,10 +59,24 @@ def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
     after_import(_GUARDS, _compare_with_snapshots)
 
 
+def _value_of(variable: Any) -> Any:
+    """Return what an opaque object's variable stands for: not as_python_constant(), which raises for those that are no
+    values."""
+    return getattr(variable.value, "real_obj", variable.value)
+
+
 def _quantizer_of(variable: Any) -> Quantizer | None:
-    # Not as_python_constant(), which raises for opaque objects that are no values.
-    value = getattr(variable.value, "real_obj", variable.value)
+    value = _value_of(variable)
     return value if isinstance(value, Quantizer) else None
+
+
+def _is_assignable_value(value: Any) -> bool:
+    """Return whether this is compared by what it holds, and that can be assigned."""
+    return isinstance(value, Recipe) or (isinstance(value, Quantizer) and value._is_value())
+
+
+def _kind(value: Any) -> str:
+    return "quantizer" if isinstance(value, Quantizer) else "recipe"
 
 
 def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
@@ -113,27 +132,26 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
         from torch._dynamo.exc import unimplemented
         from torch._dynamo.variables.constant import ConstantVariable
 
-        quantizer = _quantizer_of(self)
-        if quantizer is None or name not in _ASSIGNMENTS:
+        value = _value_of(self)
+        if not isinstance(value, Quantizer | Recipe) or name not in _ASSIGNMENTS:
             return call_method(self, tx, name, args, kwargs)
         if self.source is not None:
             unimplemented(
-                gb_type="assignment to a quantizer",
-                context=f"{type(quantizer).__name__}.{name}",
-                explanation="A quantizer that comes into a compiled function is a constant there: an assignment to it "
-                "would be done once, while tracing.",
-                hints=["Ask for another one, q.with_usage(columnwise=False) or q.copy(), or assign before the call."],
+                gb_type=f"assignment to a {_kind(value)}",
+                context=f"{type(value).__name__}.{name}",
+                explanation=f"A {_kind(value)} that comes into a compiled function is a constant there: an assignment "
+                "to it would be done once, while tracing.",
+                hints=[f"{_OTHERS[_kind(value)]}, or assign before the call."],
             )
         constants = [arg.as_python_constant() for arg in args], {k: v.as_python_constant() for k, v in kwargs.items()}
-        getattr(quantizer, name)(*constants[0], **constants[1])
+        getattr(value, name)(*constants[0], **constants[1])
         return ConstantVariable.create(None)
 
     def snapshot_proxy(self: Any) -> Any:
-        quantizer = _quantizer_of(self)
-        proxy = as_proxy(self)
-        if quantizer is None or not isinstance(proxy, Quantizer) or not quantizer._is_value():
+        value, proxy = _value_of(self), as_proxy(self)
+        if not isinstance(proxy, Quantizer | GraphConstant) or not _is_assignable_value(value):
             return proxy
-        return quantizer._snapshot()  # of the one that assignments are done to, in torch 2.11 not that of the proxy
+        return value._snapshot()  # of the one that assignments are done to, in torch 2.11 not that of the proxy
 
     def traced_reconstruct(self: Any, codegen: Any) -> None:
         try:
@@ -167,7 +185,8 @@ def _know_quantizers(module: ModuleType) -> None:
 
 
 def _compare_with_snapshots(module: ModuleType) -> None:
-    """Have the guard on a quantizer compare with what it was. Dynamo does so for lists and sets (torch 2.11, 2.13)."""
+    """Have the guard on a quantizer or a recipe compare with what it was. Dynamo does so for lists and sets (torch
+    2.11, 2.13)."""
     builder: Any = getattr(module, "GuardBuilder", None)
     equals_match = getattr(builder, "EQUALS_MATCH", None)
     if equals_match is None or not hasattr(builder, "get"):
@@ -176,7 +195,7 @@ def _compare_with_snapshots(module: ModuleType) -> None:
     @functools.wraps(equals_match)
     def match_snapshot(self: Any, guard: Any, *args: Any, **kwargs: Any) -> Any:
         value = self.get(guard)
-        if not (isinstance(value, Quantizer) and value._is_value()):
+        if not _is_assignable_value(value):
             return equals_match(self, guard, *args, **kwargs)
         get = self.get  # the original asks for the guard's value, and for what it is in
         self.get = lambda asked, *rest: value._snapshot() if asked is guard else get(asked, *rest)

@@ -45,7 +45,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """State of a recipe: a history that is long enough."""
-        self._recipe = recipe
+        self._recipe = recipe = recipe.frozen()
         if not self._has_state():
             self._init_state(self.num_gemms, self._parameter_device())
         request = self._request_of(recipe)

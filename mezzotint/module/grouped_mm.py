@@ -41,6 +41,7 @@ def grouped_mm(
         recipe = recipe_in_force()
     else:
         check_recipe(recipe)
+        recipe = recipe.frozen()
     return multiply_groups(a, b.transpose(1, 2), sizes_of(offs, a.shape[0]), bias, recipe, name)
 
 

@@ -1,10 +1,10 @@
-"""Recipes: frozen values that say, for every tensor of a module, how it is quantized.
+"""Recipes say, for every tensor of a module, how it is quantized.
 
     recipe.quantizer(role)    the quantizer of a tensor, or a request for state (delayed scaling)
     recipe.products()         how the three GEMMs of a linear accumulate
 
-Equal recipes are interchangeable: a compiled module does not recompile for an equal one. To change an option make
-another recipe (`dataclasses.replace`).
+Equal recipes are interchangeable: a compiled module does not recompile for an equal one. To change an option assign it,
+or make another recipe (`dataclasses.replace`); the next region sees it, in compiled code too.
 """
 
 from mezzotint.recipe.base import Recipe, check_recipe

@@ -1,9 +1,17 @@
-"""Recipe: the base class of all recipes, and what modules ask of one."""
+"""Recipe: the base class of all recipes, and what modules ask of one.
 
+A recipe can be changed, `recipe.margin = 1`. What regions, plans and graphs hold is `recipe.frozen()`: an equal recipe
+that cannot be. It is made once and kept until the next assignment, so that equal regions have the very same one.
+"""
+
+import copy
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import FrozenInstanceError, dataclass, fields
+from functools import wraps
+from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
+from mezzotint.recipe.options import OptionsConflictError
 from mezzotint.recipe.requests import QuantizerRequest
 from mezzotint.recipe.roles import QuantizerRole
 from mezzotint.tensor.graph_constant import GraphConstant
@@ -12,15 +20,105 @@ from mezzotint.tensor.quantizer import Quantizer
 # The methods `quantizer` that go by the fields of the recipe and the type of the tensor alone; `names.py` fills it.
 ANSWERS: set[Callable] = set()
 
+# Former options of Transformer Engine's recipes, which its users still give and it ignores; and what Megatron-LM adds.
+_IGNORED = ("interval", "override_linear_precision", "params_dtype", "device")
 
-@dataclass(frozen=True, eq=False)
+_R = TypeVar("_R", bound="Recipe")
+
+
 class Recipe(GraphConstant):
-    """Base of all recipes."""
+    """Base of all recipes. A user's own is a dataclass, `@dataclass(eq=False)`, or derived from one of ours."""
 
     # In figures. Those of ours are Okabe and Ito's, which colour-blind readers can tell apart.
     colour: ClassVar[str] = "grey"
     # What the questions below, which are upstream's, go by: a class and those that are derived from it have one.
     _family: ClassVar[str] = ""
+
+    _value: "Recipe | None" = None  # what `frozen` gave since the last assignment
+    _options: dict[str, Any] | None = None  # of one that is frozen: all that it was made of
+
+    def __post_init__(self) -> None:
+        """Fill in what was left out, and check the options. It is called again after each assignment."""
+
+    def frozen(self) -> Self:
+        """Return an equal recipe that cannot be changed. Options that exclude each other are an error here, not when
+        they are assigned one after the other."""
+        if self._value is None and self._options is None:
+            self.__post_init__()
+        return self._snapshot()
+
+    def _snapshot(self) -> Self:
+        if self._options is not None:
+            return self
+        if self._value is None:
+            if type(self).__hash__ is None:  # a user's dataclass that compares its fields
+                type(self).__hash__ = Recipe.__hash__  # type: ignore[method-assign]
+            made = object.__new__(type(self))
+            options = {name: value for name, value in self.__dict__.items() if name != "_value"}
+            made.__dict__.update(options, _options=options)
+            self.__dict__["_value"] = made
+        return self._value  # type: ignore[return-value]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an option: the recipe is then as if made so, or, where that is an error, as it was."""
+        if self._options is not None:
+            raise FrozenInstanceError(
+                f"cannot assign {name}: this {type(self).__name__} is what a region works with. Change the recipe that "
+                f"the region was given, for the next region, or make another: dataclasses.replace(recipe, {name}=...)"
+            )
+        held = self.__dict__
+        if name not in held:  # the constructor's, which checks at its end
+            if name not in vars(type(self)).get("__dataclass_fields__", {name}):
+                names = ", ".join(field.name for field in fields(self))  # type: ignore[arg-type]
+                raise AttributeError(f"{type(self).__name__} has no option {name}: it has {names}")
+            held[name] = value
+            if self._value is not None:
+                held["_value"] = None
+            return
+        before = dict(held)
+        held.update({name: value, "_value": None})
+        try:
+            self.__post_init__()
+        except OptionsConflictError:
+            pass  # another assignment may end it, and `frozen` raises it
+        except Exception:
+            held.clear()
+            held.update(before)
+            raise
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"cannot delete {name}: every option of {type(self).__name__} has a value; assign one")
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self is other or self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Go by the class alone: a recipe that is a key of a dictionary keeps its hash when it is changed."""
+        return hash(type(self))
+
+    def _key(self) -> dict[str, Any]:
+        options = self._snapshot()._options
+        assert options is not None
+        return options
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._key()
+
+    def __copy__(self) -> Self:
+        return self if self._options is not None else self._changeable(self._key())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self if self._options is not None else self._changeable(copy.deepcopy(self._key(), memo))
+
+    def _changeable(self, options: dict[str, Any]) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__.update(options)
+        return made
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return super().__fx_repr__() if self._options is not None else self._snapshot().__fx_repr__()
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
         """How the tensor of this role is quantized."""
@@ -82,6 +180,23 @@ class Recipe(GraphConstant):
     @classmethod
     def custom(cls) -> bool:
         return cls._family == "custom"
+
+
+@dataclass_transform(eq_default=False)
+def recipe_class(cls: type[_R]) -> type[_R]:
+    """Make a dataclass of a recipe whose constructor drops, with a warning, what Transformer Engine's ignore."""
+    made = dataclass(eq=False)(cls)
+    init: Any = made.__init__
+
+    @wraps(init)
+    def initialize(self: Any, *args: Any, **options: Any) -> None:
+        dropped = [f"{name}={options.pop(name)!r}" for name in _IGNORED if name in options]
+        if dropped:
+            warnings.warn(f"{type(self).__name__} has no {', '.join(dropped)}: it is ignored", stacklevel=2)
+        init(self, *args, **options)
+
+    made.__init__ = initialize  # type: ignore[method-assign]
+    return made
 
 
 def check_recipe(recipe: Any) -> None:

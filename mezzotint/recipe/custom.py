@@ -1,10 +1,9 @@
 """CustomRecipe: a user's function says how each tensor is quantized."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.base import Recipe, recipe_class
 from mezzotint.recipe.options import Format, check_override
 from mezzotint.recipe.requests import QuantizerRequest
 from mezzotint.recipe.roles import QuantizerRole
@@ -12,7 +11,7 @@ from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tracing import eager_only
 
 
-@dataclass(frozen=True)
+@recipe_class
 class CustomRecipe(Recipe):
     """`qfactory(role)` gives the quantizer, or a request for state, of each tensor.
 

@@ -1,15 +1,14 @@
 """DelayedScaling: FP8 with scales that are made of the maxima of past iterations."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.base import Recipe, recipe_class
 from mezzotint.recipe.options import Format, check_format
 from mezzotint.recipe.requests import DelayedScalingRequest, QuantizerRequest, check_delayed
 from mezzotint.recipe.roles import QuantizerRole
 
 
-@dataclass(frozen=True)
+@recipe_class
 class DelayedScaling(Recipe):
     """FP8 with one scale per tensor, from the maxima of past iterations."""
 

@@ -1,12 +1,12 @@
 """Recipes in FP8 whose FP32 scales come from the tensor itself: one for a tensor, for a row or for a block."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.base import Recipe, recipe_class
 from mezzotint.recipe.options import (
     Format,
     MMParams,
+    OptionsConflictError,
     QParams,
     check_format_and_override,
     element_of,
@@ -24,7 +24,7 @@ from mezzotint.tensor.quantizer import Quantizer
 GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
-@dataclass(frozen=True)
+@recipe_class
 class _Float8Scaling(Recipe):
     """FP8 with scales from the tensor itself. GEMMs and tensors can be told apart; what is left None is filled in."""
 
@@ -50,7 +50,7 @@ class _Float8Scaling(Recipe):
         return fprop, dgrad, wgrad
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8CurrentScaling(_Float8Scaling):
     """FP8 with one scale per tensor, from the tensor itself."""
 
@@ -79,7 +79,7 @@ class Float8CurrentScaling(_Float8Scaling):
         )
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8RowwiseScaling(_Float8Scaling):
     """FP8 with one scale per row and per column, from the tensor itself."""
 
@@ -110,7 +110,7 @@ class Float8RowwiseScaling(_Float8Scaling):
         return self.high_precision_wgrad
 
 
-@dataclass(frozen=True)
+@recipe_class
 class Float8BlockScaling(_Float8Scaling):
     """FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights."""
 
@@ -141,7 +141,7 @@ class Float8BlockScaling(_Float8Scaling):
             if dim not in (1, 2):
                 raise ValueError(f"{name}_block_scaling_dim is {dim}: give 1 (1x128) or 2 (128x128)")
         if (x, w, grad).count(2) > 1:
-            raise ValueError(
+            raise OptionsConflictError(
                 f"block scaling dims are x={x}, w={w}, grad={grad}: no GEMM multiplies 128x128 by 128x128; "
                 "give 2 to one of them at most"
             )

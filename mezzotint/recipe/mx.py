@@ -1,9 +1,7 @@
 """Recipes in the formats of OCP MX: FP8, FP6 or FP4 with one E8M0 scale, a power of two, per 32 elements."""
 
-from dataclasses import dataclass
-
 from mezzotint.constants import DType
-from mezzotint.recipe.base import Recipe
+from mezzotint.recipe.base import Recipe, recipe_class
 from mezzotint.recipe.options import Format, check_format_and_override, check_override, element_of
 from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
 from mezzotint.tensor.checks import check_choice
@@ -14,7 +12,7 @@ from mezzotint.tensor.packed_mx import SCALE_RULES
 from mezzotint.tensor.quantizer import Quantizer
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP8BlockScaling(Recipe):
     """FP8 with one E8M0 scale per 32 elements."""
 
@@ -41,7 +39,7 @@ class MXFP8BlockScaling(Recipe):
         return 32
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP4BlockScaling(Recipe):
     """FP4 with one E8M0 scale per 32 elements (OCP MX v1.0).
 
@@ -76,7 +74,7 @@ class MXFP4BlockScaling(Recipe):
         return 32
 
 
-@dataclass(frozen=True)
+@recipe_class
 class MXFP6BlockScaling(Recipe):
     """FP6 with one E8M0 scale per 32 elements (OCP MX v1.0).
 

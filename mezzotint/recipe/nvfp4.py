@@ -1,15 +1,20 @@
 """NVFP4BlockScaling: FP4 with scales of 16 elements under one of the tensor."""
 
-from dataclasses import dataclass
-
-from mezzotint.recipe.base import Recipe
-from mezzotint.recipe.options import Format, QParams, check_format_and_override, params_of, set_params
+from mezzotint.recipe.base import Recipe, recipe_class
+from mezzotint.recipe.options import (
+    Format,
+    OptionsConflictError,
+    QParams,
+    check_format_and_override,
+    params_of,
+    set_params,
+)
 from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
 from mezzotint.tensor.nvfp4 import NVFP4Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 
 
-@dataclass(frozen=True)
+@recipe_class
 class NVFP4BlockScaling(Recipe):
     """FP4 with one E4M3 scale per 16 elements under one scale per tensor.
 
@@ -50,12 +55,14 @@ class NVFP4BlockScaling(Recipe):
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}: give 'MAE' or 'MSE'")
         if not self.disable_rht and (self.row_scaled_activation or self.nvfp4_4over6 in ("activations", "all")):
-            raise ValueError(
+            raise OptionsConflictError(
                 "row_scaled_activation and nvfp4_4over6 for activations take no Hadamard transform, and the gradient "
                 "must not have one that the input lacks: give disable_rht=True as well"
             )
         if self.row_scaled_activation and self.nvfp4_4over6 in ("activations", "all"):
-            raise ValueError("row_scaled_activation and nvfp4_4over6 for activations exclude each other: choose one")
+            raise OptionsConflictError(
+                "row_scaled_activation and nvfp4_4over6 for activations exclude each other: choose one"
+            )
         transform = not self.disable_rht
         set_params(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
         set_params(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
@@ -80,7 +87,7 @@ class NVFP4BlockScaling(Recipe):
                 "and gradient, are transformed; leave it False"
             )
         if x.random_hadamard_transform != grad.random_hadamard_transform and self.backward_override is None:
-            raise ValueError(
+            raise OptionsConflictError(
                 f"fp4_quant_fwd_inp has random_hadamard_transform={x.random_hadamard_transform}, fp4_quant_bwd_grad "
                 f"{grad.random_hadamard_transform}: the weight gradient multiplies both; give it to both or to none"
             )

@@ -7,8 +7,13 @@ from typing import Any, ClassVar, NamedTuple
 from mezzotint.constants import DType
 from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
 from mezzotint.tensor.checks import check_epsilon
+from mezzotint.tensor.graph_constant import GraphConstant
 
 OVERRIDES = (None, "high_precision", "dequantized")
+
+
+class OptionsConflictError(ValueError):
+    """Two options of a recipe exclude each other, each of which is right by itself."""
 
 
 class _Maxima(NamedTuple):
@@ -26,14 +31,14 @@ class Format(Enum):
 
 
 @dataclass(frozen=True)
-class MMParams:
+class MMParams(GraphConstant):
     """How a GEMM accumulates: `use_split_accumulator` promotes partial sums to full FP32."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
-class QParams:
+class QParams(GraphConstant):
     """How a tensor is quantized, where a recipe lets it be said per tensor."""
 
     power_2_scale: bool = False

@@ -34,6 +34,10 @@ class GraphConstant(metaclass=OpaqueMeta):
         """Return what equality goes by."""
         return tuple(vars(self).items())
 
+    def _snapshot(self) -> Self:
+        """Return an equal value that nobody assigns to: what a graph bakes in and its guards compare with."""
+        return self
+
     def read(self) -> Self:
         """Return this value. In a graph: without a guard on each of its fields, beside that on the whole."""
         return self

@@ -5,4 +5,4 @@ from mezzotint.recipe import Recipe
 from mezzotint.trainer.recipe_names import BF16
 
 # None is BF16.
-COMMAND_RECIPES: dict[str, Recipe | None] = {BF16: None, **{name: kind() for name, kind in QUANTIZED.items()}}
+COMMAND_RECIPES: dict[str, Recipe | None] = {BF16: None, **{name: kind().frozen() for name, kind in QUANTIZED.items()}}
