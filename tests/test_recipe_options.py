@@ -140,6 +140,15 @@ NVFP4_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"disable_rht": True, "row_scaled_activation": True},
         {**NO_RHT, "row_scaled_nvfp4": by_role(True, False, False)},
     ),
+    "row-4over6": (
+        {"disable_rht": True, "row_scaled_activation": True, "nvfp4_4over6": "all"},
+        {
+            **NO_RHT,
+            "row_scaled_nvfp4": by_role(True, False, False),
+            "nvfp4_use_4over6": by_role(True, True, False),
+            "nvfp4_e4m3_max": by_role(256, 256, 448),
+        },
+    ),
     "4over6-all": (
         {"disable_rht": True, "nvfp4_4over6": "all"},
         {**NO_RHT, "nvfp4_use_4over6": by_role(True, True, False), "nvfp4_e4m3_max": by_role(256, 256, 448)},

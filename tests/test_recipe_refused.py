@@ -143,11 +143,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"give disable_rht=True as well",
     ),
-    "nvfp4-row-4over6": (
-        lambda: NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6="all"),
-        ValueError,
-        r"row_scaled_activation and nvfp4_4over6 for activations exclude each other: choose one",
-    ),
     "nvfp4-one-sided-transform": (
         lambda: NVFP4BlockScaling(fp4_quant_bwd_grad=QParams(stochastic_rounding=True)),
         ValueError,

@@ -41,7 +41,7 @@ def _policy_of(kind: type[Recipe]) -> CheckpointExtraStatePolicy:
 _RECIPE_POLICIES = {
     (module, kind.__name__): _policy_of(kind)
     for kind in _recipe_classes()
-    if kind.__module__ == Recipe.__module__
+    if kind.__module__.startswith(Recipe.__module__)
     for module in RECIPE_MODULES
 }
 

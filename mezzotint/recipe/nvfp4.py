@@ -59,10 +59,6 @@ class NVFP4BlockScaling(Recipe):
                 "row_scaled_activation and nvfp4_4over6 for activations take no Hadamard transform, and the gradient "
                 "must not have one that the input lacks: give disable_rht=True as well"
             )
-        if self.row_scaled_activation and self.nvfp4_4over6 in ("activations", "all"):
-            raise OptionsConflictError(
-                "row_scaled_activation and nvfp4_4over6 for activations exclude each other: choose one"
-            )
         transform = not self.disable_rht
         set_params(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
         set_params(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))

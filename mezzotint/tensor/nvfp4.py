@@ -330,7 +330,7 @@ class NVFP4Quantizer(Quantizer):
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         rows, cols = matrix_shape(tuple(inp.shape))
-        return rows % NVFP4_BLOCK == 0 and cols % NVFP4_BLOCK == 0
+        return not self.row_scaled_nvfp4 and rows % NVFP4_BLOCK == 0 and cols % NVFP4_BLOCK == 0
 
     def is_requantization_safe(self) -> bool:
         return not self.stochastic_rounding

@@ -157,23 +157,31 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The tensor without its history. Assigning a quantized tensor of the same class takes its buffers."""
+        """The tensor without its history. Assigning a quantized tensor of the same class takes its buffers; any other
+        tensor is quantized, in place where its shape is the same. The nominal dtype is that of what is assigned."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if type(value) is type(self) and value.shape == self.shape:
-            for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
-                setattr(self, attribute, getattr(value, attribute))
-            for attribute, _, _ in self._VALUES:
-                setattr(self, attribute, getattr(value, attribute))
-            if (value.device, value.dtype) != (self.device, self.dtype):
-                torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
-                self._dtype = value.dtype
-        elif value.shape == self.shape:
-            self.quantize_(value)
-        else:
-            raise ValueError(f"data has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}: they must be equal")
+        if value.shape != self.shape and (self._splits or self._quantizer is None):
+            raise ValueError(
+                f"data has shape {tuple(value.shape)}, the tensor {tuple(self.shape)}: of a shard, or of a tensor "
+                "without a quantizer, they must be equal"
+            )
+        if type(value) is not type(self):
+            if value.shape != self.shape:
+                with torch.no_grad():
+                    value = self._quantizer._with_internal(False).quantize(value)  # type: ignore[union-attr]
+            else:
+                self.quantize_(value)
+                value = self.to_dtype(value.dtype if value.dtype in HIGH_PRECISION else self.dtype)
+        for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
+            setattr(self, attribute, getattr(value, attribute))
+        for attribute, _, _ in self._VALUES:
+            setattr(self, attribute, getattr(value, attribute))
+        if (value.device, value.dtype, value.shape) != (self.device, self.dtype, self.shape):
+            torch.Tensor.data.__set__(self, value.detach())  # type: ignore[attr-defined]
+            self._dtype = value.dtype
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:

@@ -334,9 +334,11 @@ def test_view_of_another_size(fmt: Format, shape: tuple[int, ...]) -> None:
 
 @over_formats()
 def test_data_of_another_shape(fmt: Format) -> None:
+    """Of a tensor that cannot make other buffers; others take it."""
     tensor = fmt.quantize(sample((32, 64)))
+    tensor._quantizer = None
     for value in (fmt.quantize(sample((64, 64))), sample((64, 64))):
-        with pytest.raises(ValueError, match=r"data has shape \(64, 64\), the tensor \(32, 64\): they must be equal"):
+        with pytest.raises(ValueError, match=r"data has shape \(64, 64\), the tensor \(32, 64\): .*must be equal"):
             tensor.data = value
 
 

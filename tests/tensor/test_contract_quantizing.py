@@ -272,6 +272,7 @@ def test_scale_shape_of_a_hybrid_is_that_of_its_parts() -> None:
         ("mxfp8", (32, 48), False),
         ("nvfp4", (16, 16), True),
         ("nvfp4", (8, 16), False),
+        ("nvfp4_row_scaled", (16, 16), False),
         ("identity", (5, 7), True),
         ("hybrid", (16, 64), False),
         ("hybrid", (32, 64), True),

@@ -300,6 +300,31 @@ def test_data_takes_the_dtype(fmt: Format) -> None:
     assert tensor.requires_grad
 
 
+@over_formats()
+def test_data_takes_the_shape(fmt: Format) -> None:
+    for make in (fmt.quantize, lambda x: x):
+        tensor = fmt.quantize(sample((32, 64))).requires_grad_()
+        torch.manual_seed(0)
+        tensor.data = make(sample((64, 32), torch.bfloat16))
+        torch.manual_seed(0)
+        expected = fmt.quantize(sample((64, 32), torch.bfloat16))
+        assert (tensor.shape, tensor.dtype) == ((64, 32), torch.bfloat16)
+        assert tensor.requires_grad
+        assert tensor.is_leaf
+        assert_same_bytes(tensor, expected)
+        assert torch.equal(tensor.dequantize(), expected.dequantize())
+
+
+@over_formats()
+def test_a_module_in_another_dtype(fmt: Format) -> None:
+    """The weight stays quantized, under the other dtype."""
+    module = nn.Module()
+    module.weight = nn.Parameter(fmt.quantize(sample((32, 64))))
+    module.bfloat16()
+    assert type(module.weight) is fmt.tensor
+    assert module.weight.dtype == module.weight.dequantize().dtype == torch.bfloat16
+
+
 @pytest.mark.gpu
 @over_formats()
 def test_moves_to_a_gpu_and_back(fmt: Format) -> None:
