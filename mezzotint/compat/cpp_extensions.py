@@ -188,7 +188,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
             f"{old.dtype} {tuple(old.shape)} on {old.device}"
         )
     with torch.no_grad():
-        setattr(tensor, name, new_raw_data.detach().copy_(old))
+        setattr(tensor, name, new_raw_data.copy_(old))
 
 
 def is_custom(x: Any = None) -> bool:

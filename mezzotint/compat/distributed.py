@@ -16,6 +16,7 @@ import torch
 from mezzotint.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mezzotint.comm.groups import is_initialized, rank_in, world_size
 from mezzotint.functional.tensor_parallel import Parallel, gather_quantized
+from mezzotint.region import current_state
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
@@ -153,12 +154,18 @@ class activation_recompute_forward(ContextDecorator):
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this is inside of a first run, or a second one, of what is recomputed."""
+    """Whether this is inside of a first run, or a second one, of what is recomputed, and something is quantized."""
+    state = current_state()
+    if state.recomputation is not None:  # of mezzotint.checkpoint
+        return state.enabled
     return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][0]
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether this is inside of a second run."""
+    recomputation = current_state().recomputation
+    if recomputation is not None:
+        return recomputation.is_second
     return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][1]
 
 

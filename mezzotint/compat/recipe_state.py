@@ -5,7 +5,7 @@ Modules keep their state in buffers of their own (`layer/scaling_state.py`); thi
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,8 +31,9 @@ from mezzotint.tensor.quantizer import Quantizer
 
 
 class RecipeState:
-    """Slots of one direction, `mode` "forward" or "backward". Without `roles` they are a linear's, over and over."""
+    """Slots of one direction, `mode` "forward" or "backward". Those without a role are a linear's, over and over."""
 
+    _counted_type: ClassVar[str] = "linear"  # of the module that slots without a role belong to
     scale: torch.Tensor | None = None  # FP32 [n], of delayed scaling
     amax_history: torch.Tensor | None = None  # FP32 (L, n)
 
@@ -43,7 +44,7 @@ class RecipeState:
         mode: str,
         num_quantizers: int = 1,
         device: torch.device | str | None = None,
-        roles: Sequence[QuantizerRole] | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
     ) -> None:
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode is {mode!r}: give 'forward' or 'backward'")
@@ -52,8 +53,9 @@ class RecipeState:
         self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
         self.device = None if device is None else torch.device(device)
         types = FORWARD_TENSORS if mode == "forward" else BACKWARD_TENSORS
-        counted = [QuantizerRole("linear", types[i % len(types)], "") for i in range(num_quantizers)]
-        self.roles = counted if roles is None else list(roles)
+        counted = [QuantizerRole(self._counted_type, types[i % len(types)], "") for i in range(num_quantizers)]
+        given = [None] * num_quantizers if roles is None else roles
+        self.roles = [each if role is None else role for role, each in zip(given, counted, strict=True)]
         self._made = [recipe.quantizer(role) for role in self.roles]
         requests = [made for made in self._made if isinstance(made, DelayedScalingRequest)]
         if any(request != requests[0] for request in requests):
@@ -70,7 +72,7 @@ class RecipeState:
         mode: str,
         num_quantizers: int = 1,
         device: torch.device | str | None = None,
-        roles: Sequence[QuantizerRole] | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
     ) -> "RecipeState":
         """Return the state of a recipe, of the class that belongs to it."""
         check_recipe(recipe)
@@ -122,7 +124,9 @@ class Float8CurrentScalingRecipeState(_OneFormatState):
 
 
 class MXFP8BlockScalingRecipeState(_OneFormatState):
-    """MXFP8: no state."""
+    """MXFP8: no state. A slot without a role is no weight that could be quantized by tiles."""
+
+    _counted_type = ""
 
 
 class Float8BlockScalingRecipeState(RecipeState):

@@ -96,7 +96,7 @@ class GroupWeights(Weights):
         self._reset_plain(module, name, init)
         if self.group == self.count - 1:
             value, shapes = getattr(module, name).data, [tuple(old.shape[1:])] * self.count
-            quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
+            quantizer = self.weight_quantizer(module, gemm)
             made = GroupedTensor.make_grouped_tensor_with_shapes(self.count, shapes, quantizer, old.device, old.dtype)
             parameter = replace_parameter(module, name, made.quantize_(value))
             if self.preserves:

@@ -25,6 +25,7 @@ from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.partition import Split, join_shards, quantize_shard
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
+from mezzotint.tensor.quantizer import Quantizer
 
 
 def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
@@ -101,6 +102,7 @@ class Weights:
         state = current_state()
         self.is_quantized, self.init_recipe = state.init_enabled, state.init_recipe
         self.preserves = state.preserves_init
+        self.is_trained = torch.is_grad_enabled()  # else no backward will read the column-wise copies of a weight
         if self.is_quantized and self.parts:
             raise ValueError(
                 "parameters_split with quantized_model_init: a quantized weight has no parts; leave it out. Query, key "
@@ -213,8 +215,7 @@ class Weights:
         old = getattr(module, name)
         value = torch.empty(old.shape, dtype=old.dtype, device=old.device)
         self._draw(value, module, init)
-        assert self.init_recipe is not None
-        quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
+        quantizer = self.weight_quantizer(module, gemm)
         splits = self.splits(module)
         _check_same(name, quantizer, splits)
         made, _ = quantize_shard(value, quantizer, splits, is_parameter=True)
@@ -227,6 +228,13 @@ class Weights:
         parameter = replace_parameter(module, name, made)
         if self.preserves:
             high_precision_init(parameter, value)
+
+    def weight_quantizer(self, module: Any, gemm: int) -> Quantizer:
+        """Return what quantizes the weight that a module keeps quantized: row-wise alone in one that was made under
+        `torch.no_grad()`, for inference."""
+        assert self.init_recipe is not None
+        quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
+        return quantizer if self.is_trained else quantizer.with_usage(rowwise=True, columnwise=False)
 
     def splits(self, module: Any) -> tuple[Split, ...]:
         """How the weight is cut, which a quantized one must know; nothing before there is a group."""

@@ -287,8 +287,8 @@ class OperationFuser:
 
     @property
     def _backward_ops(self) -> list[PlacedOperation]:
-        """The operations of the backward that belongs to it."""
-        return [] if self._fused is None else self._fused[1][1]
+        """The operations of the backward that belongs to it, in the order of forward."""
+        return [] if self._fused is None else self._fused[1][1][::-1]
 
     def _fuse(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         forward, backward = fuse(self._ops, recipe)

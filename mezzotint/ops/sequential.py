@@ -130,7 +130,7 @@ class Sequential(Named):
         fusers = [group for group in self._module_groups if isinstance(group, OperationFuser)]
         return {
             "forward": [[op for op, _ in fuser._forward_ops] for fuser in fusers],
-            "backward": [[op for op, _ in fuser._backward_ops] for fuser in fusers],
+            "backward": [[op for op, _ in fuser._backward_ops[::-1]] for fuser in fusers],
         }
 
     def forward(

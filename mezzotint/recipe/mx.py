@@ -32,7 +32,8 @@ class MXFP8BlockScaling(Recipe):
             raise ValueError(f"margin is {self.margin}: the scale of a block follows from the block; leave it 0")
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        two_d = self.enable_2d_quantization and role.tensor_type == "weight"
+        is_weight = role.tensor_type == "weight" and role.module_type in ("linear", "grouped_linear")
+        two_d = self.enable_2d_quantization and is_weight
         return MXFP8Quantizer(element_of(self, role), with_2d_quantization=two_d)
 
     def alignment(self) -> int:

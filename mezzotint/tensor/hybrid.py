@@ -45,23 +45,27 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def _holds(self, attributes: tuple[str, ...]) -> bool:
         return getattr(self, attributes[0]) is not None
 
-    def _part(self, columnwise: bool) -> QuantizedTensorStorage:
-        """One direction as a storage of its own format."""
+    def _part(self, columnwise: bool, internal: bool = True) -> Any:
+        """One direction as a storage of its own format, or as a tensor."""
         self._require(columnwise)
         quantizer = self._quantizer._part(columnwise)
         slots = (getattr(self, slot) for slot in (_COLUMN if columnwise else _ROW))
         held = [buffer for buffer in slots if buffer is not None]
-        return assemble(held, quantizer, True, self._known_shape(), self._dtype)
+        return assemble(held, quantizer, internal, self._known_shape(), self._dtype)
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
-        return self._part(False) if self._holds(_ROW) else None
+        """The row-wise direction: a tensor of its format where this is one."""
+        return self._part(False, not isinstance(self, torch.Tensor)) if self._holds(_ROW) else None
 
     @property
     def columnwise_storage(self) -> QuantizedTensorStorage | None:
-        return self._part(True) if self._holds(_COLUMN) else None
+        """The column-wise direction, likewise."""
+        return self._part(True, not isinstance(self, torch.Tensor)) if self._holds(_COLUMN) else None
 
-    rowwise_sub_storage, columnwise_sub_storage = rowwise_storage, columnwise_storage  # by upstream's names
+    # By upstream's names.
+    rowwise_sub_storage, columnwise_sub_storage = rowwise_storage, columnwise_storage
+    _rowwise_storage, _columnwise_storage = rowwise_storage, columnwise_storage
 
     def _require(self, columnwise: bool) -> None:
         if not self._holds(_COLUMN if columnwise else _ROW):

@@ -97,6 +97,21 @@ def test_flags_of_recomputation() -> None:
     assert distributed.use_reentrant_activation_recompute()
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_flags_in_a_checkpoint(use_reentrant: bool) -> None:
+    seen = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        seen.append(distributed.is_fp8_activation_recompute_enabled())
+        with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
+            seen.append(distributed.is_fp8_activation_recompute_enabled())
+            seen.append(distributed.in_fp8_activation_recompute_phase())
+            return x.sin()
+
+    mz.checkpoint(run, whole().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
+    assert seen == [False, True, False, False, True, True]
+
+
 def test_parameters() -> None:
     weight = torch.empty(4, 4)
     tracker = mz.CudaRNGStatesTracker("cpu")

@@ -149,7 +149,7 @@ def chain_of(name: str, inside: bool) -> ops.Sequential:
 def groups_of(chain: ops.Sequential) -> tuple[list[Any], list[Any]]:
     """Forward and backward, as the last run had them."""
     (fuser,) = chain._module_groups
-    return fuser._forward_ops, fuser._backward_ops
+    return fuser._forward_ops, fuser._backward_ops[::-1]
 
 
 def is_used(case: Case, recipe: Any) -> bool:
