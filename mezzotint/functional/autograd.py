@@ -65,6 +65,8 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple([flatten(item, flat) for item in value])
     if isinstance(value, QuantizedTensorStorage):
+        if not value._FLATTEN_TENSOR_BUFFERS:
+            return _flatten_own(value, flat)
         names = []
         for attribute, kwarg in value._FLATTEN_TENSOR_BUFFERS:
             buffer = getattr(value, attribute)
@@ -90,11 +92,28 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
         for name in spec.names:
             fields[name] = tensors.pop(0)
         return spec.cls._build(spec.shape, spec.dtype, fields)
+    if isinstance(spec, _OwnStorage):
+        storage = _copy_of(spec.holder)
+        storage.restore_from_saved([tensors.pop(0) if is_held else None for is_held in spec.holds])
+        return storage
     made = object.__new__(type(spec.like))
     for name in spec.like.__slots__:
         setattr(made, name, getattr(spec.like, name))
     for name, part in zip(spec.like.SAVED, spec.parts, strict=True):
         setattr(made, name, unflatten(part, tensors))
+    return made
+
+
+def _flatten_own(value: QuantizedTensorStorage, flat: list[torch.Tensor]) -> "_OwnStorage":
+    """A user's storage that declares no buffers says itself what is saved; a copy of it does, for `value` goes on."""
+    tensors, holder = _copy_of(value).prepare_for_saving()
+    flat.extend([tensor for tensor in tensors if tensor is not None])
+    return _OwnStorage(holder, [tensor is not None for tensor in tensors])
+
+
+def _copy_of(storage: QuantizedTensorStorage) -> QuantizedTensorStorage:
+    made = object.__new__(type(storage))
+    made.__dict__.update(storage.__dict__)
     return made
 
 
@@ -108,6 +127,14 @@ class _Storage:
     dtype: torch.dtype
     names: list[str]
     values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _OwnStorage:
+    """A user's storage without its tensors, and which of those it held."""
+
+    holder: Any
+    holds: list[bool]
 
 
 class _Fields:

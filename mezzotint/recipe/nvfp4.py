@@ -54,11 +54,6 @@ class NVFP4BlockScaling(Recipe):
                 raise ValueError(f"{name} is {value!r}: give one of {', '.join(which)}")
         if self.nvfp4_4over6_err_mode not in ("MAE", "MSE"):
             raise ValueError(f"nvfp4_4over6_err_mode is {self.nvfp4_4over6_err_mode!r}: give 'MAE' or 'MSE'")
-        if not self.disable_rht and (self.row_scaled_activation or self.nvfp4_4over6 in ("activations", "all")):
-            raise OptionsConflictError(
-                "row_scaled_activation and nvfp4_4over6 for activations take no Hadamard transform, and the gradient "
-                "must not have one that the input lacks: give disable_rht=True as well"
-            )
         transform = not self.disable_rht
         set_params(self, "fp4_quant_fwd_inp", QParams(random_hadamard_transform=transform))
         set_params(self, "fp4_quant_fwd_weight", QParams(fp4_2d_quantization=not self.disable_2d_quantization))
@@ -77,6 +72,12 @@ class NVFP4BlockScaling(Recipe):
                 raise ValueError(
                     f"fp4_quant_{name} is {params}: NVFP4 has no power_2_scale and no amax_epsilon; leave them out"
                 )
+        is_plain = self.row_scaled_activation or self.nvfp4_4over6 in ("activations", "all")
+        if is_plain and x.random_hadamard_transform:
+            raise OptionsConflictError(
+                "row_scaled_activation and nvfp4_4over6 for activations take no Hadamard transform, and the gradient "
+                "must not have one that the input lacks: give disable_rht=True as well"
+            )
         if weight.random_hadamard_transform:
             raise ValueError(
                 "fp4_quant_fwd_weight has random_hadamard_transform=True: only the weight gradient's operands, input "

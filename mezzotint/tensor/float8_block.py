@@ -15,7 +15,7 @@ from mezzotint.kernels.float8_block import (
 )
 from mezzotint.kernels.operand import Operand
 from mezzotint.tensor.checks import check_choice, check_epsilon, check_fp8_dtype
-from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows
+from mezzotint.tensor.directions import TwoDirectionStorage, cuts_blocks, matrix_rows, taken
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import Along, QuantizedTensorStorage
@@ -100,6 +100,17 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
             "_rowwise_scale_inv": ((0, block), (1, block)) if is_tiled else ((1, 1), (0, block)),
             "_columnwise_data": ((1, 1), (0, 1)),
             "_columnwise_scale_inv": ((1, block), (0, block)) if is_tiled else ((0, block), (1, 1)),
+        }
+
+    def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
+        """With their scales; a row of a 128x128 tile has none of its own."""
+        if self._is_2D_scaled or self._rowwise_data is None or self._rowwise_scale_inv is None:
+            return None
+        return {
+            "rowwise_data": taken(self._rowwise_data, index),
+            "rowwise_scale_inv": _padded(self._rowwise_scale_inv.index_select(1, index.clamp(min=0))),
+            "columnwise_data": None,
+            "columnwise_scale_inv": None,
         }
 
 

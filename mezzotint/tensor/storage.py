@@ -160,7 +160,10 @@ class QuantizedTensorStorage(Flattenable):
             self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def keep(self, *, rowwise: bool, columnwise: bool) -> "QuantizedTensorStorage":
-        """A new storage of the same buffers with these directions only; a missing one is an error."""
+        """A new storage of the same buffers with these directions only; a missing one is an error. A user's storage
+        that declares no buffers is kept as it is."""
+        if not self._FLATTEN_TENSOR_BUFFERS:
+            return self
         dropped = (() if rowwise else self._ROWWISE) + (() if columnwise else self._COLUMNWISE)
         shared = (self._ROWWISE if rowwise else ()) + (self._COLUMNWISE if columnwise else ())
         # The short way, for a storage that holds what is asked for, each direction in buffers of its own.

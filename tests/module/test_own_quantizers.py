@@ -63,6 +63,53 @@ class Int8Quantizer(mz.Quantizer):
         return (y if bias is None else y + bias.float()).to(out_dtype)
 
 
+class PlainStorage(mz.QuantizedTensorStorage):
+    """Declares no buffers, and says itself what is saved for backward."""
+
+    custom = True
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def prepare_for_saving(self) -> Any:
+        tensors = [self.data, self.scale, self.data_t, self.scale_t]
+        self.data = self.scale = self.data_t = self.scale_t = None
+        return tensors, self
+
+    def restore_from_saved(self, tensors: list[Any]) -> list[Any]:
+        self.data, self.scale, self.data_t, self.scale_t = tensors[:4]
+        return tensors[4:]
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        pass
+
+
+class PlainQuantizer(Int8Quantizer):
+    """As Int8Quantizer, but for what it makes."""
+
+    def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> Any:
+        (data, scale), (data_t, scale_t) = self.codes(tensor), self.codes(tensor.t())
+        return PlainStorage(
+            data=data, scale=scale, data_t=data_t, scale_t=scale_t, _dtype=tensor.dtype, _quantizer=self
+        )
+
+
+def test_storages_that_declare_nothing() -> None:
+    """They are saved for backward as they say, and can be read twice."""
+    module, x = make("linear"), sample()
+    expected = step(module, x, own_recipe([]))
+    quantizers = {kind: PlainQuantizer([], 127 - i) for i, kind in enumerate(("input", "weight", "grad_output"))}
+    got = step(module, x, CustomRecipe(lambda role: quantizers[role.tensor_type]))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+    leaf = sample().requires_grad_()
+    with mz.autocast(recipe=CustomRecipe(lambda role: quantizers[role.tensor_type])):
+        y = module(leaf)
+    twice = [torch.autograd.grad(y, leaf, torch.ones_like(y), retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*twice)
+
+
 def own_recipe(calls: list[dict[str, Any]]) -> CustomRecipe:
     quantizers = {kind: Int8Quantizer(calls, 127 - i) for i, kind in enumerate(("input", "weight", "grad_output"))}
     return CustomRecipe(lambda role: quantizers[role.tensor_type])

@@ -158,7 +158,8 @@ QUANTIZERS = {
     "current": (mz.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, None), True),
     "rowwise": (mz.Float8RowwiseQuantizer(DType.kFloat8E4M3), True),
     "mxfp8": (mz.MXFP8Quantizer(DType.kFloat8E4M3), True),
-    "block": (mz.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1), False),
+    "block": (mz.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1), True),
+    "block_2d": (mz.Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True), False),
     "nvfp4": (mz.NVFP4Quantizer(), False),
 }
 
@@ -182,7 +183,7 @@ def test_quantized_rows(name: str, rows: int) -> None:
     assert torch.equal(mz.moe_unpermute(y.detach(), row_id_map), mz.moe_unpermute(expected, row_id_map))
 
 
-@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block"])
 def test_quantized_rows_feed_a_product(name: str) -> None:
     """Moved bytes and their geometry are what quantizing the moved rows with the same scales gives."""
     quantizer, _ = QUANTIZERS[name]
