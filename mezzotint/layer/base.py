@@ -171,7 +171,7 @@ class Layer(Configured, Named, ParallelModule):
                 "the column-wise copies of weights are there. Enter them around the model, or call "
                 "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
             )
-        return saving_hooks() is not None or (recipe is not None and recipe.override() is not None)
+        return saving_hooks() is not None or recipe is None or recipe.override() is not None
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""

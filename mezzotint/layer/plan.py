@@ -253,10 +253,11 @@ def _resolve_quantizers(
 
 
 def resolve_numerics(recipe: Recipe | None, dtype: torch.dtype) -> Numerics:
-    """How the three GEMMs compute; without a recipe, in high precision."""
+    """How the three GEMMs compute; without a recipe, in high precision: on what a weight that is kept quantized
+    dequantizes to, the same values forward and backward."""
     if recipe is None:
         return Numerics(
-            dtype=dtype, fast_fprop=False, fast_dgrad=False, fast_wgrad=False, override=None, keeps_wgrad=False
+            dtype=dtype, fast_fprop=False, fast_dgrad=False, fast_wgrad=False, override="dequantized", keeps_wgrad=False
         )
     fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
     return Numerics(
