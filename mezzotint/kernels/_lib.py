@@ -213,5 +213,5 @@ def _leading(shape: Sequence[int]) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a logical shape."""
-    return _leading(shape), shape[-1]
+    """(M, K) of a logical shape; one that has no dimensions is (1, 1)."""
+    return _leading(shape), shape[-1] if len(shape) > 0 else 1

@@ -44,7 +44,7 @@ from mezzotint.layer.run import (
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import QuantizerRole, Recipe
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tracing import below_dynamo, inlined
@@ -222,6 +222,14 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _inner_name(self, gemm: int) -> str:
         return "fc2" if gemm else "fc1"
+
+    def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
+        """What goes from one product to the other is called as the second one, who reads it, calls it."""
+        if (gemm, tensor_type) == (0, "output"):
+            return super()._role(1, "input")
+        if (gemm, tensor_type) == (1, "grad_input"):
+            return super()._role(0, "grad_output")
+        return super()._role(gemm, tensor_type)
 
     def _config_fields(self) -> dict[str, Any]:
         return {

@@ -280,14 +280,20 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return [self._role(*self._tensor(mode, index)) for index in range(self.num_quantizers(mode))]
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        """Of the recipe in force; None without one. Delayed scaling's reads and writes the state of this operation."""
+        """Of the recipe in force, outside of a region of the last that eager code ran this operation with; None where
+        there is none. Delayed scaling's reads and writes the state of this operation."""
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode is {mode!r}: give 'forward' or 'backward'")
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
             raise ValueError(f"index is {index}: {type(self).__name__} has {count} quantizers in mode {mode!r}")
-        recipe = recipe_in_force()
+        recipe = recipe_in_force() or self._recipe
         return None if recipe is None else self._live_quantizer(recipe, *self._tensor(mode, index))
+
+    @property
+    def _fp8_metas(self) -> dict[str, dict[str, Any]]:
+        """Delayed scaling's live state, by upstream's name."""
+        return {"forward": self.fp8_meta, "backward": self.fp8_meta}
 
     def get_input_quantizer(self) -> Any:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") > 0 else None
@@ -338,6 +344,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         recipe = recipe_in_force()
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
+        if not torch.compiler.is_compiling() and self._recipe is not recipe:
+            self._recipe = recipe
         request = self._delayed_request(recipe)
         return None if request is None else Run(with_grad_state(self, start_delayed(self, _call_of(request))))
 
@@ -373,10 +381,11 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return made
 
     def _input_quantizer(self, run: Any) -> Any:
-        return self.get_input_quantizer()
+        """What the operation before this one may quantize its output with: nothing outside of a region."""
+        return None if recipe_in_force() is None else self.get_input_quantizer()
 
     def _grad_output_quantizer(self, run: Any) -> Any:
-        return self.get_grad_output_quantizer()
+        return None if recipe_in_force() is None else self.get_grad_output_quantizer()
 
     # Forward and backward
 

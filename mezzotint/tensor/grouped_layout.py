@@ -9,7 +9,7 @@ import torch
 
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.tensor.grouped_shapes import Shape
-from mezzotint.tensor.quantize import check_shape
+from mezzotint.tensor.quantize import check_directions
 from mezzotint.tensor.quantizer import Quantizer
 
 # Where a direction's buffers go, by their place in the declaration of the format. What both directions share (the one
@@ -58,4 +58,4 @@ def check_quantizer(quantizer: Any) -> None:
             f"quantizer is {type(quantizer).__name__}, which makes objects of its own: a group holds buffers that "
             "`_describe_buffers` tells; quantize tensors one by one"
         )
-    check_shape((1, 1), quantizer)
+    check_directions(quantizer)

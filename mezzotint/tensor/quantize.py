@@ -145,10 +145,11 @@ def _quantize_tensor(x: torch.Tensor, quantizer: QuantizerLike, dtype: torch.dty
 def quantize_buffers(
     x: torch.Tensor, quantizer: QuantizerLike, given: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """`x` → buffers in the quantizer's order."""
+    """`x` → buffers in the quantizer's order; a tensor without dimensions has those of one with a single element."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_quantizable(x, quantizer)
+    x = x.reshape(1) if x.dim() == 0 else x
     parts = quantizer._parts()
     if parts is not None:
         guard_usages(quantizer)
@@ -260,6 +261,7 @@ def update_quantized(
         columnwise=getattr(held, columnwise_names[0]) is not None,
     )
     check_quantizable(src, quantizer)
+    src = src.reshape(1) if src.dim() == 0 else src
     buffers = [getattr(held, f"_{n}") for n in quantizer._buffer_names()]
     if buffers[0].device != src.device:
         raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
@@ -351,12 +353,12 @@ class _Quantize(torch.autograd.Function):
 
 
 def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
-    """What every format refuses: no tensor, a dtype that is no high precision, no dimension, no direction."""
+    """What every format refuses: no tensor, a dtype that is no high precision, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
     if x.dtype not in HIGH_PRECISION:
         raise TypeError(f"tensor has dtype {x.dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")
-    check_shape(x.shape, quantizer)
+    check_directions(quantizer)
 
 
 def check_nominal(dtype: torch.dtype) -> None:
@@ -373,10 +375,8 @@ def check_noop(noop_flag: torch.Tensor) -> None:
         raise ValueError(f"noop_flag has shape {tuple(noop_flag.shape)}: give one element, 1 for nothing to do")
 
 
-def check_shape(shape: Sequence[int], quantizer: QuantizerLike) -> None:
-    """A tensor that can be quantized has a last dimension, and at least one direction is asked for."""
-    if len(shape) == 0:
-        raise ValueError("tensor has no dimensions: blocks and rows need a last one; reshape it to (1,)")
+def check_directions(quantizer: QuantizerLike) -> None:
+    """At least one direction is asked for."""
     if not (quantizer.rowwise_usage or quantizer.columnwise_usage):
         raise ValueError(
             f"{type(quantizer).__name__} has rowwise_usage=False and columnwise_usage=False: nothing to make; "

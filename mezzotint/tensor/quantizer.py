@@ -24,9 +24,9 @@ from mezzotint.tensor.flatten import flatten_context, qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
+    check_directions,
     check_nominal,
     check_quantizable,
-    check_shape,
     quantize,
     quantize_storage,
     update_quantized,
@@ -430,9 +430,9 @@ class Quantizer(metaclass=OpaqueMeta):
     ) -> "QuantizedTensor":
         """An uninitialised quantized tensor (storage when `internal`) of this logical shape."""
         shape = tuple(shape)
-        check_shape(shape, self)
+        check_directions(self)
         check_nominal(dtype)
-        inner = self.for_dtype(dtype).alloc_tensors(shape, device=device, pin_memory=pin_memory)
+        inner = self.for_dtype(dtype).alloc_tensors(shape or (1,), device=device, pin_memory=pin_memory)
         made = self._built(inner, shape, dtype)
         return made.requires_grad_(True) if requires_grad and not self.internal else made
 

@@ -86,7 +86,7 @@ def test_a_subclass_prepares_its_forward() -> None:
     assert not x.is_contiguous()
     with mz.autocast(recipe=RECIPES["mxfp8"]):
         assert torch.equal(module(x), 2 * mz.Linear.forward(module, x))
-        assert module.fp8_meta["recipe"] is RECIPES["mxfp8"]
+        assert module.fp8_meta["recipe"] == RECIPES["mxfp8"]
     assert module.activation_dtype == torch.bfloat16
     assert module.ended == 1
     assert module.prepare_forward(x, allow_non_contiguous=True) is x
@@ -112,7 +112,7 @@ def test_the_recipe_of_the_region_is_in_use(name: str, recipe: str) -> None:
     for _ in range(2):
         run(module, sample(), chosen, call)
         with mz.autocast(recipe=chosen):
-            assert module.fp8_meta["recipe"] is chosen
+            assert module.fp8_meta["recipe"] == chosen
             found = module.quantizers
             for key, roles in (("scaling_fwd", True), ("scaling_bwd", False)):
                 for quantizer, role in zip(found[key], module.get_quantizer_roles(fwd=roles), strict=True):
@@ -120,7 +120,7 @@ def test_the_recipe_of_the_region_is_in_use(name: str, recipe: str) -> None:
                     is_request = isinstance(made, mz.DelayedScalingRequest)
                     assert isinstance(quantizer, mz.Float8Quantizer) if is_request else quantizer == made
     assert counter.frame_count == 1
-    assert module.fp8_meta["recipe"] is RECIPES["current"]  # the last that eager code ran with
+    assert module.fp8_meta["recipe"] == RECIPES["current"]  # the last that eager code ran with
 
 
 # Weights that are kept

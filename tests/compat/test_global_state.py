@@ -19,7 +19,7 @@ def test_the_manager_tells_what_is_in_force() -> None:
     chosen = recipe.MXFP8BlockScaling()
     with mz.autocast(recipe=chosen):
         assert FP8GlobalStateManager.is_fp8_enabled()
-        assert FP8GlobalStateManager.get_fp8_recipe() is chosen
+        assert FP8GlobalStateManager.get_fp8_recipe() == chosen
         with mz.autocast(enabled=False, calibrating=True):
             assert not FP8GlobalStateManager.is_fp8_enabled()
             assert FP8GlobalStateManager.is_fp8_calibration()

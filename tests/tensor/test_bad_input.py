@@ -57,15 +57,6 @@ def test_no_tensor(fmt: Format, value: Any) -> None:
 
 
 @over_formats()
-def test_no_dimensions(fmt: Format) -> None:
-    for quantizer in (fmt.make(), fmt.quantizer(internal=True)):
-        with pytest.raises(ValueError, match=r"tensor has no dimensions: .* reshape it to \(1,\)"):
-            quantizer.quantize(torch.tensor(1.0))
-        with pytest.raises(ValueError, match=r"tensor has no dimensions: .* reshape it to \(1,\)"):
-            quantizer.make_empty(())
-
-
-@over_formats()
 def test_no_usage(fmt: Format) -> None:
     message = r"rowwise_usage=False and columnwise_usage=False: nothing to make; ask for one with set_usage"
     for internal in (False, True):

@@ -261,6 +261,25 @@ def test_scale_shape_of_a_hybrid_is_that_of_its_parts() -> None:
     assert quantizer.get_scale_shape((256, 64), True) == FORMATS["nvfp4"].make().get_scale_shape((256, 64), True)
 
 
+@over_formats()
+def test_no_dimensions(fmt: Format) -> None:
+    """A tensor without dimensions is as one with a single element, but for its shape."""
+    x = torch.tensor(1.375, requires_grad=True)
+    torch.manual_seed(0)
+    quantized = fmt.make().quantize(x)
+    torch.manual_seed(0)
+    expected = fmt.make().quantize(x.detach().reshape(1))
+    assert quantized.shape == quantized.dequantize().shape == ()
+    assert torch.equal(quantized.dequantize(), expected.dequantize()[0])
+    quantized.dequantize().backward()
+    assert x.grad == 1.0
+    target = fmt.make().make_empty(())
+    torch.manual_seed(0)
+    target.quantize_(x.detach())
+    assert target.shape == ()
+    assert torch.equal(target.dequantize(), expected.dequantize()[0])
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [

@@ -71,7 +71,8 @@ class Bias(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         dy = plain(grad_output)
-        return dy, (None if ctx.bias_dtype is None else run_op(column_sum, dy, ctx.bias_dtype),)
+        dtype = getattr(ctx, "bias_dtype", self.bias.dtype)  # a user's fused forward does not save it
+        return dy, (None if dtype is None else run_op(column_sum, dy, dtype),)
 
     def extra_repr(self) -> str:
         return f"{self.size}"
