@@ -2,7 +2,8 @@
 
 Transformer Engine's names, parameters and defaults are those of `mezzotint/as_transformer_engine/names.json`; ours are
 what its paths give. A name is missing, or takes other parameters, or other defaults; `dev/compatibility.toml` and
-`absent.toml` have the reasons, and `tests/compat/test_surface.py` fails where there is none.
+`absent.toml` have the reasons, and `tests/compat/test_surface.py` fails where there is none. Which of Transformer
+Engine's tests do not pass here, and why, is in `dev/upstream_tests.toml`.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from mezzotint.as_transformer_engine.modules import FACTS, counterpart, is_absen
 from mezzotint.as_transformer_engine.paths import PATHS, VERSION
 
 REASONS = Path(__file__).with_name("compatibility.toml")
+TESTS = Path(__file__).with_name("upstream_tests.toml")
 PREFIX = "transformer_engine.pytorch."
 
 
@@ -187,6 +189,12 @@ def reason_of(kind: str, text: str) -> str | None:
     return next((why for pattern, why in reasons()[kind].items() if fnmatchcase(text, pattern)), None)
 
 
+def failing_tests() -> list[tuple[str, str]]:
+    """Return Transformer Engine's tests that do not pass here, each with the reason."""
+    found = tomllib.loads(TESTS.read_text(encoding="utf-8"))
+    return [(f"{file}::{name}", why) for why, files in found.items() for file, names in files.items() for name in names]
+
+
 # The page
 
 
@@ -235,6 +243,7 @@ def page() -> str:
         "Modules that cannot be imported": [(short(e), reason_of("unreachable", e) or "?") for e in unreachable()],
         "Other parameters, defaults and members": changed,
         "Names that only Mezzotint has": [(each, reason_of("extra", each) or "?") for each in extra()],
+        "Upstream's tests that do not pass": failing_tests(),
     }
     for title, pairs in sections.items():
         lines += ["", f"## {title}", "", *listed(pairs)]

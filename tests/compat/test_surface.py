@@ -45,6 +45,12 @@ def test_a_reason_is_needed(kind: str) -> None:
         assert [text for text in texts if fnmatchcase(text, pattern)], f"{pattern} matches nothing any more"
 
 
+def test_failing_tests_are_named_once() -> None:
+    tests = [test for test, _ in compatibility.failing_tests()]
+    assert len(set(tests)) == len(tests)
+    assert all(fnmatchcase(test, "*test_*.py::test_*") for test in tests)
+
+
 def test_the_page_is_the_one_that_is_generated() -> None:
     """`make docs` writes it."""
     assert (ROOT / "docs/compatibility.md").read_text(encoding="utf-8") == compatibility.page()
