@@ -27,9 +27,9 @@ class Pending:
 
 
 class RunStatus:
-    """Whether a module is `Pending`, whether one of its runs since has a backward, and whether its last run was
-    quantized; and what the ranks that share its weights were found to have alike (recipe, input, module). Of its own:
-    to set an attribute of an `nn.Module` is slow.
+    """Whether a module is `Pending`, whether one of its runs since has a backward, and the recipe and memory mode of its
+    last run outside of backward; and what the ranks that share its weights were found to have alike (recipe, input,
+    module). Of its own: to set an attribute of an `nn.Module` is slow.
 
     In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
     gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all ranks were
@@ -42,14 +42,15 @@ class RunStatus:
         "held",
         "is_alike",
         "is_pending",
-        "is_quantized",
         "reads_rows_again",
         "request",
+        "settings",
     )
 
     def __init__(self, request: Any = None) -> None:
         self.request = request  # of delayed scaling, which the module keeps state for
-        self.is_pending = self.has_backward = self.is_quantized = self.is_alike = False
+        self.is_pending = self.has_backward = self.is_alike = False
+        self.settings: tuple[Recipe | None, str] = None, "default"
         self.held = True, True
         self.reads_rows_again: bool | None = None
         self.agreed: frozenset[tuple[str, ...]] = frozenset()

@@ -186,10 +186,38 @@ def test_checkpoint_in_another_thread() -> None:
         call(lambda y=y: backward(y))
         gradients.append(linear.weight.grad)
     assert torch.equal(*gradients)
-    with mz.autocast(recipe=MX):
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_keeps_the_recipe_outside_of_its_region(use_reentrant: bool) -> None:
+    """Backward after the region, in this thread or another: what is computed again has the recipe of the first run."""
+    linear, x = mz.LayerNormMLP(32, 64), sample(16, width=32).requires_grad_()
+    names = [name for name, _ in linear.named_parameters()]
+
+    def gradients(recipe: mz.recipe.Recipe | None, is_checkpointed: bool, call: Any = lambda f: f()) -> list[Any]:
+        x.grad = None
+        linear.zero_grad()
+        with mz.autocast(enabled=recipe is not None, recipe=recipe):
+            inputs = (x,)
+            checkpoint = torch.utils.checkpoint.checkpoint
+            y = checkpoint(linear, *inputs, use_reentrant=use_reentrant) if is_checkpointed else linear(*inputs)
+        call(lambda: y.square().sum().backward())
+        return [x.grad, *(linear.get_parameter(name).grad for name in names)]
+
+    for recipe in (MX, None, CURRENT):  # each after another: it is the last run that counts
+        expected = gradients(recipe, False)
+        for call in (lambda f: f(), in_thread):
+            for found, wanted in zip(gradients(recipe, True, call), expected, strict=True):
+                assert torch.equal(found, wanted)
+
+
+def test_checkpoint_outside_of_its_region_has_no_scales_to_keep() -> None:
+    """Delayed scaling has new scales by then: what would be computed again is not what was computed."""
+    linear, x = mz.Linear(32, 32), sample(16, width=32).requires_grad_()
+    with mz.autocast(recipe=DelayedScaling(amax_history_len=1)):
         y = torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False)
-        with pytest.raises(RuntimeError, match="computes again outside of autocast"):
-            in_thread(lambda: y.sum().backward())
+    with pytest.raises(RuntimeError, match=r"computes again outside of autocast.*Use mezzotint\.checkpoint"):
+        y.sum().backward()
 
 
 @pytest.mark.gpu

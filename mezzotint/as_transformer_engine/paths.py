@@ -151,6 +151,9 @@ PATHS: dict[str, tuple[str, ...]] = {
 
 # Names that are called otherwise here: path of Transformer Engine → module and name.
 RENAMED: dict[str, tuple[str, str]] = {
+    f"{_PT}.GroupedLinear": ("mezzotint.as_transformer_engine.grouped_linear", "GroupedLinear"),
+    f"{_PT}.module.GroupedLinear": ("mezzotint.as_transformer_engine.grouped_linear", "GroupedLinear"),
+    f"{_PT}.module.grouped_linear.GroupedLinear": ("mezzotint.as_transformer_engine.grouped_linear", "GroupedLinear"),
     f"{_PT}.fp8.get_default_fp8_recipe": ("mezzotint", "get_default_recipe"),
     f"{_PT}.quantization.get_default_fp8_recipe": ("mezzotint", "get_default_recipe"),
 }

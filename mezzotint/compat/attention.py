@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from mezzotint.compat.extra_state import IgnoresExtraState
 from mezzotint.recipe import QuantizerRole, Recipe
 from mezzotint.region import current_state
 
@@ -11,7 +12,7 @@ _FORWARD = (3, ("qkv", "", "s"), "dpa_output")
 _BACKWARD = (2, ("", "do", "dp"), "dpa_grad_input")
 
 
-class AttentionNames:
+class AttentionNames(IgnoresExtraState):
     """Mixed into DotProductAttention."""
 
     @property

@@ -134,6 +134,19 @@ class Workspaces(MutableMapping[str, Any]):
         return f"Workspaces({list(self)})"
 
 
+class LiveMeta(dict[str, Any]):
+    """`fp8_meta` of a module. A recipe that is put into it is the module's, until the module runs with another."""
+
+    def __init__(self, module: Any, **items: Any) -> None:
+        super().__init__(**items)
+        self._module = module
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        if key == "recipe":
+            self._module._recipe = value
+
+
 class PlainAttributes:
     """Mixed into modules: upstream's ways to set an attribute."""
 

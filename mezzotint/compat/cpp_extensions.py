@@ -62,8 +62,11 @@ def general_gemm(
     ub_type: Any = None,
     extra_output: torch.Tensor | None = None,
     bulk_overlap: bool = False,
+    workspace: Any = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, None]:
     """D, the bias gradient, what went into GELU, None.
+
+    `workspace`, a parameter of versions of Transformer Engine that have `get_workspace`, is not used.
 
     `grad=False`: `bias` [N] is added; `gelu` gives D = gelu(pre), with pre, in the bias's dtype, in `gelu_in` if given.
     `grad=True`: `gelu` gives D · gelu'(`gelu_in`); with `bias`, of which only the dtype counts, the bias gradient is

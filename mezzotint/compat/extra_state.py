@@ -1,19 +1,58 @@
-"""What may be read of `_extra_state` that Transformer Engine wrote: pickled bytes, looked at and not executed.
+"""`_extra_state` in Transformer Engine's checkpoints: state dicts for it, and its own rule of what may be unpickled.
 
-`should_load_extra_state_pickle` walks over the opcodes of a pickle. A payload without state can be ignored; one with
-the state of delayed scaling, or of a kind that is not known, is refused unless an environment variable allows it.
+`load_state_dict` reads its checkpoints as they are (`extra_state_bytes.py`); `upstream_state_dict` writes one.
+
+`should_load_extra_state_pickle` is a name of its own, which nothing here asks: it walks over the opcodes of a pickle. A
+payload without state can be ignored; one with the state of delayed scaling, or of a kind that is not known, is refused
+unless an environment variable allows it.
 """
 
 import os
 import pickletools
 from collections.abc import Iterator
 from enum import Enum
+from typing import Any
 
+import torch
+from torch import nn
+
+from mezzotint.compat.extra_state_bytes import EXTRA_STATE
 from mezzotint.recipe import CustomRecipe, DelayedScaling, Recipe
 
 UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 DELAYED_KEYS = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"}
 RECIPE_MODULES = ("transformer_engine.common.recipe", "mezzotint.recipe")
+
+
+def upstream_state_dict(model: nn.Module, recipe: DelayedScaling) -> dict[str, Any]:
+    """Return the model's state dict with `_extra_state` as Transformer Engine writes it for a recipe: bytes, in which
+    the recipe, its scales and its histories are; none where a module has learnt nothing.
+
+    Transformer Engine unpickles them only where NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"recipe is {type(recipe).__name__}: only DelayedScaling has state; for others use state_dict()")
+    state = {key: value for key, value in model.state_dict().items() if key.rpartition(".")[2] != EXTRA_STATE}
+    for prefix, module in model.named_modules():
+        found: Any = getattr(module, "upstream_extra_state", None)
+        if found is not None:
+            state[f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE] = found(recipe)
+    return state
+
+
+class IgnoresExtraState(nn.Module):
+    """A module without state whose counterpart in Transformer Engine writes `_extra_state`: a checkpoint that has it
+    loads, strictly too."""
+
+    def upstream_extra_state(self, recipe: DelayedScaling) -> torch.Tensor:
+        """Return no bytes, as Transformer Engine does for a module without state."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        unexpected = rest[-2]
+        if f"{prefix}{EXTRA_STATE}" in unexpected:
+            unexpected.remove(f"{prefix}{EXTRA_STATE}")
 
 
 class CheckpointExtraStatePolicy(Enum):

@@ -143,10 +143,11 @@ class Layer(Configured, Named, ParallelModule):
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Ask the state, once."""
         state = current_state()
-        recipe = state.recipe if state.enabled else None
+        recipe, memory = _settings_of_run(self, state.recipe if state.enabled else None, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
-        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, state.memory)
-        _note_run(self, recipe, state)
+        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, memory)
+        if plan.request is not None and not state.enabled:
+            raise RuntimeError(SCALES_ARE_GONE)
         call = RunSettings(plan)
         if recipe is None:
             call.calibrates = state.calibrating
@@ -329,10 +330,10 @@ def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
     return [(each.weight(module), each.bias(module)) for each in module._weights]
 
 
-@eager_only()
-def _note_run(module: Layer, recipe: Recipe | None, state: State) -> None:
-    """Note what a module runs with, and check that it may. A graph serves many runs, and would have to guard on what
-    was noted before."""
+@traced_as(lambda module, recipe, state: (recipe, state.memory))
+def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tuple[Recipe | None, str]:
+    """Return the recipe and the memory mode of a module's run, note them, and check that it may run. A graph serves
+    many runs, and would have to guard on what was noted before."""
     status = module._run_status
     if not status.held[0]:
         raise ValueError(
@@ -340,20 +341,31 @@ def _note_run(module: Layer, recipe: Recipe | None, state: State) -> None:
             "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
             "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
         )
-    note_quantized(status, recipe, state)
+    recipe, memory = settings_of_run(status, recipe, state)
     if module._is_fully_sharded and torch.is_grad_enabled() and backward_task() == -1:
         status.reads_rows_again = status.reads_rows_again or module._reads_rows_again(recipe)
     if recipe is not None and module._recipe is not recipe:
         module._recipe = recipe
+    return recipe, memory
 
 
-@eager_only()
-def note_quantized(status: RunStatus, recipe: Recipe | None, state: State) -> None:
-    """Note whether a run was quantized, or check it: a run inside of backward is one of `torch.utils.checkpoint`."""
+@traced_as(lambda status, recipe, state: (recipe, state.memory))
+def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> tuple[Recipe | None, str]:
+    """Return the recipe and the memory mode of a run, and note them. A run inside of backward, outside of any region, is
+    one of `torch.utils.checkpoint`: it has those of the module's last run before."""
+    settings = recipe, state.memory
     if backward_task() == -1:
-        status.is_quantized = recipe is not None
-    else:
-        check_run_again(status, recipe, state)
+        status.settings = settings
+    elif recipe is None and state.depth == 0 and state.recomputation is None:
+        return status.settings
+    return settings
+
+
+SCALES_ARE_GONE = (
+    "torch.utils.checkpoint computes again outside of autocast what it first computed inside, and delayed scaling has "
+    "taken new scales since. Use mezzotint.checkpoint, which keeps those of the first run, or call backward inside the "
+    "region"
+)
 
 
 def _refuse_delayed_wgrad() -> None:
@@ -366,15 +378,6 @@ def _refuse_delayed_wgrad() -> None:
 @traced_as(_refuse_delayed_wgrad)
 def _check_delayed_wgrad() -> None:
     """Check that this is no graph, for a module whose weight gradients wait for `backward_dw`."""
-
-
-def check_run_again(status: RunStatus, recipe: Recipe | None, state: State) -> None:
-    """A run inside of backward: outside of any region it would compute in high precision what was quantized before."""
-    if status.is_quantized and recipe is None and state.depth == 0 and state.recomputation is None:
-        raise RuntimeError(
-            "torch.utils.checkpoint computes again outside of autocast what it first computed inside. Use "
-            "mezzotint.checkpoint, which keeps the recipe, or call backward inside the region"
-        )
 
 
 def _has_inference_workspaces(module: Layer) -> bool:

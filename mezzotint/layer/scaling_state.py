@@ -9,6 +9,8 @@ They are saved under `_extra_state`, one plain FP32 tensor (1 + L, 5 per GEMM): 
 has learnt nothing saves scales of 1 and histories of 0, in the same shape: loaders that read into the state dict of a
 fresh model (torch.distributed.checkpoint, Megatron's dist_checkpointing) read only what they find there, and refuse
 another shape. A state dict without it loads, strictly too; a module that then runs with delayed scaling warns.
+
+What Transformer Engine has under this name, a pickle in a tensor of bytes, is read too (`compat/extra_state_bytes.py`).
 """
 
 import copy
@@ -21,14 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from mezzotint.compat.base_module import LiveMeta
+from mezzotint.compat.extra_state_bytes import EXTRA_STATE, read_extra_state, write_extra_state
 from mezzotint.layer.parameters import attributes_of, resolve_device, restore_attributes
 from mezzotint.quantization import autocast
-from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScalingRequest, Recipe
+from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScaling, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
 from mezzotint.tracing import call_untraced, eager_only, lasting
 
 HISTORY_LENGTH = 1024
-EXTRA_STATE = "_extra_state"
 PER_GEMM = len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)
 _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -60,6 +63,7 @@ class StatefulModule(nn.Module):
     """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
 
     num_gemms: int
+    _is_operation = False  # one of `ops`, whose state Transformer Engine keeps in another form than a module's
     _config: Any  # LayerConfig of a `Layer`
     scale_fwd: torch.Tensor
     amax_history_fwd: torch.Tensor
@@ -185,13 +189,14 @@ class StatefulModule(nn.Module):
     def fp8_meta(self) -> dict[str, Any]:
         """Delayed scaling's live state, and the recipe in use."""
         length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
-        return {
-            "recipe": self._recipe_in_use(),
-            "fp8_checkpoint": self._recipe_in_use() is not None,
-            "num_gemms": self.num_gemms,
-            "scaling_fwd": MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
-            "scaling_bwd": MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),
-        }
+        return LiveMeta(
+            self,
+            recipe=self._recipe_in_use(),
+            fp8_checkpoint=self._recipe_in_use() is not None,
+            num_gemms=self.num_gemms,
+            scaling_fwd=MetaTensors(self.scale_fwd, self.amax_history_fwd[:length]),
+            scaling_bwd=MetaTensors(self.scale_bwd, self.amax_history_bwd[:length]),
+        )
 
     def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Copies of scales and histories."""
@@ -244,15 +249,23 @@ class StatefulModule(nn.Module):
         ]
         return torch.cat(parts, 1)
 
+    def upstream_extra_state(self, recipe: DelayedScaling) -> torch.Tensor:
+        """Return this module's `_extra_state` as Transformer Engine writes it: bytes, none where nothing was learnt."""
+        state = self.get_extra_state()
+        if state is None or self._is_fresh():
+            return torch.empty(0, dtype=torch.uint8)
+        return write_extra_state(state, recipe, self._is_operation)
+
     def _saves_state(self) -> bool:
         """Whether the state dict has `_extra_state`: always, for loaders that take a fresh model's as a template."""
         return True
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """What `get_extra_state` gave. None, and a tensor without elements or on the meta device, say nothing."""
-        if _says_nothing(state):
+        """What `get_extra_state` gave, or Transformer Engine's. None, and a tensor without elements or on the meta
+        device, say nothing."""
+        state = _as_saved_here(state)
+        if state is None:
             return
-        assert state is not None
         misfit = self._misfit(state)
         if misfit is not None:
             raise ValueError(misfit)
@@ -291,15 +304,22 @@ class StatefulModule(nn.Module):
     ) -> None:
         key = f"{prefix}{EXTRA_STATE}"
         has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
-        state = state_dict.get(key)
-        misfit = None if _says_nothing(state) else self._misfit(state)
+        state = None
+        try:
+            state = _as_saved_here(state_dict.get(key))
+            misfit = None if state is None else self._misfit(state)
+        except ValueError as error:
+            misfit = str(error)
         if misfit is not None:  # it is named with all else that does not fit
             rest[-1].append(f"{prefix}{misfit}")
+            state = None
             state_dict = {name: value for name, value in state_dict.items() if name != key}
+        elif state is not None:
+            state_dict = {**state_dict, key: state}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         if key in missing_keys:  # a checkpoint of torch's own modules
             missing_keys.remove(key)
-        if has_weights and _says_nothing(state_dict.get(key)):
+        if has_weights and state is None:
             self._lacks_scales = self._is_fresh()
         self._drop_workspaces()
         self._tie_weights()
@@ -377,11 +397,14 @@ LOST_SCALES = (
 )
 
 
-def _says_nothing(state: Any) -> bool:
-    """Of what is under `_extra_state`: upstream writes a tensor without elements where a recipe has no state."""
+def _as_saved_here(state: Any) -> torch.Tensor | None:
+    """Return what is under `_extra_state` in the form of `get_extra_state`. None where it says nothing, as a tensor
+    without elements, which Transformer Engine writes where a recipe has no state."""
     if state is not None and not isinstance(state, torch.Tensor):
         raise TypeError(
-            f"{EXTRA_STATE} is {type(state).__name__}: this module takes a tensor that it has saved itself. Leave out "
-            "what another library has written there"
+            f"{EXTRA_STATE} is {type(state).__name__}: this module takes a tensor that it has saved itself, or that "
+            "Transformer Engine has. Leave out what another library has written there"
         )
-    return state is None or state.is_meta or state.numel() == 0
+    if state is None or state.is_meta or state.numel() == 0:
+        return None
+    return read_extra_state(state) if state.dtype == torch.uint8 else state

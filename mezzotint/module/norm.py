@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from mezzotint.compat.base_module import PlainAttributes
+from mezzotint.compat.extra_state import IgnoresExtraState
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.norm import NORM_CORE, NormFwdArgs, NormOptions
 from mezzotint.layer.base import activation_dtype
@@ -15,7 +16,7 @@ from mezzotint.layer.parameters import PlaceParameter, check_features, check_mod
 from mezzotint.tensor.checks import check_epsilon
 
 
-class _Norm(PlainAttributes, nn.Module):
+class _Norm(PlainAttributes, IgnoresExtraState):
     rms: bool
     weight: nn.Parameter
     bias: nn.Parameter | None

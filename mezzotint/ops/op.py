@@ -205,6 +205,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    _is_operation = True
 
     def __init__(self) -> None:
         super().__init__()

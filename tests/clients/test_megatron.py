@@ -15,6 +15,14 @@ from megatron.core.extensions.transformer_engine import TEFusedMLP, TEGroupedLin
 from torch import multiprocessing
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_router_topk": 2,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",  # the other kind makes a CUDA stream
+    "add_bias_linear": False,
+}
 SPLIT = {"sequence_parallel": True}
 needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="Megatron-Core asks for a CUDA device: it reads its generator")
 Losses = tuple[list[float], list[float]]
@@ -92,6 +100,21 @@ def test_a_checkpoint(case: str, tmp_path: Path) -> None:
         state = dist_checkpointing.load(read.sharded_state_dict(), tmp_path)
     read.load_state_dict(state)
     assert train(read, 2, first=2) == train(saved, 2, first=2)
+
+
+@pytest.mark.parametrize("case", ["bf16", "delayed", "mxfp8"])
+@pytest.mark.usefixtures("one_process")
+def test_a_checkpoint_of_experts(case: str, tmp_path: Path) -> None:
+    """Megatron saves what each expert of a GroupedLinear has, delayed scaling's state included, and puts it together."""
+    cfg = config(**CASES[case][0], **EXPERTS)
+    with cpu_as_current_device():
+        saved, read = [megatron_gpt(cfg, num_experts=4, moe_grouped_gemm=True) for _ in range(2)]
+        assert isinstance(saved.decoder.layers[0].mlp.experts.linear_fc1, TEGroupedLinear)
+        train(saved, 2)
+        dist_checkpointing.save(saved.sharded_state_dict(), tmp_path)
+        state = dist_checkpointing.load(read.sharded_state_dict(), tmp_path)
+        read.load_state_dict(state)
+        assert train(read, 2, first=2) == train(saved, 2, first=2)
 
 
 TWO: dict[str, tuple[Callable[..., Losses], str, dict[str, Any]]] = {
