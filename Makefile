@@ -18,7 +18,7 @@ endif
 PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
 
-.PHONY: help smoke test test-all check gpu bench train docs clean
+.PHONY: help smoke test test-all clients check gpu bench train docs clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +39,14 @@ test: $(SETUP) ## the tests that need no GPU, without what is slow: what to run 
 
 test-all: $(SETUP) ## those, and all that is exhaustive and slow: what CI runs
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+
+# Programs of others on the installed wheels, the shim's too, in an environment of their own. What is built anew each time
+# is Mezzotint; an older build beside it would go into the wheel.
+clients: .venv-clients/.installed ## Megatron-Core, Accelerate, Lightning, transformers and peft, unchanged
+	rm -rf build packages/transformer-engine-shim/build
+	.venv-clients/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
+	    --force-reinstall . packages/transformer-engine-shim
+	cd tests/clients && ../../.venv-clients/bin/python -m pytest -p no:cacheprovider $(ARGS)
 
 check: $(SETUP) ## lint, format, types; ARGS goes to the linter
 	$(RUN) -m ruff check $(ARGS)
@@ -71,4 +79,9 @@ clean: ## remove caches and build outputs; .venv stays
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	$(PIP) $(TORCH)
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv-clients/.installed: tests/clients/requirements.txt
+	test -x .venv-clients/bin/pip || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q --disable-pip-version-check -r $<
 	touch $@

@@ -31,7 +31,9 @@ def upstream_state_dict(model: nn.Module, recipe: DelayedScaling) -> dict[str, A
     Transformer Engine unpickles them only where NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
     """
     if not isinstance(recipe, DelayedScaling):
-        raise TypeError(f"recipe is {type(recipe).__name__}: only DelayedScaling has state; for others use state_dict()")
+        raise TypeError(
+            f"recipe is {type(recipe).__name__}: only DelayedScaling has state; for others use state_dict()"
+        )
     state = {key: value for key, value in model.state_dict().items() if key.rpartition(".")[2] != EXTRA_STATE}
     for prefix, module in model.named_modules():
         found: Any = getattr(module, "upstream_extra_state", None)

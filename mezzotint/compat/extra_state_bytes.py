@@ -179,7 +179,9 @@ def _dictionary(items: dict[str, bytes]) -> bytes:
 def _dumped_recipe(recipe: DelayedScaling) -> bytes:
     """The call of Transformer Engine's class by its name, which need not be there to write it."""
     if callable(recipe.amax_compute_algo) or callable(recipe.scaling_factor_compute_algo):
-        raise ValueError("the recipe has a function of its own for maxima or scales: a checkpoint has no place for code")
+        raise ValueError(
+            "the recipe has a function of its own for maxima or scales: a checkpoint has no place for code"
+        )
     module = RECIPES.encode()
     member = b"(c" + module + b"\nFormat\n" + _dumped(recipe.fp8_format.name) + b"t"
     format_ = b"cbuiltins\ngetattr\n" + member + b"R"

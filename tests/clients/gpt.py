@@ -135,7 +135,11 @@ class OwnDecoder(nn.Module):
 
     NAMES = {"self_attention.linear_qkv.": "qkv.", "self_attention.linear_proj.": "proj."}
     SEPARATE = {"mlp.linear_fc1.": "fc1.", "mlp.linear_fc2.": "fc2."}
-    FUSED = {"mlp.linear_fc1.layer_norm": "mlp.layer_norm", "mlp.linear_fc1.": "mlp.fc1_", "mlp.linear_fc2.": "mlp.fc2_"}
+    FUSED = {
+        "mlp.linear_fc1.layer_norm": "mlp.layer_norm",
+        "mlp.linear_fc1.": "mlp.fc1_",
+        "mlp.linear_fc2.": "mlp.fc2_",
+    }
 
     def __init__(
         self, cfg: TransformerConfig, recipe: recipes.Recipe | None, like: nn.Module, is_fused: bool = False

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners import lora
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -108,3 +109,27 @@ def test_lora(name: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+def test_lora_without_the_alias() -> None:
+    """peft's own way to name a class that it does not know: no module of another name is needed."""
+    config = LoraConfig(r=16, target_modules=["up", "down"])
+    config._register_custom_module({mz.Linear: lora.Linear})
+    model = get_peft_model(Mlp(), config)
+    assert type(model.base_model.model.up) is lora.Linear
+    x = torch.randn(16, 32).to(torch.bfloat16)
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        y = model(x)
+    y.float().square().mean().backward()
+    assert all((parameter.grad is not None) == ("lora_" in name) for name, parameter in model.named_parameters())
+
+
+def test_lora_on_a_converted_model(tmp_path: Path) -> None:
+    """A converted linear is still an `nn.Linear`: peft takes it as one, and the Trainer trains its matrices."""
+    model = get_peft_model(mz.convert(llama(), RECIPES["mxfp8"]), LoraConfig(r=16, target_modules=["q_proj", "v_proj"]))
+    assert isinstance(model.base_model.model.model.layers[0].self_attn.q_proj, lora.LoraLayer)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    fit(model, tmp_path)
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed
+    assert all("lora_" in name for name in changed)

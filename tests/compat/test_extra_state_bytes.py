@@ -179,7 +179,9 @@ def test_anything_else_is_refused_and_not_executed(name: str, tmp_path: Path) ->
     data = as_bytes(hostile(target)[name])
     module = mz.Linear(32, 32)
     before = module.get_extra_state()
-    with pytest.raises(RuntimeError, match=r"_extra_state is \d+ bytes that cannot be read.*Nothing of it was executed"):
+    with pytest.raises(
+        RuntimeError, match=r"_extra_state is \d+ bytes that cannot be read.*Nothing of it was executed"
+    ):
         module.load_state_dict(module.state_dict() | {"_extra_state": data})
     with pytest.raises(ValueError, match="Leave the key out"):
         module.set_extra_state(data)
