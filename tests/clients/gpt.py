@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -133,9 +133,9 @@ class OwnLayer(nn.Module):
 class OwnDecoder(nn.Module):
     """The decoder in Mezzotint's modules, with the weights of Megatron's."""
 
-    NAMES = {"self_attention.linear_qkv.": "qkv.", "self_attention.linear_proj.": "proj."}
-    SEPARATE = {"mlp.linear_fc1.": "fc1.", "mlp.linear_fc2.": "fc2."}
-    FUSED = {
+    NAMES: ClassVar = {"self_attention.linear_qkv.": "qkv.", "self_attention.linear_proj.": "proj."}
+    SEPARATE: ClassVar = {"mlp.linear_fc1.": "fc1.", "mlp.linear_fc2.": "fc2."}
+    FUSED: ClassVar = {
         "mlp.linear_fc1.layer_norm": "mlp.layer_norm",
         "mlp.linear_fc1.": "mlp.fc1_",
         "mlp.linear_fc2.": "mlp.fc2_",

@@ -105,7 +105,7 @@ def test_a_checkpoint(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["bf16", "delayed", "mxfp8"])
 @pytest.mark.usefixtures("one_process")
 def test_a_checkpoint_of_experts(case: str, tmp_path: Path) -> None:
-    """Megatron saves what each expert of a GroupedLinear has, delayed scaling's state included, and puts it together."""
+    """Megatron saves what each expert of a GroupedLinear has, scales included, and puts it together again."""
     cfg = config(**CASES[case][0], **EXPERTS)
     with cpu_as_current_device():
         saved, read = [megatron_gpt(cfg, num_experts=4, moe_grouped_gemm=True) for _ in range(2)]

@@ -7,7 +7,6 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,7 +43,7 @@ class DelayedScaling:
 
 
 @pytest.fixture(autouse=True)
-def _upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _upstream(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of that name with these classes, for the time of a test."""
     module = ModuleType(RECIPES)
     for each in (_FormatHelper, Format, DelayedScaling):
@@ -53,7 +52,6 @@ def _upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, RECIPES, module)
     for name in ("transformer_engine", "transformer_engine.common"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    yield
 
 
 def as_bytes(value: Any, protocol: int = pickle.DEFAULT_PROTOCOL) -> torch.Tensor:
