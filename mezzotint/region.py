@@ -27,8 +27,8 @@ class Pending:
 
 
 class RunStatus:
-    """Whether a module is `Pending`, whether one of its runs since has a backward, and the recipe and memory mode of its
-    last run outside of backward; and what the ranks that share its weights were found to have alike (recipe, input,
+    """Whether a module is `Pending`, whether one of its runs since has a backward, and the recipe and memory mode of
+    its last run outside of backward; and what the ranks that share its weights were found to have alike (recipe, input,
     module). Of its own: to set an attribute of an `nn.Module` is slow.
 
     In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has

@@ -351,8 +351,8 @@ def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tupl
 
 @traced_as(lambda status, recipe, state: (recipe, state.memory))
 def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> tuple[Recipe | None, str]:
-    """Return the recipe and the memory mode of a run, and note them. A run inside of backward, outside of any region, is
-    one of `torch.utils.checkpoint`: it has those of the module's last run before."""
+    """Return the recipe and the memory mode of a run, and note them. A run inside of backward, outside of any region,
+    is one of `torch.utils.checkpoint`: it has those of the module's last run before."""
     settings = recipe, state.memory
     if backward_task() == -1:
         status.settings = settings
