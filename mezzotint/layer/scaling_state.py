@@ -79,6 +79,7 @@ class StatefulModule(nn.Module):
         self._is_fully_sharded = False
         self._number: torch.Tensor | None = None  # None on the meta device, where a process may plan a model alone
         self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
+        self._loading: tuple[str, list[str]] | None = None  # while a state dict is read: prefix, and what does not fit
         self._recipe: Recipe | None = None
         self._planned: Any = None  # the plan of the last run, and what it was looked up by: a memo of eager code
 
@@ -263,12 +264,20 @@ class StatefulModule(nn.Module):
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         """What `get_extra_state` gave, or Transformer Engine's. None, and a tensor without elements or on the meta
         device, say nothing."""
-        state = _as_saved_here(state)
-        if state is None:
+        try:
+            state = _as_saved_here(state)
+            if state is None:
+                return
+            misfit = self._misfit(state)
+            if misfit is not None:
+                raise ValueError(misfit)
+        except ValueError as error:
+            if self._loading is None:
+                raise
+            prefix, errors = self._loading
+            errors.append(f"{prefix}{error}")  # named with all else in a state dict that does not fit
             return
-        misfit = self._misfit(state)
-        if misfit is not None:
-            raise ValueError(misfit)
+        self._lacks_scales = False
         if not self._has_state():
             self._init_state(state.shape[1] // PER_GEMM, self._parameter_device())
         if self.scale_fwd.is_meta:  # as parameters there, which torch does not load either, and says so
@@ -284,7 +293,6 @@ class StatefulModule(nn.Module):
         for direction, part in (("fwd", state[:, :first]), ("bwd", state[:, first:])):
             getattr(self, f"scale_{direction}").copy_(part[0])
             getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])
-        self._lacks_scales = False
 
     def _misfit(self, state: torch.Tensor) -> str | None:
         """What is wrong with the shape of an `_extra_state`. Where there is no state yet it says how many GEMMs."""
@@ -304,22 +312,16 @@ class StatefulModule(nn.Module):
     ) -> None:
         key = f"{prefix}{EXTRA_STATE}"
         has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
-        state = None
+        self._lacks_scales |= has_weights
+        # What is under the key is known when hooks have run, which may put it together: torch calls set_extra_state.
+        self._loading = prefix, rest[-1]
         try:
-            state = _as_saved_here(state_dict.get(key))
-            misfit = None if state is None else self._misfit(state)
-        except ValueError as error:
-            misfit = str(error)
-        if misfit is not None:  # it is named with all else that does not fit
-            rest[-1].append(f"{prefix}{misfit}")
-            state = None
-            state_dict = {name: value for name, value in state_dict.items() if name != key}
-        elif state is not None:
-            state_dict = {**state_dict, key: state}
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        finally:
+            self._loading = None
         if key in missing_keys:  # a checkpoint of torch's own modules
             missing_keys.remove(key)
-        if has_weights and state is None:
+        if has_weights and self._lacks_scales:
             self._lacks_scales = self._is_fresh()
         self._drop_workspaces()
         self._tie_weights()
