@@ -100,7 +100,7 @@ def make_again(x: torch.Tensor) -> None:
     if not _runs_below_dynamo():
         return
     for proxy in torch.fx.experimental.proxy_tensor._get_proxies(x):
-        node = proxy.node
+        node: Any = proxy.node
         while node.op == "call_function" and _is_view(node.target):
             node = node.args[0]
         if node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ()):

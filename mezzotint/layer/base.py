@@ -37,7 +37,7 @@ from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import backward_task, call_untraced, eager_only, in_inference_mode, memoized, traced_as
+from mezzotint.tracing import backward_task, call_untraced, in_inference_mode, memoized, traced_as
 
 
 class Layer(Configured, Named, ParallelModule):
