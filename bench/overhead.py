@@ -1,12 +1,13 @@
 """Eager overhead: microseconds of one small Linear, forward and backward, and where they go.
 
     python -m bench overhead [--device cuda] [--features 64] [--tokens 64] [--repeat 300] [--one-thread]
-                             [--json out.json]
+                             [--stub] [--json out.json]
 
 A 64x64 Linear on 64 tokens computes next to nothing: what is measured is Python, the dispatcher and launches. Times are
 medians of wall-clock blocks, interleaved over the candidates; the split comes from one profile of each. `ops` is the
 time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside
-the CUDA launch calls, `python` what is left.
+the CUDA launch calls, `python` what is left. With `--stub`, on a CPU, kernels of ours compute nothing: what is measured
+is the Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rich.table import Table
 
 import mezzotint as mz
 from bench._peers import quiet_import
+from bench._stubs import stubbed_kernels
 from bench._timing import ONE_THREAD
 from mezzotint import recipe
 
@@ -44,13 +47,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=300, help="steps of each candidate")
     parser.add_argument("--one-thread", action="store_true", help=ONE_THREAD)
+    parser.add_argument("--stub", action="store_true", help="on a CPU, with kernels of ours that compute nothing")
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args(argv)
+    if args.stub:
+        args.device = "cpu"
     if args.device == "cpu":
         torch.set_num_threads(1)
-    with torch.autograd.set_multithreading_enabled(not args.one_thread):
+    with (
+        stubbed_kernels() if args.stub else nullcontext(),
+        torch.autograd.set_multithreading_enabled(not args.one_thread),
+    ):
         report = measure(args.device, args.features, args.tokens, args.repeat)
-    report["one_thread"] = args.one_thread
+    report |= {"one_thread": args.one_thread, "stub": args.stub}
     show(report)
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
@@ -172,6 +181,7 @@ def show(report: dict[str, Any]) -> None:
     """One table."""
     title = f"Linear {report['features']}x{report['features']}, {report['tokens']} tokens, forward + backward, eager"
     title += ", one thread" if report["one_thread"] else ""
+    title += ", kernels stubbed" if report["stub"] else ""
     table = Table(title=f"{title}: {report['device']}, torch {report['torch']}", title_justify="left")
     for name in ("", "us", "of nn.Linear", "ops us", "launch us", "python us", "operators", "launches"):
         table.add_column(name, justify="left" if not name else "right")

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import mezzotint as mz
 from bench import overhead
+from bench._stubs import stubbed_kernels
+from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
+from mezzotint.tensor.quantize import quantize_scaled
+
+CURRENT = Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3)
 
 
 def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +38,21 @@ def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert "one thread" in capsys.readouterr().out
     assert seen == {False}
     assert torch._C._is_multithreading_enabled()
+
+
+def test_kernels_that_compute_nothing() -> None:
+    linear = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> torch.Tensor:
+        with mz.autocast("current"):
+            y = linear(x)
+        y.backward(torch.ones_like(y))
+        return y
+
+    expected = step()
+    with stubbed_kernels():
+        step()
+        first, second = (quantize_scaled(x.detach() * factor, CURRENT, None)[0] for factor in (1.0, 3.0))
+        assert first._data is second._data
+    assert torch.equal(step(), expected)

@@ -1,0 +1,45 @@
+"""Kernels that compute nothing: each gives again what it gave the first time for such arguments."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import mezzotint.functional.gemm
+from mezzotint.kernels import _lib
+
+
+def _stub(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    given: dict[Any, Any] = {}
+
+    def replay(*args: Any) -> Any:
+        key = tuple([_key(arg) for arg in args])
+        if key not in given:
+            given[key] = kernel(*args)
+        return given[key]
+
+    return replay
+
+
+def _key(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return arg.shape
+    return len(arg) if isinstance(arg, list) else arg
+
+
+@contextmanager
+def stubbed_kernels() -> Iterator[None]:
+    """Replace the kernels that eager code on a CPU calls, the products among them. What is left of a step is Python,
+    autograd and the allocation of tensors."""
+    kernels, product = dict(_lib._IMPLEMENTATIONS), mezzotint.functional.gemm.product_of
+    _lib._IMPLEMENTATIONS.update({op: (_stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})
+    mezzotint.functional.gemm.product_of = lambda *operands: _no_product
+    try:
+        yield
+    finally:
+        _lib._IMPLEMENTATIONS.update(kernels)
+        mezzotint.functional.gemm.product_of = product
+
+
+def _no_product(*args: Any) -> None: ...
