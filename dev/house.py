@@ -101,7 +101,7 @@ def main() -> None:
     long = sorted((f for f in functions() if f.lines > LONG_FUNCTION), key=lambda f: -f.lines)
     rows = [(f.name, f.lines, f.file) for f in long]
     print_table(console, f"Functions over {LONG_FUNCTION} lines", ("function", "lines", "file"), rows)
-    print_table(console, "Lines that ask whether code is traced", ("file", "lines"), list(tracing_lines().items()))
+    print_table(console, "Lines that ask for tracing", ("file", "lines"), list(tracing_lines().items()))
 
 
 if __name__ == "__main__":

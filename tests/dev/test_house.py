@@ -20,5 +20,5 @@ def test_few_lines_ask_whether_code_is_traced() -> None:
 def test_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     house.main()
     printed = capsys.readouterr().out
-    for title in ("Packages", "Largest files", "Functions over 60 lines", "Lines that ask whether code is traced"):
+    for title in ("Packages", "Largest files", "Functions over 60 lines", "Lines that ask for tracing"):
         assert title in printed
