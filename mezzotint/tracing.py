@@ -111,10 +111,12 @@ def _is_view(target: Any) -> bool:
     return target is torch.ops.aten._unsafe_view.default or getattr(target, "is_view", False)
 
 
+@eager_only(in_graph=-1)
 def backward_task() -> int:
     """Return the number of the backward that autograd runs in this thread, or -1: outside of one, and in a graph, whose
     forward is never run again in a backward, and whose backward AOTAutograd only traces in one."""
-    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+    task = torch._C._current_graph_task_id()
+    return -1 if task != -1 and _runs_below_dynamo() else task
 
 
 @eager_only(in_graph=0)

@@ -20,6 +20,7 @@ from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
 from mezzotint.layer.run import KeptWeights, RunSettings, linear_args, quantized_weights, scale_of
+from mezzotint.layer.scaling_state import note_recipe
 from mezzotint.layer.weights import Weights, named
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.memory import check_memory
@@ -344,8 +345,8 @@ def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tupl
     recipe, memory = settings_of_run(status, recipe, state)
     if module._is_fully_sharded and torch.is_grad_enabled() and backward_task() == -1:
         status.reads_rows_again = status.reads_rows_again or module._reads_rows_again(recipe)
-    if recipe is not None and module._recipe is not recipe:
-        module._recipe = recipe
+    if recipe is not None:
+        note_recipe(module, recipe)
     return recipe, memory
 
 

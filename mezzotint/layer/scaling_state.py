@@ -371,6 +371,13 @@ def use_history(module: StatefulModule, request: DelayedScalingRequest, backward
 
 
 @eager_only()
+def note_recipe(module: StatefulModule, recipe: Recipe) -> None:
+    """Note what a module runs with. A graph does not say what it ran with."""
+    if module._recipe is not recipe:
+        module._recipe = recipe
+
+
+@eager_only()
 def _request_before(module: StatefulModule) -> DelayedScalingRequest | None:
     """Return the request of the last run. A graph, which would have to guard on it, takes it for unknown, and clears
     rows always."""

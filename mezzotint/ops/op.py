@@ -30,7 +30,7 @@ from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
-from mezzotint.layer.scaling_state import grow_history
+from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
@@ -345,8 +345,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         recipe = recipe_in_force()
         if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
             return None
-        if not torch.compiler.is_compiling() and self._recipe is not recipe:
-            self._recipe = recipe
+        note_recipe(self, recipe)
         request = self._delayed_request(recipe)
         return None if request is None else Run(with_grad_state(self, start_delayed(self, _call_of(request))))
 
