@@ -25,6 +25,8 @@ from mezzotint.dynamo import (
 )
 from mezzotint.graph import make_graphed_callables
 from mezzotint.hw import EmulationWarning
+from mezzotint.inspect.error import quantization_error
+from mezzotint.inspect.region import inspect
 from mezzotint.layer.names import name_modules
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.grouped_mm import grouped_mm
@@ -171,6 +173,7 @@ __all__ = [
     "get_device_compute_capability",
     "grouped_mm",
     "initialize_ub",
+    "inspect",
     "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
@@ -195,6 +198,7 @@ __all__ = [
     "optimizers",
     "parallel_cross_entropy",
     "prepare_for_saving",
+    "quantization_error",
     "quantized_model_init",
     "recipe",
     "register_value_opaque_quantizer",

@@ -55,6 +55,8 @@ MAY_IMPORT_LATE = {
     "mezzotint.kernels._lib": "Triton loads when the first CUDA tensor arrives",
     "mezzotint.hw": "asks a library that may be absent what it can do",
     "mezzotint.dynamo.trace": "runs inside the compiler, which is imported by then",
+    "mezzotint.inspect.plot": "matplotlib may be absent, and takes a second to import",
+    "mezzotint.inspect.store": "TensorBoard may be absent, and takes a second to import",
 }
 
 

@@ -31,7 +31,7 @@ ModelOption = Annotated[
 ]
 Timeout = Annotated[int, typer.Option(min=1, max=10**6, help="seconds that one of many processes waits for another")]
 # Of TrainConfig, what comparisons do not take: all recipes see all of the text.
-ALONE_IN_TRAIN = ("hold_out", "eval_every", "eval_batches", "sample")
+ALONE_IN_TRAIN = ("hold_out", "eval_every", "eval_batches", "sample", "inspect", "what_if")
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -105,6 +105,15 @@ def doctor(
 ) -> None:
     """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
     raise typer.Exit(_file("doctor").run_doctor(device, compiled, as_json))
+
+
+@app.command("inspect")
+def show_inspected(
+    run: Annotated[str, typer.Argument(help="folder of a run that was trained with --inspect")],
+    out: Annotated[str | None, typer.Option(help="file of the page", show_default="inspect.html in RUN")] = None,
+) -> None:
+    """Write a page that shows what quantization did to the tensors of RUN: one HTML file, for any browser."""
+    _file("inspect").run_inspect(run, out)
 
 
 @app.command()

@@ -25,6 +25,7 @@ from mezzotint.functional.linear import (
     present,
     stand_in,
 )
+from mezzotint.functional.observation import Probes, observe_groups, watch_gradient
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
@@ -55,6 +56,7 @@ class GroupedLinearFwdArgs:
     saves_original_input: bool
     grad_state: GradState | None
     xs_q: tuple[Any, ...] | None = None  # the groups of x, where a producer has quantized them
+    probes: tuple[Probes, ...] | None = None  # of each group, where an inspector has statistics added to
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class GroupedLinearBwdArgs(Saved):
     bias_dtypes: tuple[torch.dtype, ...]
     stacks_bias: bool  # one parameter holds all biases
     saves_original_input: bool
+    probes: tuple[Probes | None, ...] | None = None
 
     SAVED = ("xs", "weights", "grad_scales", "input_scales")
 
@@ -117,6 +120,10 @@ def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, Group
         xs_q, amaxes = _quantized(a.x, a.splits, [q.input for q in a.quantizers], a.input_scales)
     else:
         xs_q = a.xs_q
+    if a.probes is not None and a.xs_q is None:
+        observe_groups([probes.input for probes in a.probes], a.x.split(list(a.splits)), xs_q)
+    if a.probes is not None:
+        observe_groups([probes.weight for probes in a.probes], group_tensors(a.weights, 2), a.weights_q)
     weights = [in_high_precision(w, a.numerics) for w in a.weights_q]
     y = _products(list(xs_q), weights, False, a.numerics.dtype, group_tensors(a.biases, 1), a.numerics.fast_fprop)
     return y, GroupedLinearMade(xs_q, amaxes)
@@ -147,6 +154,7 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
         bias_dtypes=tuple([bias.dtype for bias in group_tensors(a.biases, 1)]),
         stacks_bias=is_stack(a.biases, 1),
         saves_original_input=a.saves_original_input,
+        probes=None if a.probes is None else tuple([watch_gradient(probes) for probes in a.probes]),
     )
 
 
@@ -176,6 +184,8 @@ def grouped_linear_backward(
     if dys_q is None:
         parts = dy.split(list(b.splits))
         gs, amaxes = _quantized(dy, b.splits, [q.grad_output for q in b.quantizers], b.grad_scales)
+        if b.probes is not None:
+            observe_groups([None if probes is None else probes.grad_output for probes in b.probes], parts, gs)
     if dbs is None:
         dbs = (None,) * len(b.bias_dtypes)
     if b.needs.bias and dys_q is None:

@@ -45,6 +45,7 @@ from mezzotint.functional.linear import (
     takes_quantized_grad,
 )
 from mezzotint.functional.norm import NormOptions, Residual
+from mezzotint.functional.observation import watch_gradient
 from mezzotint.functional.tensor_parallel import splits_of
 from mezzotint.kernels._lib import as_matrix
 from mezzotint.tensor.partition import quantize_shard
@@ -131,6 +132,7 @@ def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> Layer
     for fc in (a.fc1, a.fc2):
         # What is made again, and what this object holds already.
         fc.x = fc.x_q = fc.weight = fc.bias = None
+        fc.probes = watch_gradient(fc.probes)  # what is computed again was seen
     return a
 
 

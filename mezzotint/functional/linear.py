@@ -17,6 +17,7 @@ import torch
 from mezzotint.comm.collectives import wait
 from mezzotint.functional.autograd import Core, GradState, Saved
 from mezzotint.functional.gemm import multiply
+from mezzotint.functional.observation import Probes, observe, watch_gradient
 from mezzotint.functional.tensor_parallel import (
     Parallel,
     gather_quantized,
@@ -118,6 +119,7 @@ class LinearFwdArgs(Saved):
     weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
     weight_scale: torch.Tensor | None = None  # delayed scaling, FP32 [1]
     input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
+    probes: Probes | None = None  # where an inspector has statistics added to
 
     SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale")
 
@@ -138,6 +140,7 @@ class LinearBwdArgs(Saved):
     weight_again: Quantizer | None
     weight_scale: torch.Tensor | None
     input_again: Quantizer | None
+    probes: Probes | None = None
 
     SAVED = ("x", "weight", "grad_scale", "input_scale", "weight_scale")
 
@@ -163,12 +166,23 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
     if parallel is not None:
         x = _whole_input(a, x_q)
         bias = a.bias if parallel.mode == "column" else None
+    if a.probes is not None:
+        shown = x_q if isinstance(x_q, QuantizedTensorStorage) else x
+        observe(a.probes.input, _tokens_of(a.x, shown, parallel), shown)
+        observe(a.probes.weight, a.weight, a.weight_q)
     weight = in_high_precision(a.weight_q, a.numerics)
     y = multiply(x, weight, out_dtype=a.numerics.dtype, bias=bias, fast=a.numerics.fast_fprop)
     if parallel is not None and parallel.mode == "row":
         y = wait(start_sum(y, parallel))
         y = y if a.bias is None else run_op(add, y, a.bias)
     return y, LinearMade(x_q, amax)
+
+
+def _tokens_of(x: torch.Tensor | None, x_q: Any, parallel: Parallel | None) -> torch.Tensor | None:
+    """x, for the same tokens as its quantized copy: those of all processes where they were gathered."""
+    if x is None or parallel is None or matrix_shape(x.shape)[0] == x_q.shape[0]:
+        return x
+    return gather_rows(as_matrix(x), parallel.group)
 
 
 def input_quantizer(a: LinearFwdArgs, rows: int) -> Quantizer | None:
@@ -227,6 +241,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         weight_again=a.weight_again,
         weight_scale=None if a.weight_again is None else a.weight_scale,
         input_again=a.input_again,
+        probes=watch_gradient(a.probes),
     )
 
 
@@ -254,13 +269,15 @@ def keeps_input(a: LinearFwdArgs, rows: int) -> bool:
 def takes_quantized(a: LinearFwdArgs, rows: int) -> bool:
     """Whether a producer may quantize x on its own: nobody reads what it leaves out, and it needs no other process."""
     quantizer = input_quantizer(a, rows)
+    if a.probes is not None:  # what is compared with the quantized copy must be there
+        return False
     return quantizer is not None and not keeps_input(a, rows) and not needs_others(a.parallel, "input", quantizer)
 
 
 def takes_quantized_grad(b: LinearBwdArgs) -> bool:
     """The same of dy."""
     quantizer = b.quantizers.grad_output
-    if quantizer is None or b.numerics.keeps_wgrad or not (b.needs.input or b.needs.weight):
+    if quantizer is None or b.numerics.keeps_wgrad or b.probes is not None or not (b.needs.input or b.needs.weight):
         return False
     return not gathers(b.parallel, "grad_output") and not needs_others(b.parallel, "grad_output", quantizer)
 
@@ -290,6 +307,8 @@ def linear_backward(
                 g, amax = gather_quantized(g, quantizer, b.grad_scale, parallel, "grad_output")
         elif quantizer is not None:
             g, amax = quantize_shard(g, quantizer, splits_of(parallel, "grad_output"), b.grad_scale)
+        if b.probes is not None:
+            observe(b.probes.grad_output, _tokens_of(dy, g, parallel), g)
     if b.needs.bias and db is None:
         assert b.bias_dtype is not None
         db = run_op(column_sum, dy, b.bias_dtype)

@@ -13,6 +13,7 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
+from mezzotint.functional.observation import Probes
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.configured import Configured
 from mezzotint.layer.delayed_run import grad_state_of, start_delayed
@@ -51,6 +52,7 @@ class Layer(Configured, Named, ParallelModule):
             "_activation",
             "_activation_params",
             "_modes",
+            "_probes",
             "_weights",
             "checkpoint",
             "eps",
@@ -72,6 +74,7 @@ class Layer(Configured, Named, ParallelModule):
         }
     )
     gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
+    _probes: tuple[Probes, ...] | None = None  # of each GEMM, while an inspector looks at the module
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -128,6 +131,7 @@ class Layer(Configured, Named, ParallelModule):
             "weight_names": tuple([tuple(each.weight_names) for each in weights]) if is_plain else (),
             "bias_names": tuple([tuple(each.bias_names) for each in weights]) if is_plain else (),
             "accumulates": self.fuse_wgrad_accumulation or bool(self.wgrad_stores),
+            "is_inspected": self._probes is not None,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -150,6 +154,8 @@ class Layer(Configured, Named, ParallelModule):
         if plan.request is not None and not state.enabled:
             raise RuntimeError(SCALES_ARE_GONE)
         call = RunSettings(plan)
+        if plan.is_inspected:
+            call.probes = probes_of(self, state)
         if recipe is None:
             call.calibrates = state.calibrating
             return call
@@ -252,7 +258,8 @@ class Layer(Configured, Named, ParallelModule):
         self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
     ) -> LinearFwdArgs:
         """Return the arguments of one GEMM's linear, without x."""
-        return linear_args(call.plan, gemm, weight, bias, weight_q, call, self._weight_grad(gemm, weight, gemm))
+        wgrad = self._weight_grad(gemm, weight, gemm)
+        return linear_args(call.plan, gemm, weight, bias, weight_q, call, wgrad, call.probes)
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
         """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
@@ -321,6 +328,15 @@ def plan_of(
             module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights, memory)
         )
     return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, memory)
+
+
+def probes_of(module: Layer, state: State) -> tuple[Probes, ...] | None:
+    """Return what an inspector watches a run of the module with. A run that is computed again for its backward was seen
+    the first time, but for its gradients."""
+    is_second = state.recomputation is not None and state.recomputation.is_second
+    if module._probes is None or not (is_second or backward_task() != -1):
+        return module._probes
+    return tuple([Probes(None, None, each.grad_output) for each in module._probes])
 
 
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:

@@ -48,6 +48,7 @@ class Plan(GraphConstant):
     weights_again: tuple[Quantizer | None, ...]  # what backward quantizes a weight with again; None: forward's is held
     inputs_again: tuple[Quantizer | None, ...]  # what backward quantizes an input with again; None: forward's is held
     compresses: bool  # the input of the activation is held in FP8 blocks
+    is_inspected: bool = False  # what is quantized is compared with what it was, for an inspector
 
     def quantizes_again(self) -> bool:
         """Return whether backward quantizes again what forward has quantized."""
@@ -85,6 +86,7 @@ class LayerConfig(GraphConstant):
     recomputes: bool = False  # in backward
     makes_again: bool = False  # backward quantizes again what it can, as the memory mode says; weights in every mode
     memory: str | None = None  # the module's own memory mode; None: the region's
+    is_inspected: bool = False
 
     def plan(
         self,
@@ -152,6 +154,7 @@ def _resolve(
         weights_again=weights,
         inputs_again=inputs,
         compresses=(config.memory or memory) == "compressed" and any(inputs),
+        is_inspected=config.is_inspected and recipe is not None,
     )
 
 
@@ -231,9 +234,9 @@ def _resolve_quantizers(
         for tensor_type, rowwise, columnwise in (
             ("input", True, need.weight and override is None and not saves_input),
             ("weight", True, need.input and override is None),
-            ("grad_output", need.input, need.weight and not keeps_wgrad),
+            ("grad_output", need.input or config.is_inspected, need.weight and not keeps_wgrad),
         ):
-            if tensor_type == "grad_output" and (override is not None or not (rowwise or columnwise)):
+            if tensor_type == "grad_output" and (override is not None or not (need.input or columnwise)):
                 made.append(None)
                 continue
             role = config.role(name, gemm, tensor_type)

@@ -13,6 +13,7 @@ import torch
 from mezzotint.comm.groups import group_by_name
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, MainGrad, WeightGrad
+from mezzotint.functional.observation import Probes
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_
@@ -40,6 +41,7 @@ class RunSettings:
     groups: tuple[Any, ...] = ()  # of ranks over which amaxes are taken
     is_first: bool = False  # since the last update of scales: its backward comes last
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
+    probes: tuple[Probes, ...] | None = None  # of each GEMM, where the module is inspected
 
 
 class Delayed(NamedTuple):
@@ -104,6 +106,7 @@ def linear_args(
     weight_q: Any,
     run: Delayed | RunSettings | None,
     wgrad: WeightGrad | None,
+    probes: tuple[Probes, ...] | None = None,
 ) -> LinearFwdArgs:
     """Return the arguments of one GEMM's linear, without x. `run`: delayed scaling's scales, where there are any."""
     return LinearFwdArgs(
@@ -124,6 +127,7 @@ def linear_args(
         grad_state=None,
         parallel=plan.parallels[gemm],
         input_again=plan.inputs_again[gemm],
+        probes=None if probes is None else probes[gemm],
     )
 
 

@@ -13,6 +13,7 @@ from mezzotint.functional.grouped_linear import (
     is_stack,
 )
 from mezzotint.functional.linear import Needs, WeightGrad
+from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.delayed_run import delayed_of
@@ -51,6 +52,7 @@ def run_grouped_linear(
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
+    probes: tuple[Probes, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""
     weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
@@ -72,6 +74,7 @@ def run_grouped_linear(
         grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
         saves_original_input=plan.saves_original_input,
         grad_state=grad_state(plan, delayed),
+        probes=probes,
     )
     y, *amaxes = run_core(GROUPED_LINEAR, args, plan.has_backward)
     record_amaxes(plan, delayed, amaxes, weight_amaxes)
@@ -207,7 +210,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None
         wgrads = tuple([each.fields() for each in self._weight_grads(weights)]) if config.accumulates else None
         run = run_grouped_linear if kept is None else _run_inlined
-        y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads)
+        y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads, call.probes)
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:
             check_buffer("out", out, y)

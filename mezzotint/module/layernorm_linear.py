@@ -9,6 +9,7 @@ from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormOptions, Residual
+from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.delayed_run import delayed_of
@@ -52,6 +53,7 @@ def run_layernorm_linear(
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
+    probes: tuple[Probes, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, N), then the norm's output and the residual stream where they are asked for.
 
@@ -68,7 +70,7 @@ def run_layernorm_linear(
         weight=weight,
         bias=bias,
         norm=norm.options,
-        linear=linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0)),
+        linear=linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0), probes),
         returns_norm=norm.is_returned,
         gathers_norm=norm.is_gathered,
         residual=residual,
@@ -221,6 +223,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
                 delayed_of(self, call),
                 kept,
                 wgrads,
+                call.probes,
             )
         )
         y = outputs.pop(0)

@@ -11,6 +11,7 @@ from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
 from mezzotint.functional.linear import Needs, compute_weight_gradient
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
+from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.delayed_run import delayed_of
@@ -60,6 +61,7 @@ def run_layernorm_mlp(
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
+    probes: tuple[Probes, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return y (…, hidden), then the norm's output and the residual stream where they are asked for.
 
@@ -81,8 +83,8 @@ def run_layernorm_mlp(
         fc2_weight=w2,
         fc2_bias=b2,
         norm=config.norm,
-        fc1=linear_args(plan, 0, w1, b1, w1_q, delayed, wgrad1),
-        fc2=linear_args(plan, 1, w2, b2, w2_q, delayed, wgrad2),
+        fc1=linear_args(plan, 0, w1, b1, w1_q, delayed, wgrad1, probes),
+        fc2=linear_args(plan, 1, w2, b2, w2_q, delayed, wgrad2, probes),
         activation=config.activation,
         params=config.activation_params,
         recomputes=config.recomputes,
@@ -274,7 +276,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         wgrads = self._wgrads((w1, w2)) if config.accumulates else None
         run = run_layernorm_mlp if kept is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
-        outputs = list(run(call.plan, config, residual, inputs, linears, delayed_of(self, call), kept, wgrads))
+        delayed = delayed_of(self, call)
+        outputs = list(run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes))
         y = outputs.pop(0)
         norm_out = outputs.pop(0) if config.return_layernorm_output else None
         stream = None if residual is None else outputs.pop(0)

@@ -7,6 +7,7 @@ import torch
 
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
+from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.delayed_run import delayed_of
@@ -38,10 +39,11 @@ def run_linear(
     delayed: Delayed | None = None,
     kept: KeptWeights | None = None,
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
+    probes: tuple[Probes, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
-    args = linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0))
+    args = linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0), probes)
     args.x, args.grad_state = x, grad_state(plan, delayed)
     if args.input_again is not None:  # there is no norm or activation in front that could make x again
         args.saves_original_input, args.input_again = True, None
@@ -187,7 +189,7 @@ class Linear(TransformerEngineBaseModule):
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_linear if kept is None else _run_linear_inlined
-        y = run(call.plan, x, weight, added, delayed_of(self, call), kept, wgrads)
+        y = run(call.plan, x, weight, added, delayed_of(self, call), kept, wgrads, call.probes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype) if config.return_bias else y

@@ -3,6 +3,7 @@
     <run>/config.json     what was asked for, and a hash of the text
           checkpoints/    see `local_checkpoint.py`
           tensorboard/    of every step loss, gradient norm and learning rate; of some tokens a second, held-out loss
+          inspect/        with `--inspect`, what quantization did to tensors: see `inspect/store.py`
           result.json     every loss, written at the end
 
 Over several processes all of them do all of this, and the first one writes and speaks.
@@ -13,7 +14,7 @@ import signal
 import statistics
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,12 +24,14 @@ import torch
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from mezzotint.inspect.region import inspect
 from mezzotint.trainer.console import CommandError, enough_memory, is_closed
 from mezzotint.trainer.evaluate import evaluate
 from mezzotint.trainer.files import write_json
 from mezzotint.trainer.machine import peak_memory, reset_peak_memory
 from mezzotint.trainer.meter import Meter
 from mezzotint.trainer.progress import Reporter
+from mezzotint.trainer.runs import INSPECT
 from mezzotint.trainer.training import Training
 from mezzotint.trainer.world import World, largest_number, on_first
 
@@ -80,7 +83,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
     """From where it is to its end, or to a signal (`Stopped`), which one process gets and all of them heed."""
     train, world = training.config.train, training.world
     reset_peak_memory(training.device)
-    start, meter = training.step, Meter(training.device)
+    start, meter, inspector = training.step, Meter(training.device), _inspector(training, folder)
     with (
         _writer(folder, start, world) as writer,
         Reporter(console, train.recipe, train.steps, start) as reporter,
@@ -91,7 +94,8 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         if train.compile and training.step < train.steps:
             reporter.say("compiling: the first step takes up to some minutes")
         while training.step < train.steps:
-            training.run_step()
+            with inspector:
+                training.run_step()
             if is_closed(console):
                 signals.append(signal.SIGPIPE)
             # Asked once: a later signal stops after the next step.
@@ -118,6 +122,14 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
         result = _result(training, meter, held_out)
         on_first(world, lambda: write_json(folder / "result.json", asdict(result)))
     return result
+
+
+def _inspector(training: Training, folder: Path) -> AbstractContextManager[Any]:
+    """A region around each step that looks at what is quantized, where that was asked for."""
+    train = training.config.train
+    if not train.inspect:
+        return nullcontext()
+    return inspect(training.model, every=train.inspect, out=folder / INSPECT, what_if=train.what_if, step=training.step)
 
 
 class _Silent:

@@ -14,7 +14,8 @@ from mezzotint.trainer.settings import RunConfig
 
 RUNS = Path("runs")
 CONFIG, RESULT, LOCK = "config.json", "result.json", "lock"
-MADE = (RESULT, "checkpoints", "tensorboard")  # beside CONFIG
+INSPECT = "inspect"  # figures of what was quantized
+MADE = (RESULT, "checkpoints", "tensorboard", INSPECT)  # beside CONFIG
 
 
 def new_folder(out: str | None, kind: str) -> Path:

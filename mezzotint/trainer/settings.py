@@ -42,6 +42,8 @@ class TrainConfig:
     eval_batches: int = option(20, "micro-batches of each look", at_least=1, may_change=True)
     sample: int = option(0, "tokens that the model writes at the end", at_least=0, bits=20, may_change=True)
     keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
+    inspect: int = option(0, "steps between two looks at what is quantized; 0: none", at_least=0, may_change=True)
+    what_if: bool = option(False, "look at it in the formats of all recipes, too", may_change=True)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -51,7 +53,11 @@ class TrainConfig:
             raise CommandError(f"--hold-out is {self.hold_out}: give a part of the text, at most 0.5")
         if self.eval_every and not self.hold_out:
             raise CommandError("--eval-every needs text that is not trained on: give --hold-out 0.05 too")
+        if self.what_if and not self.inspect:
+            raise CommandError("--what-if is for steps that are looked at: give --inspect 50 too")
         object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
+        if self.inspect and self.recipe == BF16:
+            raise CommandError(f"--inspect looks at what is quantized, and {BF16} quantizes nothing: give a --recipe")
 
     def learning_rate(self, step: int) -> float:
         """Up in a straight line, down along half a cosine."""

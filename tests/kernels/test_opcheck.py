@@ -16,6 +16,7 @@ import torch
 import mezzotint.kernels
 from mezzotint.comm.collectives import collective
 from mezzotint.compat.global_state import FP8GlobalStateManager
+from mezzotint.constants import E4M3
 from mezzotint.functional.delayed import delayed_catch_up_, delayed_compare, delayed_hand_over_
 from mezzotint.kernels.activation import (
     ACTIVATIONS,
@@ -42,6 +43,13 @@ from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
 from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.kernels.rope import rope, rope_join, rope_split
+from mezzotint.kernels.statistics import (
+    empty_statistics,
+    operand_statistics,
+    statistics_add_,
+    statistics_whole,
+    tensor_statistics,
+)
 from tests.formats import ELEMENTS, FORMATS, HIGH, VARIANTS, Variant, variants_of
 
 SHAPES = ((48, 80), (2, 3, 40))
@@ -282,6 +290,21 @@ def test_delayed() -> None:
     torch.library.opcheck(delayed_snapshot_, state[::-1], test_utils=ALL)
 
 
+@pytest.mark.parametrize("dtype", HIGH, ids=describe)
+def test_statistics(dtype: torch.dtype) -> None:
+    for shape, utils in zip(((20, 36), (0, 16), (1, 1)), (ALL, FAST, FAST), strict=True):
+        x = sample(shape, dtype)
+        for given in (x, x.T.contiguous().T):
+            for factor in (None, torch.ones(shape)):
+                torch.library.opcheck(tensor_statistics, (given, x.float(), factor, 464.0), test_utils=utils)
+        codes, scale = torch.zeros(shape, dtype=torch.uint8), torch.ones(1)
+        arguments = (x, codes, scale, None, "tensor", E4M3, False, 448)
+        torch.library.opcheck(operand_statistics, arguments, test_utils=utils)
+    table = empty_statistics((16, 256), torch.device("cpu"))
+    torch.library.opcheck(statistics_whole, (table,), test_utils=ALL)
+    torch.library.opcheck(statistics_add_, (table, torch.ones(16, 256, dtype=torch.float64)), test_utils=ALL)
+
+
 def test_delayed_over_processes() -> None:
     """Nothing is entered: what these write beside the clock they do not tell the compiler."""
     scale, clock = torch.ones(3), torch.zeros(1)
@@ -371,6 +394,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (collective, norm_add_stats)}
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
+    here |= {op.name() for op in (operand_statistics, statistics_add_, statistics_whole, tensor_statistics)}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here |= {of_groups(variant.quantize).name() for variant in VARIANTS}
     here = {name.removeprefix("mezzotint::") for name in here}

@@ -134,11 +134,13 @@ class BasicLinear(BasicOperation):
         weights_q, amaxes = self._weights_q(call, (weight,))
         enter_weights(self, call, amaxes)
         args = self._linear_args(call, 0, weight, None, weights_q[0])
-        # Where backward reads them unquantized, or they are parts of others, neighbours must not quantize them.
+        # Where backward or an inspector reads them unquantized, or they are parts of others, neighbours must not
+        # quantize them.
         input_, grad_output = None, None
-        if args.parallel is None and not keeps_input(args, 0):
+        is_alone = args.parallel is None and args.probes is None
+        if is_alone and not keeps_input(args, 0):
             input_ = delayed(self, call, 0, "input", args.quantizers.input)
-        if args.parallel is None and not (args.numerics.keeps_wgrad and needs.weight):
+        if is_alone and not (args.numerics.keeps_wgrad and needs.weight):
             grad_output = delayed(self, call, 0, "grad_output", args.quantizers.grad_output)
         return LinearRun(call, weights_q[0], input_, grad_output)
 

@@ -154,6 +154,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
             saves_original_input=self.save_original_input,
             grad_state=call.grad_state,
+            probes=call.probes,
         )
 
     def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:

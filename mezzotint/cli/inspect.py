@@ -1,0 +1,23 @@
+"""`mezzotint inspect`: the page of a run whose tensors were looked at."""
+
+from pathlib import Path
+
+from mezzotint.inspect.page import write_page
+from mezzotint.inspect.store import FIGURES
+from mezzotint.trainer.console import CommandError, make_console
+from mezzotint.trainer.runs import INSPECT
+
+
+def run_inspect(run: str, out: str | None) -> None:
+    """The command; see `app.py`. A folder that `mezzotint.inspect` wrote by hand is a run, too."""
+    folder = Path(run)
+    found = next((each for each in (folder / INSPECT, folder) if (each / FIGURES).is_file()), None)
+    if found is None:
+        raise CommandError(f"{folder} has no {INSPECT}/{FIGURES}: give a run that was trained with --inspect 50")
+    page = folder / "inspect.html" if out is None else Path(out)
+    try:
+        steps = write_page(found, page, str(folder))
+    except ValueError as error:
+        raise CommandError(str(error), 1) from None
+    many = "step" if steps == 1 else "steps"
+    make_console().print(f"page of {steps} inspected {many}: {page}", highlight=False, soft_wrap=True)

@@ -1,0 +1,110 @@
+"""quantization_error: what one tensor loses when it is quantized, looked at by hand."""
+
+from typing import Any
+
+import torch
+
+from mezzotint.functional.observation import statistics_of
+from mezzotint.inspect.figures import COUNTED, Figures, exponents_of, figures_of, map_of
+from mezzotint.inspect.plot import draw_error
+from mezzotint.kernels._lib import run_op
+from mezzotint.kernels.statistics import statistics_whole
+from mezzotint.recipe import QuantizerRole, Recipe, as_recipe
+from mezzotint.tensor.quantize import quantize_scaled
+from mezzotint.tensor.quantizer import Quantizer
+
+
+class QuantizationError:
+    """The figures of a tensor against its quantized copy (`inspect/figures.py` says how each is defined).
+
+    `error.snr_db`, `error.underflow`, … are read as attributes; `exponents` is e → (elements of x, of the copy) with
+    2^e ≤ |·| < 2^(e+1), `map` 16 rows of 16 cells, each with the same figures. `table` is what was gathered on the
+    device: nothing waits for it until a figure is read.
+    """
+
+    def __init__(self, table: torch.Tensor, shape: tuple[int, ...], title: str) -> None:
+        self.table, self.shape, self.title = table, shape, title
+
+    @property
+    def figures(self) -> Figures:
+        """All of the tensor at once."""
+        return figures_of(run_op(statistics_whole, self.table))
+
+    @property
+    def exponents(self) -> dict[int, tuple[int, int]]:
+        return exponents_of(self.table)
+
+    @property
+    def map(self) -> list[list[Figures]]:
+        return map_of(self.table)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Figures.__slots__ and name != "nonfinite":
+            raise AttributeError(f"QuantizationError has no figure {name!r}: it has {', '.join(Figures.__slots__)}")
+        return getattr(self.figures, name)
+
+    def __repr__(self) -> str:
+        found = self.figures
+        lines = [
+            f"QuantizationError of {tuple(self.shape)} by {self.title}",
+            f"  signal to noise   {_number(found.snr_db, 'dB')}",
+            f"  mean square error {_number(found.mse)}",
+            f"  largest relative  {_number(found.relative_error)}",
+            f"  became zero       {_share(found.underflow)}",
+            f"  saturated         {_share(found.saturated)}",
+            f"  amax              {_number(found.amax)}",
+            f"  scale             {_scales(found)}",
+        ]
+        odd = [f"{name} {getattr(found, name)}" for name in COUNTED if getattr(found, name)]
+        return "\n".join([*lines, f"  not finite        {', '.join(odd) or 'none'}"])
+
+    def plot(self, axes: Any = None) -> Any:
+        """Draw the exponents of x and of its copy, and the noise over the tensor; give the figure of matplotlib.
+
+        `axes`: two of your own to draw on.
+        """
+        return draw_error(self, axes)
+
+
+def quantization_error(
+    x: torch.Tensor, quantizer: "Quantizer | Recipe | str", role: str = "input"
+) -> QuantizationError:
+    """Quantize `x` and say what was lost.
+
+        print(mz.quantization_error(x, "mxfp8"))
+
+    `quantizer` is one, or a recipe or its name, which is asked for its quantizer of a linear's `role`: "input",
+    "weight" or "grad_output". Delayed scaling has its scales from earlier tensors: give a quantizer with one.
+    """
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        kind = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"x is {kind}: give a floating-point torch.Tensor")
+    if role not in ("input", "weight", "grad_output"):
+        raise ValueError(f"role is {role!r}: give 'input', 'weight' or 'grad_output'")
+    title = quantizer if isinstance(quantizer, str) else type(quantizer).__name__
+    made: Any = quantizer
+    if not isinstance(made, Quantizer):
+        made = as_recipe(made).quantizer(QuantizerRole("linear", role))
+        if not isinstance(made, Quantizer):
+            raise ValueError(
+                f"quantizer is {title}, whose scales come from earlier tensors: give a recipe that scales by the "
+                "tensor at hand, or a Float8Quantizer with its scale"
+            )
+    with torch.no_grad():
+        x_q = quantize_scaled(x.detach(), made.frozen().with_usage(rowwise=True, columnwise=False), None)[0]
+        return QuantizationError(statistics_of(x, x_q), tuple(x.shape), title)
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "nothing to compare" if value is None else f"{value:.4g} {unit}".rstrip()
+
+
+def _share(value: float | None) -> str:
+    return "nothing to compare" if value is None else f"{100 * value:.3g} %"
+
+
+def _scales(found: Figures) -> str:
+    low, high = found.smallest_scale, found.largest_scale
+    if low is None or high is None:
+        return "none"
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -1,0 +1,88 @@
+"""Tables of many tensors, read at once: reduced over ranks, copied to the host, and turned into records.
+
+The copy is the one place where an inspector waits for the device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mezzotint.comm.collectives import all_reduce, all_reduce_max
+from mezzotint.comm.groups import world_size
+from mezzotint.functional.observation import Probe
+from mezzotint.inspect.figures import Figures, as_plain, exponents_of, figures_of
+from mezzotint.kernels.statistics import MAXIMA, SUMS
+
+_COUNT = len(SUMS)
+_ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
+MAPPED = ("snr_db", "underflow", "saturated")  # what a map shows
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTensor:
+    """What was seen of one tensor in one step: its figures, its table (16, 256), and its figures in other formats."""
+
+    name: str
+    module: str
+    role: str
+    figures: Figures
+    table: torch.Tensor
+    what_if: dict[str, Figures]
+
+    def as_record(self, step: int, stats: Sequence[str]) -> dict[str, Any]:
+        """A line of the file of figures, with these of them."""
+        plain = as_plain(self.figures)
+        kept = {name: plain[name] for name in plain if name in stats}
+        return {"step": step, "tensor": self.name, "module": self.module, "role": self.role, **kept}
+
+    def details(self, stats: Sequence[str]) -> dict[str, Any]:
+        """Histogram, map and other formats, as JSON has them."""
+        made: dict[str, Any] = {"figures": as_plain(self.figures)}
+        if "exponents" in stats:
+            made["exponents"] = [[e, *counts] for e, counts in exponents_of(self.table).items()]
+        if "map" in stats:
+            made["map"] = coarse_map(self.table)
+        if self.what_if:
+            made["what_if"] = {name: as_plain(figures) for name, figures in self.what_if.items()}
+        return made
+
+
+def read_probes(
+    names: Sequence[tuple[str, str, str]], probes: Sequence[Probe], trials: Sequence[tuple[str, ...]], group: Any
+) -> list[SeenTensor]:
+    """Return what was seen of each tensor (name, module, role), over all ranks of the group; those of which nothing
+    was, are left out. `trials`: the names of other formats of each."""
+    if not probes:
+        return []
+    tables = _reduced(torch.stack([probe.table for probe in probes]), group).cpu()
+    wholes = torch.cat([tables[:, :_COUNT].sum(2), tables[:, _COUNT:].amax(2)], 1)
+    tried = [probe.tried for probe in probes if probe.tried is not None]
+    columns = iter(_reduced(torch.cat(tried, 1).t(), group).cpu() if tried else ())
+    found = []
+    for (name, module, role), probe, formats, table, whole in zip(names, probes, trials, tables, wholes, strict=True):
+        others = {each: figures_of(next(columns)) for each in formats} if probe.tried is not None else {}
+        if whole[_ROW["count"]] > 0:
+            found.append(SeenTensor(name, module, role, figures_of(whole), table, others))
+    return found
+
+
+def _reduced(tables: torch.Tensor, group: Any) -> torch.Tensor:
+    """(n, 16, …) over the ranks of a group: sums of the sums, the largest of the maxima."""
+    if world_size(group) == 1:
+        return tables
+    sums, maxima = all_reduce(tables[:, :_COUNT], group), all_reduce_max(tables[:, _COUNT:], group)
+    return torch.cat([sums, maxima], 1)
+
+
+def coarse_map(table: torch.Tensor) -> dict[str, list[float | None]]:
+    """Return `MAPPED` figures of the 256 cells, row by row, rounded: they become colours."""
+    count, signal, noise = table[_ROW["count"]], table[_ROW["signal"]], table[_ROW["noise"]]
+    made = {"snr_db": (10 * (signal.log10() - noise.log10()), 1)}
+    made |= {name: (table[_ROW[name]] / count, 4) for name in ("underflow", "saturated")}
+    return {name: [_rounded(value, digits) for value in values.tolist()] for name, (values, digits) in made.items()}
+
+
+def _rounded(value: float, digits: int) -> float | None:
+    return round(value, digits) if -float("inf") < value < float("inf") else None

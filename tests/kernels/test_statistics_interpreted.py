@@ -1,0 +1,49 @@
+"""Statistics of a tensor in Triton's interpreter, on the CPU: every index and mask, against the reference.
+
+The interpreter is chosen before Triton is imported: another process.
+"""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+SHAPES = ((17, 40, torch.bfloat16), (100, 300, torch.float32))
+
+
+def test_interpreted() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_statistics_interpreted"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check(x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Counts and maxima to the bit; sums of squares, which are added in another order, to FP64's rounding."""
+    from mezzotint.kernels.statistics import SUMS, tensor_statistics_reference
+    from mezzotint.kernels.triton.statistics import tensor_statistics
+
+    made, want = tensor_statistics(x, quantized, scale, 464.0), tensor_statistics_reference(x, quantized, scale, 464.0)
+    squares = [SUMS.index("signal"), SUMS.index("noise")]
+    torch.testing.assert_close(made[squares], want[squares], rtol=1e-13, atol=0)
+    made[squares] = want[squares]
+    assert torch.equal(made, want), tuple(x.shape)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for rows, cols, dtype in SHAPES:
+        lowest = -130 if dtype == torch.float32 else -110  # the interpreter takes subnormal BF16 for 0
+        x = torch.randn(rows, cols + 3) * 2.0 ** torch.randint(lowest, 12, (rows, cols + 3))
+        x = x.to(dtype)[:, :cols]
+        quantized = (x.float() * (1 + torch.randint(-1, 2, x.shape) / 16)).where(torch.rand(x.shape) > 0.1, 0.0)
+        scale = torch.rand(rows, cols)
+        for value in (float("nan"), float("inf"), -float("inf"), 0.0):
+            for tensor in (x, quantized, scale):
+                tensor[torch.rand(rows, cols) < 0.03] = value
+        check(x, quantized, scale if rows != 17 else None)
+
+
+if __name__ == "__main__":
+    main()
