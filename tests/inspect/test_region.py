@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_what_is_computed_again_is_not_counted_again(checkpoint: Any) -> None:
         "weight": 48 * 32,
         "grad_output": 32 * 48,
     }
+
+
+@pytest.mark.parametrize("memory", ["lean", "compressed"])
+@pytest.mark.parametrize("name", ["linear", "layernorm_linear", "layernorm_mlp"])
+def test_what_backward_makes_again(name: str, memory: str) -> None:
+    """A memory mode under which backward quantizes inputs again: the same gradients, and each input counted once."""
+    found = []
+    for is_inspected in (False, True):
+        module = make(name)
+        inspector = mz.inspect(module)
+        x = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with inspector if is_inspected else nullcontext():
+            with mz.autocast("mxfp8", memory=memory):
+                y = module(x)
+            y.float().square().sum().backward()
+        found.append([y, x.grad, *[each.grad for each in module.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert inspector.last[0].figures.count == 32 * 32
 
 
 def count_guards_and_operators(model: nn.Module, x: torch.Tensor) -> tuple[int, list[str]]:
