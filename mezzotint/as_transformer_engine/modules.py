@@ -126,7 +126,8 @@ def install() -> None:
 
 def refuse_the_real_one() -> None:
     """Raise ImportError where Transformer Engine itself is installed beside the shim, whose files it would share."""
-    for name in (DISTRIBUTION, "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13"):
+    parts = [f"{DISTRIBUTION}-{part}" for part in ("torch", "jax", "cu12", "cu13", "rocm")]
+    for name in (DISTRIBUTION, *parts):
         for found in metadata.distributions(name=name):
             if not is_ours(found):
                 raise ImportError(

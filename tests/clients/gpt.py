@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer import TransformerConfig
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import mezzotint as mz
 from mezzotint import recipe as recipes
@@ -33,6 +34,22 @@ CASES: dict[str, tuple[dict[str, Any], recipes.Recipe | None]] = {
     # Stochastic rounding draws from the generator, which Megatron's decoder and ours use in the same order.
     "nvfp4": ({"fp4": "e2m1", "fp4_recipe": Fp4Recipe.nvfp4}, recipes.NVFP4BlockScaling()),
 }
+
+
+class CpuAsCuda(TorchFunctionMode):
+    """Gives Megatron's optimizers, which write "cuda" for the device and ask tensors for their CUDA types, the CPU."""
+
+    TYPES: ClassVar = {torch.bfloat16: "torch.cuda.BFloat16Tensor", torch.float32: "torch.cuda.FloatTensor"}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return self.TYPES[args[0].dtype]
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 @contextmanager
