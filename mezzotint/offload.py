@@ -186,6 +186,11 @@ class _Offload:
     def __exit__(self, *error: Any) -> None:
         self.hooks.pop().__exit__(*error)
 
+    @property
+    def inside_context(self) -> bool:
+        """Whether the context is entered, which programs ask by this name."""
+        return bool(self.hooks)
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         if len(self.layers) > self.count or not may_leave(tensor):
             return tensor

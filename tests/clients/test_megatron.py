@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import multiprocessing
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+OFFLOADED = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_grouped_gemm": True,
@@ -41,7 +42,7 @@ def losses(case: str, **settings: Any) -> Losses:
     """Return the losses of Megatron's model and of ours. Ours recomputes nothing."""
     options, recipe = CASES[case]
     theirs = train(megatron_gpt(config(**options, **settings)))
-    left = {name: value for name, value in settings.items() if name not in FULL}
+    left = {name: value for name, value in settings.items() if name not in FULL | OFFLOADED}
     return theirs, train(own_gpt(config(**options, **left), recipe))
 
 
@@ -87,6 +88,14 @@ def test_recomputation(case: str) -> None:
 @pytest.mark.usefixtures("one_process")
 def test_the_op_fuser(case: str) -> None:
     theirs, ours = fused_losses(case)
+    assert theirs == ours
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("one_process")
+def test_activations_are_offloaded(case: str) -> None:
+    """On the CPU they stay where they are: the contexts and their functions are entered and called all the same."""
+    theirs, ours = losses(case, **OFFLOADED)
     assert theirs == ours
 
 
