@@ -196,6 +196,9 @@ def test_manual_and_switched_off() -> None:
 def test_retained_host_buffers_are_used_again() -> None:
     model = layers()
     context, sync = get_cpu_offload_context(True, 3, LAYERS, retain_pinned_cpu_buffers=True)
+    assert not context.inside_context
+    with context:
+        assert context.inside_context
     want = plain(model)
     pointers = []
     for _ in range(3):

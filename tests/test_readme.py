@@ -114,12 +114,6 @@ def test_the_tree() -> None:
     assert rows == sorted(rows)
 
 
-def test_checkpoints_of_transformer_engine_load_without_their_extra_state() -> None:
-    layer = mz.LayerNormLinear(32, 32, device="cpu")
-    saved = {**layer.state_dict(), "_extra_state": torch.zeros(10, dtype=torch.uint8)}
-    layer.load_state_dict({key: value for key, value in saved.items() if not key.endswith("_extra_state")})
-
-
 def test_checkpoints_of_torchao_load_either_way() -> None:
     assert quiet_import()
     from torchao.float8 import convert_to_float8_training

@@ -10,9 +10,12 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
+import mezzotint as mz
 from mezzotint.as_transformer_engine import __main__ as runner
 from mezzotint.as_transformer_engine import absent, modules
+from mezzotint.as_transformer_engine.grouped_linear import GroupedLinear
 from mezzotint.as_transformer_engine.paths import BEHIND_A_NAME, PATHS, RENAMED, VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +85,32 @@ else:
 print("as it should")
 """
 )
+
+
+def test_grouped_linear_saves_its_state_in_the_form_of_the_name() -> None:
+    """And reads both forms, as the module of Mezzotint does."""
+    recipe = mz.recipe.DelayedScaling(amax_history_len=4)
+    ours, theirs = mz.GroupedLinear(2, 32, 32), GroupedLinear(2, 32, 32)
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.state_dict()["_extra_state"].numel() == 0  # nothing learnt
+    assert not theirs.fp8_meta["fp8_checkpoint"]
+    for module in (ours, theirs):
+        torch.manual_seed(0)
+        with mz.autocast(recipe=recipe):
+            y = module(torch.randn(32, 32), [16, 16])
+        y.sum().backward()
+    state = theirs.state_dict()
+    assert state["_extra_state"].dtype == torch.uint8
+    assert theirs.fp8_meta["fp8_checkpoint"]
+    assert theirs.fp8_meta["recipe"] == recipe
+    read = mz.GroupedLinear(2, 32, 32)
+    read.load_state_dict(state)
+    assert torch.equal(read.get_extra_state(), ours.get_extra_state())
+    again = GroupedLinear(2, 32, 32)
+    again.load_state_dict(ours.state_dict())
+    assert torch.equal(again.scale_fwd, ours.scale_fwd)
+    again.fp8_meta["recipe"] = recipe
+    assert again.fp8_meta["recipe"] is recipe
 
 
 def test_one_process() -> None:

@@ -68,6 +68,7 @@ def test_layouts_formats_and_options(layout: str, kind: str | None) -> None:
     assert_near(d, wanted)
     assert rest == [None, None, None]
     assert general_gemm(a, b, layout=layout)[0].dtype == torch.bfloat16  # A's
+    assert torch.equal(general_gemm(a, b, layout=layout, workspace=d)[0], general_gemm(a, b, layout=layout)[0])
 
     bias = sample((wanted.shape[1],), seed=7)
     d = general_gemm(a, b, torch.float32, layout=layout, bias=bias, alpha=0.5)[0]
