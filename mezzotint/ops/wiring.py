@@ -34,17 +34,19 @@ class Wiring:
                 elif channel in written:
                     sources.append(channel)
                 else:
+                    later = [i for i, other in enumerate(basic_ops) if _writes(other, channel)]
+                    why = f"no earlier producer, only operation {later[0]}" if later else "no producer"
                     raise ValueError(
-                        f"operation {place} ({type(op).__name__}) reads the channel {channel!r}, which no operation "
-                        "before it writes: call set_extra_output_channel on one"
+                        f"operation {place} ({type(op).__name__}) reads the channel {channel!r}, which has {why}: call "
+                        "set_extra_output_channel on an operation before it"
                     )
             targets: list[tuple[str | None, int | None]] = []
             for index in range(op.num_extra_outputs):
                 channel, to_caller = op._extra_output_channels.get(index, (None, True))
                 if channel is not None and channel in written:
                     raise ValueError(
-                        f"operation {place} ({type(op).__name__}) writes the channel {channel!r}, which another one "
-                        "before it writes: give it another name"
+                        f"operation {place} ({type(op).__name__}) writes the channel {channel!r}, which would have "
+                        "multiple producers: give it another name"
                     )
                 if channel is not None:
                     written.append(channel)
@@ -76,8 +78,8 @@ class Wiring:
     def _read(self, place: int, channel: str, channels: dict[str, Any]) -> Any:
         if channel in channels and channels[channel] is None:
             raise RuntimeError(
-                f"operation {place} reads the channel {channel!r}, for which the operation that writes it gave None: a "
-                "fused operation gives what others read"
+                f"operation {place} reads the channel {channel!r} outside its forward fusion, and the operation that "
+                "writes it gave None: a fused operation gives what others read"
             )
         return channels.get(channel)
 
@@ -91,6 +93,11 @@ class Wiring:
         out = []
         for (channel, position), value in zip(self.outputs[place], made, strict=True):
             if channel is not None:
+                if value is None and position is not None:
+                    raise RuntimeError(
+                        f"operation {place} ({type(op).__name__}) gave None for the channel {channel!r}, which is "
+                        "public: the caller gets it, so give a tensor, or set output_to_caller=False"
+                    )
                 channels[channel] = value
             if position is not None:
                 out.append(value)
@@ -123,6 +130,10 @@ class Wiring:
                 if not isinstance(source, str):
                     found[source] = gradient
         return found
+
+
+def _writes(op: BasicOperation, channel: str) -> bool:
+    return any(name == channel for name, _ in op._extra_output_channels.values())
 
 
 def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:

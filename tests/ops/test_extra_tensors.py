@@ -168,11 +168,17 @@ def test_channels_that_do_not_fit() -> None:
         return op
 
     reader = channelled(ops.AddExtraInput, "a")
-    with pytest.raises(ValueError, match=r"operation 1 \(AddExtraInput\) reads the channel 'a', which no operation"):
+    with pytest.raises(
+        ValueError, match=r"operation 1 \(AddExtraInput\) reads the channel 'a', which has no producer: call"
+    ):
         ops.Sequential(ops.Identity(), reader)
-    with pytest.raises(ValueError, match=r"operation 0 \(AddExtraInput\) reads the channel 'a'"):
+    with pytest.raises(
+        ValueError, match="reads the channel 'a', which has no earlier producer, only operation 1: call"
+    ):
         ops.Sequential(channelled(ops.AddExtraInput, "a"), channelled(ops.MakeExtraOutput, "a"))  # behind it
-    with pytest.raises(ValueError, match=r"operation 1 \(MakeExtraOutput\) writes the channel 'a', which another"):
+    with pytest.raises(
+        ValueError, match=r"operation 1 \(MakeExtraOutput\) writes the channel 'a', .*multiple producers"
+    ):
         ops.Sequential(channelled(ops.MakeExtraOutput, "a"), channelled(ops.MakeExtraOutput, "a"))
     with pytest.raises(ValueError, match="reads the channel 'a'"):  # a channel ends where a pipeline ends
         ops.Sequential(channelled(ops.MakeExtraOutput, "a"), nn.Identity(), channelled(ops.AddExtraInput, "a"))
@@ -328,5 +334,12 @@ def test_a_channel_that_is_left_out_is_named() -> None:
     start, end = Silent(), ops.AddExtraInput()
     start.set_extra_output_channel(0, "residual", output_to_caller=False)
     end.set_extra_input_channel(0, "residual")
-    with pytest.raises(RuntimeError, match=r"operation 1 reads the channel 'residual', .* gave None"):
+    with pytest.raises(RuntimeError, match=r"operation 1 reads the channel 'residual' outside .* gave None"):
+        ops.Sequential(start, end)(torch.ones(4))
+    start, end = Silent(), ops.AddExtraInput()
+    start.set_extra_output_channel(0, "residual", output_to_caller=True)
+    end.set_extra_input_channel(0, "residual")
+    with pytest.raises(
+        RuntimeError, match=r"operation 0 \(Silent\) gave None for the channel 'residual', which is public"
+    ):
         ops.Sequential(start, end)(torch.ones(4))
