@@ -45,6 +45,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("recipe", None),
         ("amax_reduction_group", None),
         ("_graph", False),
+        ("memory", None),
     ],
     "fp8_autocast": [
         ("enabled", True),

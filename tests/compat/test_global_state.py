@@ -67,7 +67,7 @@ def test_reset() -> None:
     FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
     assert FP8GlobalStateManager.get_skip_fp8_weight_update_tensor().item() == 1
     FP8GlobalStateManager.reset()
-    assert FP8GlobalStateManager.get_autocast_state() == (False, False, None, None)
+    assert FP8GlobalStateManager.get_autocast_state() == (False, False, None, None, "default")
     assert FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is None
 
 
