@@ -41,12 +41,12 @@ test-all: $(SETUP) ## those, and all that is exhaustive and slow: what CI runs
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 # Programs of others on the installed wheels, the shim's too, in an environment of their own. What is built anew each time
-# is Mezzotint; an older build beside it would go into the wheel.
+# is Mezzotint; an older build beside it would go into the wheel. One thread, as in `train`.
 clients: .venv-clients/.installed ## Megatron-Core, Accelerate, Lightning, transformers and peft, unchanged
 	rm -rf build packages/transformer-engine-shim/build
 	.venv-clients/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	    --force-reinstall . packages/transformer-engine-shim
-	cd tests/clients && ../../.venv-clients/bin/python -m pytest -p no:cacheprovider $(ARGS)
+	cd tests/clients && OMP_NUM_THREADS=1 ../../.venv-clients/bin/python -m pytest -p no:cacheprovider $(ARGS)
 
 check: $(SETUP) ## lint, format, types; ARGS goes to the linter
 	$(RUN) -m ruff check $(ARGS)
