@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib import pyplot
 
 import mezzotint as mz
 from mezzotint import recipe
@@ -178,7 +179,6 @@ def test_it_reads_well() -> None:
 
 
 def test_it_draws() -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib draws")
     figure = mz.quantization_error(torch.randn(40, 64), "nvfp4").plot()
     assert [axes.get_title() for axes in figure.axes][:2] == ["nvfp4", "signal to noise, dB"]
     pyplot.close(figure)

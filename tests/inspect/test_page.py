@@ -83,8 +83,8 @@ def test_no_record(tmp_path: Path) -> None:
 @pytest.fixture
 def browser() -> Iterator[Any]:
     if CHROMIUM is None:
-        pytest.skip("no chromium: apt install chromium")
-    api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+        pytest.skip("no browser: apt install chromium")
+    api = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright, which drives it")
     with api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
