@@ -97,18 +97,37 @@ def test_torchs_checkpoint_with_backward_in_the_region(maker: str, recipe: str, 
 
 @over_makers
 @over_ways
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_torchs_checkpoint_with_backward_outside(maker: str, recipe: str, use_reentrant: bool) -> None:
-    """It would compute again in high precision. A run that was in high precision is none of this."""
+def test_torchs_checkpoint_of_delayed_scaling_with_backward_outside(maker: str, use_reentrant: bool) -> None:
+    """The scales of the first run are gone. A run that was in high precision is none of this."""
     module, x = MAKERS[maker](), sample().requires_grad_()
-    with mz.autocast(recipe=RECIPES[recipe]):
+    with mz.autocast(recipe=RECIPES["delayed"]):
         y = checkpoint(module, x, use_reentrant=use_reentrant)
     with pytest.raises(RuntimeError, match=r"mezzotint\.checkpoint"):
         gradient(y).backward()
     gradient(checkpoint(module, x, use_reentrant=use_reentrant)).backward()
-    with mz.autocast(recipe=RECIPES[recipe]):
+    with mz.autocast(recipe=RECIPES["delayed"]):
         y = mz.checkpoint(module, x, use_reentrant=use_reentrant)
     gradient(y).backward()
+
+
+@over_makers
+@over_ways
+def test_torchs_checkpoint_with_backward_outside(maker: str, use_reentrant: bool) -> None:
+    """It computes again with the recipe of the module's run before."""
+    module = MAKERS[maker]()
+
+    def run(checkpoints: bool) -> dict[str, torch.Tensor]:
+        x = sample().requires_grad_()
+        module.zero_grad()
+        with mz.autocast(recipe=RECIPES["current"]):
+            y = checkpoint(module, x, use_reentrant=use_reentrant) if checkpoints else module(x)
+        gradient(y).backward()
+        grads = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        return {"output": y.detach(), "input": x.grad, **grads}
+
+    expected = run(False)
+    gradient(module(sample().requires_grad_())).backward()  # in high precision
+    assert_equal(run(True), expected)
 
 
 def test_a_forward_of_the_users_in_backward() -> None:
