@@ -18,6 +18,8 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzotint.comm.collectives import collective
+
 NAMESPACES = ("c10d", "_c10d_functional")
 SILENT = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "recv_", "recv_any_source_"}
 
@@ -65,6 +67,14 @@ COLLECTIVES: dict[str, tuple[str, Callable[[Any, Any], int]]] = {
 }
 
 
+_ONE_OP = {
+    "gather": "all_gather_into_tensor",
+    "scatter": "reduce_scatter_tensor",
+    "sum": "all_reduce",
+    "max": "all_reduce",
+}
+
+
 class SentBytes(TorchDispatchMode):
     """Counts while it is on: `with sent: step`, then `sent.total`, by the kind of collective."""
 
@@ -73,7 +83,10 @@ class SentBytes(TorchDispatchMode):
         self.total: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in NAMESPACES:
+        if func is collective:  # ours on the CPU, which starts and waits in one
+            x, kind, _, group = args
+            self._add(_ONE_OP[kind], (x,), {"group": group})
+        elif func.namespace in NAMESPACES:
             self._add(func._schema.name.split("::")[1], args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
