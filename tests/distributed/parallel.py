@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzotint as mz
 from mezzotint import recipe as recipes
+from mezzotint.comm.collectives import collective
 from tests.recipes import RECIPES, VARIANTS
 from tests.worlds import Result
 
@@ -99,6 +100,8 @@ def split_of(mode: str, sp: bool, x: torch.Tensor, dy: torch.Tensor) -> tuple[to
 
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+# What the one operator does that stands for a collective on the CPU.
+OURS = dict(zip(("gather", "scatter", "sum", "max"), (*COLLECTIVES, "all_reduce"), strict=True))
 
 
 class Sent(TorchDispatchMode):
@@ -111,7 +114,8 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if func.namespace == "_c10d_functional" and name in COLLECTIVES:
+        if func is collective or (func.namespace == "_c10d_functional" and name in COLLECTIVES):
+            name = OURS[args[1]] if func is collective else name
             key = f"{name} {str(args[0].dtype).removeprefix('torch.')}"
             self.bytes[key] = self.bytes.get(key, 0) + args[0].numel() * args[0].element_size()
             self.calls[key] = self.calls.get(key, 0) + 1
