@@ -46,3 +46,10 @@ def test_pipeline() -> None:
     """Which compares each stage's gradients with those of one process."""
     said = "gradients of stages {} are those of one process, bit for bit"
     assert run_processes("pipeline.py") == [f"process {rank}: {said.format([rank, rank + 2])}" for rank in range(2)]
+
+
+def test_torchtitan_converter() -> None:
+    command = [sys.executable, "examples/torchtitan_converter.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "MXFP8BlockScaling" in run.stdout
