@@ -29,7 +29,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "layer/weights.py",
         "module/base.py",
     ),
-    "keeps the input of an activation in FP8 where asked": ("ops/basic/activation.py",),
+    "keeps the input of an activation in FP8 where asked": ("functional/activation.py", "ops/basic/activation.py"),
     "upstream's FP8 Adam writes codes by given scales": ("optimizers/multi_tensor.py",),
 }
 ELEMENT_TYPES = re.compile(
