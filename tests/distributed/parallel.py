@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzotint as mz
 from mezzotint import recipe as recipes
 from mezzotint.comm.collectives import collective
+from mezzotint.functional.delayed import delayed_compare
+from mezzotint.kernels._lib import _IMPLEMENTATIONS
 from tests.recipes import RECIPES, VARIANTS
 from tests.worlds import Result
 
@@ -100,8 +102,6 @@ def split_of(mode: str, sp: bool, x: torch.Tensor, dy: torch.Tensor) -> tuple[to
 
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-# What the one operator does that stands for a collective on the CPU.
-OURS = dict(zip(("gather", "scatter", "sum", "max"), (*COLLECTIVES, "all_reduce"), strict=True))
 
 
 class Sent(TorchDispatchMode):
@@ -113,9 +113,11 @@ class Sent(TorchDispatchMode):
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (collective, delayed_compare):  # operators of ours that send, on the CPU: what they do inside
+            with self:
+                return _IMPLEMENTATIONS[func][0](*args)
         name = func.__name__.split(".")[0]
-        if func is collective or (func.namespace == "_c10d_functional" and name in COLLECTIVES):
-            name = OURS[args[1]] if func is collective else name
+        if func.namespace == "_c10d_functional" and name in COLLECTIVES:
             key = f"{name} {str(args[0].dtype).removeprefix('torch.')}"
             self.bytes[key] = self.bytes.get(key, 0) + args[0].numel() * args[0].element_size()
             self.calls[key] = self.calls.get(key, 0) + 1
