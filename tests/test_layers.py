@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def unit_of(module: str) -> str | None:
     return module.split(".")[1] if "." in module else None
 
 
+@cache
 def find_imports(package: Path) -> list[Import]:
     """Every import of every file under the package."""
     modules = find_modules(package)
