@@ -47,7 +47,7 @@ class ConvertedExperts(Converted, Named):
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states (tokens, hidden), experts of each token and their weights (tokens, k) → (tokens, hidden)."""
-        recipe = self._settings_of_run()
+        recipe = self._recipe_of_run()
         if recipe is None:
             return self._mezzotint_theirs.forward(self, hidden_states, top_k_index, top_k_weights)
         up, down = projections(self)
@@ -70,7 +70,7 @@ class ConvertedExperts(Converted, Named):
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         return multiply_groups(x, weight, splits, bias, recipe, join_path(self._name, name))
 
-    def _settings_of_run(self) -> Recipe | None:
+    def _recipe_of_run(self) -> Recipe | None:
         if self.recipe is not None:
             return self.recipe.frozen()
         state = current_state()

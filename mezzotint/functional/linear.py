@@ -179,7 +179,7 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
 
 
 def _tokens_of(x: torch.Tensor | None, x_q: Any, parallel: Parallel | None) -> torch.Tensor | None:
-    """x, for the same tokens as its quantized copy: those of all processes where they were gathered."""
+    """Return x for the same tokens as its quantized copy: those of all ranks where they were gathered."""
     if x is None or parallel is None or matrix_shape(x.shape)[0] == x_q.shape[0]:
         return x
     return gather_rows(as_matrix(x), parallel.group)

@@ -152,7 +152,7 @@ class Layer(Configured, Named, ParallelModule):
         keeps_weights = recipe is not None and is_first_microbatch is not None
         plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, memory)
         if plan.request is not None and not state.enabled:
-            raise RuntimeError(SCALES_ARE_GONE)
+            raise RuntimeError(_SCALES_ARE_GONE)
         call = RunSettings(plan)
         if plan.is_inspected:
             call.probes = probes_of(self, state)
@@ -378,7 +378,7 @@ def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> t
     return settings
 
 
-SCALES_ARE_GONE = (
+_SCALES_ARE_GONE = (
     "torch.utils.checkpoint computes again outside of autocast what it first computed inside, and delayed scaling has "
     "taken new scales since. Use mezzotint.checkpoint, which keeps those of the first run, or call backward inside the "
     "region"

@@ -11,7 +11,7 @@ def train(out: str, given: dict[str, Any]) -> None: ...        --out, --steps; g
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from functools import wraps
 from typing import Any
@@ -44,6 +44,12 @@ def check_options(config: Any) -> None:
             raise CommandError(f"{flag(entry.name)} is {value}: give {least} or more")
         if isinstance(value, int) and value >= 2**bits:
             raise CommandError(f"{flag(entry.name)} is {_short(value)}: give less than 2^{bits}")
+
+
+def check_word(name: str, value: str, choices: Sequence[str]) -> None:
+    """An option that takes one of a few words."""
+    if value not in choices:
+        raise CommandError(f"{flag(name)} is {value!r}: give one of {', '.join(choices)}")
 
 
 def is_a(value: Any, kind: Any) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from mezzotint.memory import MEMORY_MODES
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.options import check_options, option
+from mezzotint.trainer.options import check_options, check_word, option
 
 STATES = ("float32", "bfloat16", "float16", "fp8")
 _UNITS = {"B": 1, **{f"{sign}B": 1000**n for n, sign in enumerate("KMGT", 1)}}
@@ -24,10 +24,8 @@ class Savings:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.memory not in MEMORY_MODES:
-            raise CommandError(f"--memory is {self.memory!r}: give one of {', '.join(MEMORY_MODES)}")
-        if self.optimizer_dtype not in STATES:
-            raise CommandError(f"--optimizer-dtype is {self.optimizer_dtype!r}: give one of {', '.join(STATES)}")
+        check_word("memory", self.memory, MEMORY_MODES)
+        check_word("optimizer_dtype", self.optimizer_dtype, STATES)
 
     def words(self) -> list[str]:
         """Those that are used."""

@@ -8,7 +8,7 @@ from typing import Any
 from mezzotint.memory import MEMORY_MODES
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
-from mezzotint.trainer.options import check_options, flag, option
+from mezzotint.trainer.options import check_options, check_word, flag, option
 from mezzotint.trainer.recipe_names import BF16, NAMES, recipe_name
 from mezzotint.trainer.sizes import ModelConfig
 
@@ -47,8 +47,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.memory not in MEMORY_MODES:
-            raise CommandError(f"--memory is {self.memory!r}: give one of {', '.join(MEMORY_MODES)}")
+        check_word("memory", self.memory, MEMORY_MODES)
         if self.hold_out > 0.5:
             raise CommandError(f"--hold-out is {self.hold_out}: give a part of the text, at most 0.5")
         if self.eval_every and not self.hold_out:
