@@ -144,6 +144,7 @@ def options(rank: int) -> Result:
                 "second": (plain, {"is_first_microbatch": False}),
                 "original": (make(mz.Linear, width, width, save_original_input=True, **shared), {}),
                 "late": (make(mz.Linear, width, width, delay_wgrad_compute=True, **shared), {}),
+                "lean": (make(mz.Linear, width, width, memory="lean", **shared), {}),
             }
             for kind, (module, kwargs) in kinds.items():
                 got = step(module, *inputs, BITWISE[name], **kwargs)
@@ -164,6 +165,12 @@ def options(rank: int) -> Result:
             got = step(op, *inputs, BITWISE[name])
             names = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
             found[f"{name} {mode} op"] = differing({names.get(key, key): value for key, value in got.items()}, want)
+        inputs = part(draw(width, width, seed=1), 0), part(draw(width, width, seed=2), 0)
+        together: dict[str, Any] = {"set_parallel_mode": True, "tp_group": group, "sequence_parallel": True}
+        default, lean = (
+            make(mz.LayerNormMLP, width, 2 * width, memory=memory, **together) for memory in ("default", "lean")
+        )
+        found[f"{name} mlp"] = differing(step(lean, *inputs, BITWISE[name]), step(default, *inputs, BITWISE[name]))
     return found
 
 

@@ -124,12 +124,19 @@ def test_what_is_sent(two: World, recipe: str, mode: str) -> None:
         assert sent == {f"all_gather_into_tensor {dtype}": size for dtype, size in gathered(recipe, mode).items()}
 
 
-@pytest.mark.parametrize("kind", ["first", "second", "original", "late", "op"])
+@pytest.mark.parametrize("kind", ["first", "second", "original", "late", "lean", "op"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["current", "nvfp4", "mxfp8"])
 def test_options_change_the_way_only(two: World, recipe: str, mode: str, kind: str) -> None:
     for found in results(two, "options"):
         assert found[f"{recipe} {mode} {kind}"] == []
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4", "mxfp8"])
+def test_lean_memory_of_an_mlp(two: World, recipe: str) -> None:
+    """Where ranks gather its input, or take amaxes together, forward's copy is held; elsewhere it is made again."""
+    for found in results(two, "options"):
+        assert found[f"{recipe} mlp"] == []
 
 
 @pytest.mark.parametrize("mode", MODES)
