@@ -13,11 +13,11 @@ from mezzotint.comm.collectives import all_reduce, all_reduce_max
 from mezzotint.comm.groups import world_size
 from mezzotint.functional.observation import Probe
 from mezzotint.inspect.figures import Figures, as_plain, exponents_of, figures_of
+from mezzotint.inspect.maps import pack_map
 from mezzotint.kernels.statistics import MAXIMA, SUMS
 
 _COUNT = len(SUMS)
 _ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
-MAPPED = ("snr_db", "underflow", "saturated")  # what a map shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class SeenTensor:
         return {"step": step, "tensor": self.name, "module": self.module, "role": self.role, **kept}
 
     def details(self, stats: Sequence[str]) -> dict[str, Any]:
-        """Histogram, map and other formats, as JSON has them."""
+        """Return histogram, map and other formats, as the file of details has them."""
         made: dict[str, Any] = {"figures": as_plain(self.figures)}
         if "exponents" in stats:
             made["exponents"] = [[e, *counts] for e, counts in exponents_of(self.table).items()]
         if "map" in stats:
-            made["map"] = coarse_map(self.table)
+            made["map"] = pack_map(self.table)
         if self.what_if:
             made["what_if"] = {name: as_plain(figures) for name, figures in self.what_if.items()}
         return made
@@ -74,15 +74,3 @@ def _reduced(tables: torch.Tensor, group: Any) -> torch.Tensor:
         return tables
     sums, maxima = all_reduce(tables[:, :_COUNT], group), all_reduce_max(tables[:, _COUNT:], group)
     return torch.cat([sums, maxima], 1)
-
-
-def coarse_map(table: torch.Tensor) -> dict[str, list[float | None]]:
-    """Return `MAPPED` figures of the 256 cells, row by row, rounded: they become colours."""
-    count, signal, noise = table[_ROW["count"]], table[_ROW["signal"]], table[_ROW["noise"]]
-    made = {"snr_db": (10 * (signal.log10() - noise.log10()), 1)}
-    made |= {name: (table[_ROW[name]] / count, 4) for name in ("underflow", "saturated")}
-    return {name: [_rounded(value, digits) for value in values.tolist()] for name, (values, digits) in made.items()}
-
-
-def _rounded(value: float, digits: int) -> float | None:
-    return round(value, digits) if -float("inf") < value < float("inf") else None

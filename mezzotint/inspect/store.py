@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzotint.inspect.figures import MEASURED
+from mezzotint.inspect.maps import unpack_map
 from mezzotint.inspect.reading import SeenTensor
 
 FIGURES, DETAILS, SCALARS = "figures.jsonl", "details.json", "tensorboard"
@@ -73,4 +74,10 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
 def read_details(folder: Path) -> dict[str, Any]:
     """Return the details of the last inspected step: {"step": …, "tensors": {name: …}}."""
     path = folder / DETAILS
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"step": None, "tensors": {}}
+    if not path.exists():
+        return {"step": None, "tensors": {}}
+    details = json.loads(path.read_text(encoding="utf-8"))
+    for tensor in details["tensors"].values():
+        if "map" in tensor:
+            tensor["map"] = unpack_map(tensor["map"])
+    return details

@@ -14,7 +14,8 @@ from matplotlib import pyplot
 import mezzotint as mz
 from mezzotint import recipe
 from mezzotint.functional.observation import statistics_of
-from mezzotint.inspect.figures import exponents_of, figures_of
+from mezzotint.inspect.figures import exponents_of, figures_of, map_of
+from mezzotint.inspect.maps import UNITS, pack_map, unpack_map
 from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS, statistics_whole
 from tests.quantizer_formats import FORMATS
 
@@ -148,6 +149,20 @@ def test_figures_follow_from_a_table() -> None:
     assert error.map[1][0].underflow == 1.0
     assert error.map[2][0].count == 0
     assert error.map[2][0].snr_db is None
+
+
+def test_a_map_survives_its_file() -> None:
+    """Tenths of a decibel, ten-thousandths of the elements; None where a cell has no figure."""
+    x = torch.randn(64, 96) * torch.logspace(-6, 3, 96)
+    x[:8] = 0.0
+    found = mz.quantization_error(x, recipe.Float8CurrentScaling())
+    unpacked = unpack_map(pack_map(found.table))
+    cells = [cell for row in map_of(found.table) for cell in row]
+    for name, units in UNITS.items():
+        figures = [getattr(cell, name) for cell in cells]
+        finite = [None if value is None or not math.isfinite(value) else value for value in figures]
+        assert unpacked[name] == [None if value is None else pytest.approx(value, abs=0.51 / units) for value in finite]
+    assert None in unpacked["snr_db"]
 
 
 def test_without_loss_and_without_elements() -> None:

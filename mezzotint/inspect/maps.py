@@ -1,0 +1,42 @@
+"""Coarse maps of tensors as a file holds them: whole numbers of 16 bits in base64.
+
+A map has 256 cells, and an inspected step has a map of several figures for each tensor. Text of rounded numbers would
+take longer to write than the step that is inspected.
+"""
+
+import base64
+
+import numpy as np
+import torch
+
+from mezzotint.kernels.statistics import MAXIMA, SUMS
+
+_ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
+# Figure → how many units make up 1: tenths of a decibel, ten-thousandths of all elements of a cell.
+UNITS = {"snr_db": 10, "underflow": 10_000, "saturated": 10_000}
+_NONE = -(1 << 15)  # a cell without this figure
+
+
+def pack_map(table: torch.Tensor) -> dict[str, str]:
+    """Return the figures of `UNITS` in the 256 cells of a table, row by row."""
+    rows = table.numpy()
+    count, signal, noise = rows[_ROW["count"]], rows[_ROW["signal"]], rows[_ROW["noise"]]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        made = {"snr_db": 10 * (np.log10(signal) - np.log10(noise))}
+        made |= {name: rows[_ROW[name]] / count for name in ("underflow", "saturated")}
+        return {name: _pack(values * UNITS[name]) for name, values in made.items()}
+
+
+def _pack(values: np.ndarray) -> str:
+    whole = np.where(np.isfinite(values), np.rint(values), _NONE).astype("<i2")
+    return base64.b64encode(whole.tobytes()).decode("ascii")
+
+
+def unpack_map(packed: dict[str, str]) -> dict[str, list[float | None]]:
+    """Return the figures that `pack_map` has packed; None where a cell has none."""
+    return {name: _unpack(text, UNITS[name]) for name, text in packed.items()}
+
+
+def _unpack(text: str, units: int) -> list[float | None]:
+    whole = np.frombuffer(base64.b64decode(text), dtype="<i2").tolist()
+    return [None if value == _NONE else value / units for value in whole]
