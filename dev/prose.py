@@ -28,8 +28,8 @@ AUXILIARIES = frozenset(
 OPENERS = frozenset(
     re.findall(
         r"\w+",
-        "Of Those As That Which Whose With Without And Or But By From To For In On At Its Their Them Also Where Whether "
-        "What How Why Than Then Not None",
+        "Of Those As That Which Whose With Without And Or But By From To For In On At Its Their Them Also Where "
+        "Whether What How Why Than Then Not None",
     )
 )
 
