@@ -20,7 +20,7 @@ PACKAGE = ROOT / "mezzotint"
 
 # Lowest first. A name is a file or a folder of the package; those of one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("constants", "late", "memory"),
+    ("constants", "files", "late", "memory"),
     ("tracing",),
     ("formats",),
     ("hw",),
@@ -39,6 +39,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("attention", "cross_entropy", "moe"),
     ("transformer",),
     ("convert", "distributed", "graph", "offload", "recomputation"),
+    ("serving",),
     ("dynamo", "inspect"),
     ("api",),
     ("as_transformer_engine", "trainer"),

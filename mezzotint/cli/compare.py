@@ -11,9 +11,9 @@ from rich.table import Table
 
 from mezzotint.cli.figure import draw
 from mezzotint.cli.train import set_threads
+from mezzotint.files import write_json
 from mezzotint.trainer.console import CommandError, as_size, make_console
 from mezzotint.trainer.data import NUM_BYTES, read_text
-from mezzotint.trainer.files import write_json
 from mezzotint.trainer.loop import Result, Stopped, run_training
 from mezzotint.trainer.recipe_names import BF16, recipe_names
 from mezzotint.trainer.runs import check_free, new_folder, write_run_config

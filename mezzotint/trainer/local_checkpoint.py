@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mezzotint.distributed.reading import METADATA
+from mezzotint.files import check_files, describe_files, remove, sync
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.files import remove, sync
-from mezzotint.trainer.manifest import ONE, About, check_files, describe_files, read_about, write_about
+from mezzotint.trainer.manifest import ONE, About, read_about, write_about
 
 WEIGHTS, STATE = "model.safetensors", "state.pt"
 DELAYED = "_extra_state"  # the last part of the names of delayed scaling's state in a state dict

@@ -24,10 +24,10 @@ import torch
 from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
+from mezzotint.files import write_json
 from mezzotint.inspect.region import inspect
 from mezzotint.trainer.console import CommandError, enough_memory, is_closed
 from mezzotint.trainer.evaluate import evaluate
-from mezzotint.trainer.files import write_json
 from mezzotint.trainer.machine import peak_memory, reset_peak_memory
 from mezzotint.trainer.meter import Meter
 from mezzotint.trainer.progress import Reporter

@@ -6,23 +6,15 @@ It alone says what is read, and how: a file that it does not name is not looked 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mezzotint.trainer.files import hash_of, write_json
+from mezzotint.files import FileEntry, write_json
 
 ABOUT = "checkpoint.json"
 ONE, SEVERAL = "one process", "several processes"
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """A file as it was written."""
-
-    bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +25,6 @@ class About:
     step: int
     config: Mapping[str, Any]
     files: Mapping[str, FileEntry]
-
-
-def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Files that have been written."""
-    return {name: FileEntry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
 
 
 def write_about(folder: Path, about: About) -> None:
@@ -80,13 +67,3 @@ def _check(value: Any, kind: type, name: str) -> Any:
 
 
 _WORDS = {dict: "an object", int: "a whole number", str: "text"}
-
-
-def check_files(folder: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> None:
-    """These files are as they were written, bit for bit; else a ValueError, or an OSError."""
-    for name in names:
-        found = (folder / name).stat().st_size
-        if found != files[name].bytes:
-            raise ValueError(f"{name} has {found} bytes of {files[name].bytes}")
-        if hash_of(folder / name) != files[name].sha256:
-            raise ValueError(f"{name} is not as it was written: its SHA-256 is another")

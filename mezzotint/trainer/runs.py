@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mezzotint.files import remove, write_json
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.files import remove, write_json
 from mezzotint.trainer.settings import RunConfig
 
 RUNS = Path("runs")

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from mezzotint.comm.collectives import gather_objects
 from mezzotint.distributed.parts import ShardPlacement
 from mezzotint.distributed.reading import load_state, read_metadata
+from mezzotint.files import FileEntry, describe_files, remove, sync
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.files import remove, sync
 from mezzotint.trainer.local_checkpoint import as_damaged, checkpoint_path, remove_old
-from mezzotint.trainer.manifest import SEVERAL, About, FileEntry, describe_files, write_about
+from mezzotint.trainer.manifest import SEVERAL, About, write_about
 from mezzotint.trainer.world import World, on_first, together
 
 

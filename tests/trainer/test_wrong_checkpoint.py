@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mezzotint.cli.main import main
-from mezzotint.trainer.files import hash_of, write_json
+from mezzotint.files import describe_files, hash_of, write_json
 from mezzotint.trainer.local_checkpoint import STATE, WEIGHTS, find_checkpoints
-from mezzotint.trainer.manifest import ABOUT, describe_files
+from mezzotint.trainer.manifest import ABOUT
 from mezzotint.trainer.runs import locked
 from tests.cli.tools import TINY, contents, fails, losses, one_thread, read, run_python, works, write_text
 

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,26 @@ def hash_of(path: Path) -> str:
     """SHA-256, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
+    """Files that have been written."""
+    return {name: FileEntry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
+
+
+def check_files(folder: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> None:
+    """These files are as they were written, bit for bit; else a ValueError, or an OSError."""
+    for name in names:
+        found = (folder / name).stat().st_size
+        if found != files[name].bytes:
+            raise ValueError(f"{name} has {found} bytes of {files[name].bytes}")
+        if hash_of(folder / name) != files[name].sha256:
+            raise ValueError(f"{name} is not as it was written: its SHA-256 is another")
