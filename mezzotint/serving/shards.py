@@ -9,7 +9,6 @@ stranger had written them: every size is compared with the file's before memory 
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,11 +252,6 @@ def _pack(groups: Iterable[Mapping[str, TensorSpec]], max_bytes: int) -> list[di
 def _bytes_of(raw: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous uint8 tensor."""
     return memoryview(raw.numpy())
-
-
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files in a folder."""
-    return sum(os.stat(entry).st_size for entry in folder.iterdir() if entry.is_file())
 
 
 _AGAIN = "the checkpoint is damaged or incomplete, copy it again"

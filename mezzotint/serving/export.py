@@ -1,0 +1,329 @@
+"""`export`: a model, or a checkpoint, as a folder in a published format.
+
+Weights that are quantized parameters are written as they are. Others are quantized by what their recipe quantizes
+weights with, on the CPU, whose codes are those of a GPU: what is served is what was trained. One weight is in memory at
+a time, and the folder appears when it is whole.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.files import describe_files, remove, sync, write_json
+from mezzotint.recipe import Recipe, check_recipe
+from mezzotint.serving.architectures import GPT_OSS, Mapped, Part
+from mezzotint.serving.codes import Codes, codes_of, is_quantized
+from mezzotint.serving.published import CONFIG, Manifest, options_of, write_manifest
+from mezzotint.serving.schemes import HF_QUANT_CONFIG, Scheme, find_scheme
+from mezzotint.serving.shards import ShardWriter, TensorSpec
+from mezzotint.serving.source import Source, holds_codes, source_of_folder, source_of_model, spec_of
+from mezzotint.tensor.quantizer import Quantizer
+
+MAX_SHARD_BYTES = 5 * 10**9
+# Of a folder, what is passed on beside its weights.
+PASSED_ON = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written."""
+
+    path: Path
+    format: str
+    quantized: tuple[str, ...]  # weights in codes, by their published names
+    kept: tuple[str, ...]  # other tensors
+    as_they_were: tuple[str, ...]  # of the quantized ones, those that were quantized parameters
+    requantized: tuple[str, ...]  # of the quantized ones, those with other blocks than were trained
+
+    def __str__(self) -> str:
+        again = f", {len(self.requantized)} of them in other blocks than were trained" if self.requantized else ""
+        counts = f"{len(self.quantized)} weights are quantized{again}, {len(self.kept)} tensors are not"
+        return f"{self.path}: {self.format}; {counts}"
+
+
+@dataclass(frozen=True)
+class PlannedWeight:
+    """One weight of an export: what quantizes it (None: nothing), and whether its parts are quantized each alone."""
+
+    mapped: Mapped
+    quantizer: Quantizer | None
+    is_cut: bool = False
+
+
+def export(
+    model: nn.Module | str | Path,
+    format: str,
+    path: str | Path,
+    *,
+    recipe: Recipe | None = None,
+    config: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    requantize: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> ExportReport:
+    """Write a model in a published format into the folder `path`, for programs that serve it.
+
+    `model` is a model of Hugging Face, converted or not; one of `TransformerLayer`s with embedding, layers, norm and
+    head; or the folder of a checkpoint of Hugging Face in high precision. `format` is a name of
+    `mezzotint.serving.schemes`; "compressed-tensors" is that of its formats in which the recipe trains.
+
+    Quantized parameters are written as they are. Other weights are quantized as `recipe` says or, of a converted model,
+    its own; without any, as the format's usual recipe does. `config` completes config.json. `dtype` is what tensors
+    that are not quantized are cast to (None: as they are). `requantize` allows other blocks than those of training,
+    where rows of one trained weight are published apart and cut its tiles.
+    """
+    source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
+    if recipe is not None:
+        check_recipe(recipe)
+    options = {"dtype": dtype, "requantize": requantize, "overwrite": overwrite, "max_shard_bytes": max_shard_bytes}
+    return export_source(source, format, Path(path), recipe, **options)
+
+
+def export_source(
+    source: Source,
+    format: str,
+    path: Path,
+    recipe: Recipe | None,
+    *,
+    dtype: torch.dtype | None = None,
+    requantize: bool = False,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write weights from anywhere; see `export`. `progress` is told how many of how many weights are written."""
+    if dtype is not None and dtype not in HIGH_PRECISION:
+        raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists already: give overwrite=True to replace it, or another path")
+    scheme = find_scheme(format, recipe or _own_recipe(source))
+    planned = plan_weights(source, scheme, recipe, requantize=requantize)
+    aside = path.with_name(f".{path.name}.writing")
+    remove(aside)
+    try:
+        aside.mkdir(parents=True)
+        report = _write(source, scheme, planned, aside, dtype, max_shard_bytes, progress)
+        if path.exists():
+            gone = path.with_name(f".{path.name}.removing")
+            remove(gone)
+            path.rename(gone)
+            aside.rename(path)
+            remove(gone)
+        else:
+            aside.rename(path)
+        sync(path.parent)
+    except BaseException:
+        remove(aside)
+        raise
+    return replace(report, path=path)
+
+
+def _own_recipe(source: Source) -> Recipe | None:
+    return next((each for each in (source.recipes or {}).values() if each is not None), None)
+
+
+def plan_weights(
+    source: Source, scheme: Scheme, recipe: Recipe | None, *, requantize: bool = False
+) -> list[PlannedWeight]:
+    """Return what is done to each weight."""
+    is_gpt_oss = source.config.get("model_type") == GPT_OSS
+    if scheme.is_for_experts != is_gpt_oss:
+        other = "mxfp4" if is_gpt_oss else "compressed-tensors-mxfp4"
+        raise ValueError(
+            f"format is {scheme.name!r}, and the model a {source.config.get('model_type')}: give {other!r}"
+        )
+    planned = []
+    for mapped in source.weights:
+        quantizer = _quantizer_for(source, mapped, scheme, recipe)
+        is_cut = quantizer is not None and _is_cut(mapped, scheme)
+        if is_cut and (not requantize or holds_codes(source, mapped)):
+            names = ", ".join(part.name for part in mapped.parts)
+            raise ValueError(
+                f"{mapped.keys[0]} was trained with {scheme.block[0]}x{scheme.block[1]} tiles, which {names} cut: give "
+                "requantize=True to quantize those each alone, to other codes than were trained, or a format whose "
+                "scales are of rows"
+            )
+        planned.append(PlannedWeight(mapped, quantizer, is_cut))
+    return planned
+
+
+def _quantizer_for(source: Source, mapped: Mapped, scheme: Scheme, recipe: Recipe | None) -> Quantizer | None:
+    name = mapped.keys[0]
+    if holds_codes(source, mapped):
+        held = source.load(name)
+        if not isinstance(held, scheme.held_by) or held._quantizer is None or not scheme.can_hold(held._quantizer):
+            raise ValueError(
+                f"{name} is a {type(held).__name__} that {scheme.name} cannot hold as it is: give the format that it is "
+                "in, or dequantize it first"
+            )
+        return held._quantizer
+    if not mapped.is_linear or (scheme.is_for_experts and not mapped.experts):
+        return None
+    own: Recipe | None = None
+    if source.recipes is not None:
+        if name not in source.recipes:
+            return None
+        own = source.recipes[name]
+    shapes = [(len(part.rows) if part.rows is not None else mapped.shape[0], mapped.shape[1]) for part in mapped.parts]
+    if not all(scheme.fits(shape) for shape in shapes):
+        return None
+    return scheme.quantizer_of(recipe or own or scheme.recipe(), name.removesuffix(".weight"))
+
+
+def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
+    """Whether a part has some rows of a tile, and not all."""
+    if scheme.block[0] <= 1 or len(mapped.parts) == 1:
+        return False
+    for part in mapped.parts:
+        assert part.rows is not None
+        tiles = part.rows // scheme.block[0]
+        if bool((torch.bincount(tiles)[tiles.unique()] != scheme.block[0]).any()):
+            return True
+    return False
+
+
+def published_weight(source: Source, planned: PlannedWeight, scheme: Scheme) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Return the parts of a quantized weight, each with its tensors by suffix, and the amax, if it has one, as "amax"."""
+    mapped, quantizer = planned.mapped, planned.quantizer
+    assert quantizer is not None
+    with torch.no_grad():
+        weight = source.weight(mapped)
+        if mapped.experts:
+            yield mapped.parts[0], _stack([_codes(expert.t(), quantizer) for expert in weight], scheme)
+            return
+        codes = None if planned.is_cut else _codes(weight, quantizer)
+        for part in mapped.parts:
+            if codes is None:
+                assert part.rows is not None
+                own = _codes(weight[part.rows], quantizer)
+            else:
+                own = codes if part.rows is None else codes.take_rows(part.rows)
+            tensors: dict[str, Any] = scheme.publish(own, source.scales.get(part.name))
+            if "_amax_rowwise" in own.buffers:
+                tensors["amax"] = float(own.buffers["_amax_rowwise"])
+            yield part, tensors
+
+
+def _codes(weight: Any, quantizer: Quantizer) -> Codes:
+    if not is_quantized(weight):
+        weight = quantizer.with_usage(rowwise=True, columnwise=False).quantize(weight.detach().cpu().contiguous())
+    return codes_of(weight.detach())
+
+
+def _stack(codes: list[Codes], scheme: Scheme) -> dict[str, Any]:
+    """Return the tensors of all experts: blocks (experts, out, in/32, 16) and scales (experts, out, in/32)."""
+    each = [scheme.publish(one) for one in codes]
+    scales = torch.stack([one["scales"] for one in each])
+    blocks = torch.stack([one["blocks"] for one in each])
+    return {"blocks": blocks.view(*scales.shape, -1), "scales": scales}
+
+
+def plain_parts(mapped: Mapped, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return what is published of a weight that is not quantized, by its full name."""
+    for part in mapped.parts:
+        name = f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name
+        yield name, weight if part.rows is None else weight[part.rows]
+
+
+def _specs(source: Source, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
+    """Return the tensors that a weight becomes."""
+    mapped, quantizer, made = planned.mapped, planned.quantizer, {}
+    for part in mapped.parts:
+        rows = None if part.rows is None else part.rows.numel()
+        if quantizer is None:
+            name = f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name
+            made[name] = spec_of(source, mapped, rows, dtype)
+            if mapped.experts:
+                shape = (mapped.experts, *mapped.shape[::-1])
+                made[name] = TensorSpec(made[name].dtype, shape)
+            continue
+        out = mapped.shape[0] if rows is None else rows
+        for suffix, spec in scheme.specs(quantizer, (out, mapped.shape[1])).items():
+            shape = spec.shape
+            if mapped.experts:
+                blocks = mapped.shape[1] // scheme.block[1]
+                inner = (blocks, scheme.block[1] // 2) if suffix == "blocks" else (blocks,)
+                shape = (mapped.experts, out, *inner)
+            made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(spec.dtype, shape)
+    return made
+
+
+def _write(
+    source: Source,
+    scheme: Scheme,
+    planned: list[PlannedWeight],
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> ExportReport:
+    quantized: list[str] = []
+    kept: list[str] = []
+    as_they_were: list[str] = []
+    requantized: list[str] = []
+    amax: dict[str, float] = {}
+    with ShardWriter(folder, [_specs(source, each, scheme, dtype) for each in planned], max_shard_bytes) as writer:
+        for number, each in enumerate(planned, 1):
+            if each.quantizer is None:
+                with torch.no_grad():
+                    for name, value in plain_parts(each.mapped, source.weight(each.mapped)):
+                        writer.write(name, value.to(dtype or value.dtype))
+                        kept.append(name)
+            else:
+                for part, tensors in published_weight(source, each, scheme):
+                    if "amax" in tensors:
+                        amax[part.name] = tensors.pop("amax")
+                    for suffix, tensor in tensors.items():
+                        writer.write(f"{part.name}{scheme.joint}{suffix}", tensor)
+                    quantized.append(part.name)
+                    as_they_were += [part.name] if holds_codes(source, each.mapped) else []
+                    requantized += [part.name] if each.is_cut else []
+            if progress is not None:
+                progress(number, len(planned))
+        writer.finish()
+        names = writer.file_names
+    _write_config(source, scheme, planned, folder, dtype)
+    options = [options_of(each.quantizer) for each in planned if each.quantizer is not None]
+    if not options:
+        raise ValueError(f"{scheme.name} quantizes no weight of this model: their sizes do not fit its blocks")
+    if any(each != options[0] for each in options):
+        raise ValueError("weights are quantized with several options: an export has one; give recipe= one for all")
+    files = describe_files(folder, names)
+    write_manifest(folder, Manifest(scheme.name, options[0], tuple(requantized), amax, files))
+    return ExportReport(folder, scheme.name, tuple(quantized), tuple(kept), tuple(as_they_were), tuple(requantized))
+
+
+def _write_config(
+    source: Source, scheme: Scheme, planned: list[PlannedWeight], folder: Path, dtype: torch.dtype | None
+) -> None:
+    """Write config.json, that of ModelOpt where it has its own, and pass the tokenizer on."""
+    plain = [each.mapped for each in planned if each.quantizer is None]
+    kept = []
+    for mapped in plain:
+        if len(mapped.shape) == 2:
+            names = [part.name.removesuffix(".weight") for part in mapped.parts]
+            kept += [name for name in names if not name.endswith("embed_tokens")]
+    if source.config.get("tie_word_embeddings"):
+        kept.append("lm_head")
+    floating = dtype or source.dtype(plain[0].keys[0]) if plain else torch.bfloat16
+    config = dict(source.config)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(floating).removeprefix("torch.")
+    config["quantization_config"] = scheme.config(kept)
+    write_json(folder / CONFIG, config)
+    if config["quantization_config"]["quant_method"] == "modelopt":
+        described = config["quantization_config"]
+        about = {key: described[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")}
+        said = {"producer": {"name": "mezzotint"}, "quantization": {**about, "exclude_modules": kept}}
+        write_json(folder / HF_QUANT_CONFIG, said)
+    for pattern in PASSED_ON if source.folder is not None else ():
+        for file in sorted(source.folder.glob(pattern)):  # type: ignore[union-attr]
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)

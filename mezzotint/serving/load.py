@@ -1,0 +1,188 @@
+"""`load_quantized`: a checkpoint in a published format as a model to train.
+
+Codes become quantized parameters byte by byte, under a recipe that multiplies in their format; or their values become
+weights in high precision. Either way `export` writes them again.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.constants import HIGH_PRECISION
+from mezzotint.convert.model import convert
+from mezzotint.layer.parameters import replace_parameter
+from mezzotint.recipe import Recipe, check_recipe
+from mezzotint.serving.architectures import Mapped, check_model_type, map_names
+from mezzotint.serving.codes import Codes, join_rows, tensor_of
+from mezzotint.serving.own_model import is_own_model
+from mezzotint.serving.published import PublishedFolder
+from mezzotint.serving.source import SCALES
+from mezzotint.tensor.quantizer import Quantizer
+
+
+def load_quantized(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    recipe: Recipe | None = None,
+    high_precision: bool = False,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Return a model with the weights of a checkpoint in a published format, which lies in the folder `path`.
+
+    `model` is what gets them: a model of Hugging Face, or one of `TransformerLayer`s; None makes the one that
+    config.json describes, with transformers. Weights that are published in codes become quantized parameters with the
+    same bytes, and a model of Hugging Face is converted to run under `recipe` (None: the usual one of the format). The
+    copies that backward reads are made of these bytes. Experts that a model has in one parameter stay in high precision.
+
+    `high_precision=True` gives plain weights instead, to be trained as any other; nothing is converted. `dtype` is that
+    of the weights' values (None: what config.json says).
+    """
+    folder = PublishedFolder(Path(path))
+    if folder.scheme is None:
+        raise ValueError(f"{path} is not quantized: load it with transformers, then mezzotint.convert")
+    if recipe is not None:
+        check_recipe(recipe)
+    if dtype is not None and dtype not in HIGH_PRECISION:
+        raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")
+    dtype = _dtype_of(folder.config) if dtype is None else dtype
+    check_model_type(folder.config)
+    made = _make_model(folder.config, dtype) if model is None else model
+    values = {name: value for name, value in made.state_dict().items() if not name.endswith("_extra_state")}
+    weights = map_names({name: tuple(value.shape) for name, value in values.items()}, folder.config)
+    quantizer = folder.quantizer()
+    if recipe is not None:
+        quantizer = folder.scheme.quantizer_of(recipe, "")
+    _check_fit(folder, weights)
+    if not high_precision and not is_own_model(made):
+        names = {
+            mapped.keys[0].removesuffix(".weight") for mapped in weights if folder.is_quantized(mapped.parts[0].name)
+        }
+        convert(made, recipe or folder.scheme.recipe(), filter=lambda module, name: name in names)
+    with torch.no_grad():
+        _fill(made, folder, weights, quantizer, dtype, high_precision)
+    return made
+
+
+def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    if found not in HIGH_PRECISION:
+        raise ValueError(f"config.json says dtype {name!r}: give dtype=torch.bfloat16, or another")
+    return found
+
+
+def _make_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return the model of transformers that a config.json describes, with weights that are to be replaced."""
+    try:
+        transformers = import_module("transformers")
+    except ModuleNotFoundError:
+        raise ValueError("transformers is not installed: pip install transformers, or give model=") from None
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "dtype", "torch_dtype")}
+    described = transformers.AutoConfig.for_model(**plain)
+    return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype)
+
+
+def _check_fit(folder: PublishedFolder, weights: list[Mapped]) -> None:
+    """Refuse a checkpoint that has other weights than the model, before any is replaced."""
+    wanted: set[str] = set()
+    for mapped in weights:
+        for part in mapped.parts:
+            if folder.is_quantized(part.name):
+                wanted |= set(folder.tensor_names(part.name).values())
+            else:
+                wanted.add(f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name)
+    found = set(folder.reader.places)
+    if missing := sorted(wanted - found):
+        raise ValueError(f"{folder.path} has no {', '.join(missing[:3])}: give the checkpoint of this model")
+    if more := sorted(found - wanted):
+        raise ValueError(
+            f"{folder.path} has {', '.join(more[:3])}, for which the model has no place: give its own model"
+        )
+
+
+def _fill(
+    model: Any,
+    folder: PublishedFolder,
+    weights: list[Mapped],
+    quantizer: Quantizer,
+    dtype: torch.dtype,
+    high_precision: bool,
+) -> None:
+    scales: dict[str, Mapping[str, torch.Tensor]] = {}
+    for mapped in weights:
+        parameters = [_parameter(model, key) for key in mapped.keys]
+        if not folder.is_quantized(mapped.parts[0].name):
+            _copy(mapped, parameters, _plain(folder, mapped))
+            continue
+        parts = [folder.codes(part.name, quantizer) for part in mapped.parts]
+        plain = high_precision or mapped.experts or mapped.expert is not None or len(parameters) > 1
+        if plain:
+            rowwise = quantizer.with_usage(columnwise=False)
+            each = [[tensor_of(one, rowwise, dtype).dequantize() for one in codes] for codes in parts]
+            values = [torch.stack([one.t() for one in one_of]) if mapped.experts else one_of[0] for one_of in each]
+            _copy(mapped, parameters, values)
+        else:
+            _check_shape(mapped, [codes[0].shape for codes in parts])
+            made = tensor_of(_join(mapped, [codes[0] for codes in parts]), quantizer, dtype)
+            owner, _, name = mapped.keys[0].rpartition(".")
+            replace_parameter(model.get_submodule(owner), name, made.to(parameters[0].device))
+        for part in mapped.parts:
+            known = {
+                name: folder.reader.read(each)
+                for name, each in folder.tensor_names(part.name).items()
+                if name in ("weight_global_scale", "weight_scale_2")
+            }
+            if known:
+                scales[part.name] = known
+    if scales:
+        vars(model)[SCALES] = scales
+
+
+def _parameter(model: nn.Module, key: str) -> Any:
+    owner, _, name = key.rpartition(".")
+    return getattr(model.get_submodule(owner), name)
+
+
+def _plain(folder: PublishedFolder, mapped: Mapped) -> list[torch.Tensor]:
+    is_named = mapped.is_linear and not mapped.experts
+    return [folder.reader.read(f"{part.name}.weight" if is_named else part.name) for part in mapped.parts]
+
+
+def _join(mapped: Mapped, parts: list[Codes]) -> Codes:
+    rows = [part.rows for part in mapped.parts if part.rows is not None]
+    try:
+        return join_rows(parts, rows) if rows else parts[0]
+    except ValueError as error:
+        raise ValueError(
+            f"{mapped.keys[0]} cannot be put together ({error}): give high_precision=True, or a model of Hugging Face"
+        ) from None
+
+
+def _copy(mapped: Mapped, parameters: list[Any], parts: list[torch.Tensor]) -> None:
+    """Write values of parts into a parameter, or into several that lie one below the other."""
+    if mapped.experts:
+        parameters[0].copy_(parts[0])
+        return
+    _check_shape(mapped, [tuple(part.shape) for part in parts])
+    whole = parts[0]
+    if mapped.parts[0].rows is not None:
+        whole = torch.empty(mapped.shape, dtype=parts[0].dtype)
+        for part, value in zip(mapped.parts, parts, strict=True):
+            whole[part.rows] = value
+    if mapped.expert is not None:
+        parameters[0].data[mapped.expert].copy_(whole)
+        return
+    for parameter, value in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        parameter.data.copy_(value)
+
+
+def _check_shape(mapped: Mapped, found: list[tuple[int, ...]]) -> None:
+    for part, shape in zip(mapped.parts, found, strict=True):
+        wanted = mapped.shape if part.rows is None else (part.rows.numel(), *mapped.shape[1:])
+        if tuple(shape) != tuple(wanted):
+            raise ValueError(f"{part.name} has shape {tuple(shape)}, and the model {tuple(wanted)}: give its own model")

@@ -1,0 +1,98 @@
+"""Where the weights of an export come from: a model in memory, or a checkpoint on disk that is read weight by weight."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mezzotint.convert.modules import Converted
+from mezzotint.recipe import Recipe
+from mezzotint.serving.architectures import Mapped, map_names
+from mezzotint.serving.codes import is_quantized
+from mezzotint.serving.own_model import is_own_model, own_config
+from mezzotint.serving.published import PublishedFolder
+from mezzotint.serving.shards import TensorSpec
+
+SCALES = "_mezzotint_scales"  # of a model that was read: scales of whole weights as they were published, by name
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights by their names in a model."""
+
+    config: Mapping[str, Any]  # of Hugging Face
+    weights: list[Mapped]
+    load: Callable[[str], Any]  # a parameter by its name: plain or quantized
+    dtype: Callable[[str], torch.dtype]
+    # Of each weight that the model multiplies in low precision, its recipe (None: that of the region); None: not known,
+    # so the names decide.
+    recipes: Mapping[str, Recipe | None] | None = None
+    folder: Path | None = None  # whose tokenizer is passed on
+    scales: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+
+    def weight(self, mapped: Mapped) -> Any:
+        """Return a weight as it is multiplied: (out, in), or of all experts (experts, in, out)."""
+        parameters = [self.load(key) for key in mapped.keys]
+        value = parameters[0] if len(parameters) == 1 else torch.cat(parameters)
+        return value if mapped.experts else mapped.take(value)
+
+
+def source_of_model(model: nn.Module, config: Mapping[str, Any] | None) -> Source:
+    """Return the weights of a model of Hugging Face's, converted or not, or of `TransformerLayer`s."""
+    given = dict(config or {})
+    if is_own_model(model):
+        described = own_config(model, given)
+    elif hasattr(model, "config") and hasattr(model.config, "to_dict"):
+        described = {**model.config.to_dict(), **given}
+        described.pop("quantization_config", None)
+    else:
+        raise ValueError(
+            f"model is a {type(model).__name__}: give a model of Hugging Face, or one with embedding, layers (of "
+            "TransformerLayer), norm and head"
+        )
+    values = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+    weights = map_names({name: tuple(value.shape) for name, value in values.items()}, described)
+    converted = {name: module for name, module in model.named_modules() if isinstance(module, Converted)}
+    recipes = None
+    if converted:
+        recipes = {}
+        for name, module in converted.items():
+            for own, _ in module.named_parameters(recurse=False):  # type: ignore[attr-defined]
+                recipes[f"{name}.{own}"] = getattr(module, "recipe", None)
+    return Source(
+        described,
+        weights,
+        lambda key: values[key],
+        lambda key: values[key].dtype,
+        recipes,
+        scales=vars(model).get(SCALES, {}),
+    )
+
+
+def source_of_folder(path: Path) -> Source:
+    """Return the weights of a checkpoint of Hugging Face's in high precision."""
+    folder = PublishedFolder(path)
+    if folder.scheme is not None:
+        raise ValueError(f"{path} is quantized already ({folder.scheme.name}): give a checkpoint in high precision")
+    shapes = {name: folder.reader.spec(name).shape for name in folder.reader.places}
+    return Source(
+        folder.config,
+        map_names(shapes, folder.config),
+        folder.reader.read,
+        lambda key: folder.reader.spec(key).dtype,
+        folder=path,
+    )
+
+
+def spec_of(source: Source, mapped: Mapped, rows: int | None, dtype: torch.dtype | None) -> TensorSpec:
+    """Return what a weight, or `rows` of it, is in high precision."""
+    shape = mapped.shape if rows is None else (rows, *mapped.shape[1:])
+    return TensorSpec(dtype or source.dtype(mapped.keys[0]), tuple(shape))
+
+
+def holds_codes(source: Source, mapped: Mapped) -> bool:
+    """Whether the weight is quantized already; never read from a file, which has plain tensors."""
+    return source.folder is None and is_quantized(source.load(mapped.keys[0]))
