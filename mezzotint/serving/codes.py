@@ -69,7 +69,7 @@ def codes_of(tensor: Any) -> Codes:
 
 
 def join_rows(parts: Sequence[Codes], rows: Sequence[torch.Tensor]) -> Codes:
-    """Return the codes that `take_rows(rows[i])` makes `parts[i]` of. What is of all rows must be equal in all parts."""
+    """Return the codes of which `take_rows(rows[i])` is `parts[i]`. What is of all rows is equal in all parts."""
     order = torch.cat(list(rows))
     shape = (order.numel(), parts[0].shape[1])
     joined = {}

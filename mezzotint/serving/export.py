@@ -160,8 +160,8 @@ def _quantizer_for(source: Source, mapped: Mapped, scheme: Scheme, recipe: Recip
         held = source.load(name)
         if not isinstance(held, scheme.held_by) or held._quantizer is None or not scheme.can_hold(held._quantizer):
             raise ValueError(
-                f"{name} is a {type(held).__name__} that {scheme.name} cannot hold as it is: give the format that it is "
-                "in, or dequantize it first"
+                f"{name} is a {type(held).__name__} that {scheme.name} cannot hold as it is: give the format that "
+                "it is in, or dequantize it first"
             )
         return held._quantizer
     if not mapped.is_linear or (scheme.is_for_experts and not mapped.experts):
@@ -190,7 +190,7 @@ def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
 
 
 def published_weight(source: Source, planned: PlannedWeight, scheme: Scheme) -> Iterator[tuple[Part, dict[str, Any]]]:
-    """Return the parts of a quantized weight, each with its tensors by suffix, and the amax, if it has one, as "amax"."""
+    """Return the parts of a quantized weight, each with its tensors by suffix and, of NVFP4, its amax as "amax"."""
     mapped, quantizer = planned.mapped, planned.quantizer
     assert quantizer is not None
     with torch.no_grad():

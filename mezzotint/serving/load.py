@@ -37,7 +37,7 @@ def load_quantized(
     `model` is what gets them: a model of Hugging Face, or one of `TransformerLayer`s; None makes the one that
     config.json describes, with transformers. Weights that are published in codes become quantized parameters with the
     same bytes, and a model of Hugging Face is converted to run under `recipe` (None: the usual one of the format). The
-    copies that backward reads are made of these bytes. Experts that a model has in one parameter stay in high precision.
+    copies that backward reads are made of these bytes. Experts that are one parameter of a model stay plain.
 
     `high_precision=True` gives plain weights instead, to be trained as any other; nothing is converted. `dtype` is that
     of the weights' values (None: what config.json says).
@@ -132,13 +132,10 @@ def _fill(
             owner, _, name = mapped.keys[0].rpartition(".")
             replace_parameter(model.get_submodule(owner), name, made.to(parameters[0].device))
         for part in mapped.parts:
-            known = {
-                name: folder.reader.read(each)
-                for name, each in folder.tensor_names(part.name).items()
-                if name in ("weight_global_scale", "weight_scale_2")
-            }
-            if known:
-                scales[part.name] = known
+            whole = folder.tensor_names(part.name).keys() & {"weight_global_scale", "weight_scale_2"}
+            if whole:
+                tensors = folder.tensors(part.name)
+                scales[part.name] = {suffix: tensors[suffix] for suffix in whole}
     if scales:
         vars(model)[SCALES] = scales
 

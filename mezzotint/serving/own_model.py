@@ -1,4 +1,4 @@
-"""A model of `TransformerLayer`s as an architecture of Hugging Face: whether its mathematics is the same, and its sizes.
+"""A model of `TransformerLayer`s as an architecture of Hugging Face: whether it computes the same, and its sizes.
 
     embedding, layers × TransformerLayer, norm (RMSNorm), head (a linear layer, or None where it is the embedding)
 
@@ -29,7 +29,7 @@ def own_config(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_theta", "max_position_embeddings"):
         if name not in given:
             raise ValueError(
-                f"config has no {name!r}: a model of TransformerLayers is given its rotary angles from outside, so give "
+                f"config has no {name!r}: a model of TransformerLayers is given its rotary angles from outside: give "
                 "config={'rope_theta': 10000.0, 'max_position_embeddings': 2048}, with what it was trained with"
             )
     for name in ("embedding", "norm"):

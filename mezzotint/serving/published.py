@@ -3,7 +3,7 @@
     config.json             the architecture and, of a quantized one, its quantization_config
     hf_quant_config.json    the same of ModelOpt
     *.safetensors           weights (`shards.py`)
-    mezzotint.json          of one that was exported here: how weights were quantized, and a hash of each file of weights
+    mezzotint.json          of one that was exported here: how weights were quantized, and a hash of each such file
 
 The last one is no part of any format, and other programs do not read it. With it an export can be verified bit by bit,
 and read again without the rounding of NVFP4's scales.

@@ -1,4 +1,4 @@
-"""Where the weights of an export come from: a model in memory, or a checkpoint on disk that is read weight by weight."""
+"""Where the weights of an export come from: a model in memory, or a checkpoint that is read weight by weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
