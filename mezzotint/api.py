@@ -64,6 +64,8 @@ from mezzotint.quantization import (
 )
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from mezzotint.recomputation import checkpoint
+from mezzotint.serving.export import export
+from mezzotint.serving.load import load_quantized
 from mezzotint.tensor.float8 import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -164,6 +166,7 @@ __all__ = [
     "deinterleave_glu_tensor",
     "destroy_ub",
     "dynamo",
+    "export",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
@@ -182,6 +185,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "is_value_opaque_quantizer",
+    "load_quantized",
     "make_graphed_callables",
     "mark_not_offload",
     "moe",

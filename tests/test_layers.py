@@ -58,6 +58,7 @@ MAY_IMPORT_LATE = {
     "mezzotint.hw": "asks a library that may be absent what it can do",
     "mezzotint.dynamo.trace": "runs inside the compiler, which is imported by then",
     "mezzotint.inspect.plot": "matplotlib may be absent, and takes a second to import",
+    "mezzotint.serving.load": "transformers may be absent, and takes seconds to import",
     "mezzotint.inspect.store": "TensorBoard may be absent, and takes a second to import",
 }
 

@@ -136,5 +136,43 @@ def plan(
     raise typer.Exit(_file("plan").run_plan(**options, given=given))
 
 
+@app.command("export")
+def write_published(
+    checkpoint: Annotated[str, typer.Argument(help="a run, one of its checkpoints, or a folder of Hugging Face's")],
+    out: Annotated[str, typer.Argument(help="folder that is written")],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="hf-fp8, modelopt-nvfp4, mxfp4 (gpt-oss), or compressed-tensors with -fp8, -fp8-tensor, -mxfp8, "
+            "-mxfp4 or -nvfp4; without: as it was trained"
+        ),
+    ],
+    recipe: Annotated[
+        str | None, typer.Option(help="what quantizes the weights", show_default="as they were trained")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="of tensors that are not quantized: float32, float16 or bfloat16")
+    ] = None,
+    requantize: Annotated[
+        bool, typer.Option("--requantize", help="allow other blocks than those of training, where they cannot be kept")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
+    shard_mb: Annotated[int, typer.Option(min=1, max=10**6, help="largest file of weights, in megabytes")] = 5000,
+) -> None:
+    """Write a checkpoint in a low-precision format that other programs serve: OUT appears when it is whole."""
+    _file("export").run_export(checkpoint, to, out, recipe, dtype, requantize, overwrite, shard_mb)
+
+
+@app.command("verify")
+def compare_published(
+    first: Annotated[str, typer.Argument(help="a run, a checkpoint, or an export")],
+    second: Annotated[str, typer.Argument(help="an export")],
+    as_json: Json = False,
+) -> None:
+    """Check that SECOND is what FIRST becomes: every code and scale is computed again; 1 where one differs."""
+    raise typer.Exit(_file("verify").run_verify(first, second, as_json))
+
+
 # Options, --help among them, are those of the measurement.
 app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(bench)

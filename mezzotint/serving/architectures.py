@@ -177,10 +177,8 @@ def _map_own(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], k
             mapped.append(Mapped((key,), parts, True, shape))
         elif expert := re.fullmatch(r"layernorm_mlp\.experts\.fc([12])\.weight(\d+)", end):
             prefix = f"{layer}.block_sparse_moe.experts.{expert[2]}"
-            parts = (Part(f"{prefix}.w2"),)
-            if expert[1] == "1":
-                parts = _halves(f"{prefix}.w1", f"{prefix}.w3", shape[0])  # type: ignore[assignment]
-            mapped.append(Mapped((key,), parts, True, shape))
+            halves = _halves(f"{prefix}.w1", f"{prefix}.w3", shape[0]) if expert[1] == "1" else None
+            mapped.append(Mapped((key,), halves or (Part(f"{prefix}.w2"),), True, shape))
         elif not end.endswith(_QKV[1:]):
             raise ValueError(f"{key} has no name in {kind}: it cannot be published")
     return mapped

@@ -26,8 +26,6 @@ from mezzotint.serving.source import Source, holds_codes, source_of_folder, sour
 from mezzotint.tensor.quantizer import Quantizer
 
 MAX_SHARD_BYTES = 5 * 10**9
-# Of a folder, what is passed on beside its weights.
-PASSED_ON = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,16 @@ def export(
     source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
     if recipe is not None:
         check_recipe(recipe)
-    options = {"dtype": dtype, "requantize": requantize, "overwrite": overwrite, "max_shard_bytes": max_shard_bytes}
-    return export_source(source, format, Path(path), recipe, **options)
+    return export_source(
+        source,
+        format,
+        Path(path),
+        recipe,
+        dtype=dtype,
+        requantize=requantize,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+    )
 
 
 def export_source(
@@ -157,13 +163,14 @@ def plan_weights(
 def _quantizer_for(source: Source, mapped: Mapped, scheme: Scheme, recipe: Recipe | None) -> Quantizer | None:
     name = mapped.keys[0]
     if holds_codes(source, mapped):
-        held = source.load(name)
+        held: Any = source.load(name)
         if not isinstance(held, scheme.held_by) or held._quantizer is None or not scheme.can_hold(held._quantizer):
             raise ValueError(
                 f"{name} is a {type(held).__name__} that {scheme.name} cannot hold as it is: give the format that "
                 "it is in, or dequantize it first"
             )
-        return held._quantizer
+        quantizer: Quantizer = held._quantizer
+        return quantizer
     if not mapped.is_linear or (scheme.is_for_experts and not mapped.experts):
         return None
     own: Recipe | None = None
@@ -323,7 +330,5 @@ def _write_config(
         about = {key: described[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")}
         said = {"producer": {"name": "mezzotint"}, "quantization": {**about, "exclude_modules": kept}}
         write_json(folder / HF_QUANT_CONFIG, said)
-    for pattern in PASSED_ON if source.folder is not None else ():
-        for file in sorted(source.folder.glob(pattern)):  # type: ignore[union-attr]
-            if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+    for name, file in source.files.items():
+        shutil.copyfile(file, folder / name)

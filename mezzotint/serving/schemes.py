@@ -52,7 +52,7 @@ class Scheme:
 
     name: str
     recipe: type[Recipe]  # what trains in it, by default; its quantizer of weights makes the codes
-    held_by: type  # the tensors of the package that hold its codes
+    held_by: type[Any]  # the tensors of the package that hold its codes
     block: tuple[int, int]  # rows and columns that share a scale; 0: all of them
     suffixes: tuple[str, ...]  # of a weight's tensors
     buffers: tuple[str, ...]  # what each is in the package

@@ -251,7 +251,8 @@ def _pack(groups: Iterable[Mapping[str, TensorSpec]], max_bytes: int) -> list[di
 
 def _bytes_of(raw: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous uint8 tensor."""
-    return memoryview(raw.numpy())
+    data: Any = raw.numpy()
+    return memoryview(data)
 
 
 _AGAIN = "the checkpoint is damaged or incomplete, copy it again"

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from mezzotint.convert.modules import Converted
 from mezzotint.recipe import Recipe
@@ -16,6 +15,8 @@ from mezzotint.serving.own_model import is_own_model, own_config
 from mezzotint.serving.published import PublishedFolder
 from mezzotint.serving.shards import TensorSpec
 
+# Of a folder, what is passed on beside its weights.
+PASSED_ON = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
 SCALES = "_mezzotint_scales"  # of a model that was read: scales of whole weights as they were published, by name
 
 
@@ -30,7 +31,8 @@ class Source:
     # Of each weight that the model multiplies in low precision, its recipe (None: that of the region); None: not known,
     # so the names decide.
     recipes: Mapping[str, Recipe | None] | None = None
-    folder: Path | None = None  # whose tokenizer is passed on
+    is_on_disk: bool = False
+    files: Mapping[str, Path] = field(default_factory=dict)  # a tokenizer and the like, which are passed on
     scales: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     def weight(self, mapped: Mapped) -> Any:
@@ -40,7 +42,7 @@ class Source:
         return value if mapped.experts else mapped.take(value)
 
 
-def source_of_model(model: nn.Module, config: Mapping[str, Any] | None) -> Source:
+def source_of_model(model: Any, config: Mapping[str, Any] | None) -> Source:
     """Return the weights of a model of Hugging Face's, converted or not, or of `TransformerLayer`s."""
     given = dict(config or {})
     if is_own_model(model):
@@ -83,7 +85,8 @@ def source_of_folder(path: Path) -> Source:
         map_names(shapes, folder.config),
         folder.reader.read,
         lambda key: folder.reader.spec(key).dtype,
-        folder=path,
+        is_on_disk=True,
+        files={file.name: file for pattern in PASSED_ON for file in sorted(path.glob(pattern)) if file.is_file()},
     )
 
 
@@ -95,4 +98,4 @@ def spec_of(source: Source, mapped: Mapped, rows: int | None, dtype: torch.dtype
 
 def holds_codes(source: Source, mapped: Mapped) -> bool:
     """Whether the weight is quantized already; never read from a file, which has plain tensors."""
-    return source.folder is None and is_quantized(source.load(mapped.keys[0]))
+    return not source.is_on_disk and is_quantized(source.load(mapped.keys[0]))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.recipe import Recipe
 from mezzotint.serving.codes import tensor_of
 from mezzotint.serving.export import PlannedWeight, plain_parts, plan_weights, published_weight
 from mezzotint.serving.published import PublishedFolder
@@ -35,19 +36,25 @@ class TensorCheck:
 
 
 def verify_source(
-    source: Source, folder: PublishedFolder, progress: Callable[[int, int], None] | None = None
+    source: Source,
+    folder: PublishedFolder,
+    recipe: Recipe | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[TensorCheck]:
-    """Compare an export with what its source becomes."""
+    """Compare an export with what its source becomes, quantized as `recipe` does or, without one, as the export says
+    that it was."""
     scheme = folder.scheme
     if scheme is None:
         raise ValueError(f"{folder.path} is not quantized: give an export as the second")
-    quantizer, requantized = folder.quantizer(), set(folder.manifest.requantized if folder.manifest else ())
-    planned = plan_weights(source, scheme, None, requantize=True)
+    quantizer = folder.quantizer() if recipe is None else scheme.quantizer_of(recipe, "")
+    requantized = set(folder.manifest.requantized if folder.manifest else ())
+    planned = plan_weights(source, scheme, recipe, requantize=True)
     seen: set[str] = set()
     for number, each in enumerate(planned, 1):
         names = [part.name for part in each.mapped.parts]
-        own = each.quantizer if source.folder is None and each.quantizer is not None else quantizer
-        own = None if not all(folder.is_quantized(name) for name in names) else own
+        own: Quantizer | None = quantizer if recipe is None and source.is_on_disk else each.quantizer or quantizer
+        if not all(folder.is_quantized(name) for name in names):
+            own = None
         again = PlannedWeight(each.mapped, own, any(name in requantized for name in names))
         for name, wanted, scheme_name in _expected(source, again, folder):
             seen.add(name)

@@ -1,0 +1,73 @@
+"""`mezzotint export`: a run, or a checkpoint, as a folder that other programs serve."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from mezzotint.serving.export import export_source
+from mezzotint.trainer.console import CommandError, make_console
+from mezzotint.trainer.publishing import source_of
+from mezzotint.trainer.recipe_names import BF16, recipe_name
+from mezzotint.trainer.recipes import COMMAND_RECIPES
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def run_export(
+    checkpoint: str,
+    to: str,
+    out: str,
+    recipe: str | None,
+    dtype: str | None,
+    requantize: bool,
+    overwrite: bool,
+    shard_mb: int,
+) -> None:
+    """The command; see `app.py`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise CommandError(f"--dtype is {dtype!r}: give one of {', '.join(DTYPES)}")
+    try:
+        source, trained = source_of(Path(checkpoint))
+        if recipe is not None:
+            name = recipe_name(recipe)
+            if name == BF16:
+                raise CommandError("--recipe is bf16, which quantizes nothing: give the recipe that weights are for")
+            trained = COMMAND_RECIPES[name]
+        with progress_bar("writing") as progress:
+            report = export_source(
+                source,
+                to,
+                Path(out),
+                trained,
+                dtype=None if dtype is None else DTYPES[dtype],
+                requantize=requantize,
+                overwrite=overwrite,
+                max_shard_bytes=shard_mb * 10**6,
+                progress=progress,
+            )
+    except ValueError as error:
+        raise CommandError(_in_words_of_options(str(error))) from None
+    make_console().print(str(report), highlight=False, soft_wrap=True)
+
+
+def _in_words_of_options(message: str) -> str:
+    """Name options where the library names arguments."""
+    for argument, option in (
+        ("requantize=True", "--requantize"),
+        ("overwrite=True", "--overwrite"),
+        ("format is", "--to is"),
+    ):
+        message = message.replace(argument, option)
+    return message
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function that is told how much of how much is done, and shows it on a terminal."""
+    console = make_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
