@@ -1,5 +1,6 @@
 """`mezzotint export`: a run, or a checkpoint, as a folder that other programs serve."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +62,7 @@ def _in_words_of_options(message: str) -> str:
         ("format is", "--to is"),
     ):
         message = message.replace(argument, option)
-    return message
+    return re.sub(r"recipe=(\w+)\(\)", r"--recipe \1", message)
 
 
 @contextmanager

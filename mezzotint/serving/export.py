@@ -18,8 +18,8 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.files import describe_files, remove, sync, write_json
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import GPT_OSS, Mapped, Part
-from mezzotint.serving.codes import Codes, codes_of, is_quantized
-from mezzotint.serving.published import CONFIG, Manifest, options_of, write_manifest
+from mezzotint.serving.codes import Codes, codes_of, is_quantized, tensor_of
+from mezzotint.serving.published import CONFIG, Manifest, PublishedFolder, options_of, write_manifest
 from mezzotint.serving.schemes import HF_QUANT_CONFIG, Scheme, find_scheme
 from mezzotint.serving.shards import ShardWriter, TensorSpec
 from mezzotint.serving.source import Source, holds_codes, source_of_folder, source_of_model, spec_of
@@ -63,6 +63,7 @@ def export(
     config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
     requantize: bool = False,
+    base: str | Path | None = None,
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
@@ -75,11 +76,14 @@ def export(
     Quantized parameters are written as they are. Other weights are quantized as `recipe` says or, of a converted model,
     its own; without any, as the format's usual recipe does. `config` completes config.json. `dtype` is what tensors
     that are not quantized are cast to (None: as they are). `requantize` allows other blocks than those of training,
-    where rows of one trained weight are published apart and cut its tiles.
+    where rows of one trained weight are published apart and cut its tiles. `base` is the folder that the model was read
+    from: weights in high precision that still have the values of its codes are written as they are there.
     """
     source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
     if recipe is not None:
         check_recipe(recipe)
+    if base is not None:
+        source = replace(source, base=PublishedFolder(Path(base)))
     return export_source(
         source,
         format,
@@ -110,6 +114,8 @@ def export_source(
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists already: give overwrite=True to replace it, or another path")
     scheme = find_scheme(format, recipe or _own_recipe(source))
+    if source.base is not None and source.base.scheme is not scheme:
+        raise ValueError(f"base is not in {scheme.name}: give the folder that the model was read from, or None")
     planned = plan_weights(source, scheme, recipe, requantize=requantize)
     aside = path.with_name(f".{path.name}.writing")
     remove(aside)
@@ -152,7 +158,7 @@ def plan_weights(
         if is_cut and (not requantize or holds_codes(source, mapped)):
             names = ", ".join(part.name for part in mapped.parts)
             raise ValueError(
-                f"{mapped.keys[0]} was trained with {scheme.block[0]}x{scheme.block[1]} tiles, which {names} cut: give "
+                f"{mapped.keys[0]} is quantized in {scheme.block[0]}x{scheme.block[1]} tiles, which {names} cut: give "
                 "requantize=True to quantize those each alone, to other codes than were trained, or a format whose "
                 "scales are of rows"
             )
@@ -202,6 +208,12 @@ def published_weight(source: Source, planned: PlannedWeight, scheme: Scheme) -> 
     assert quantizer is not None
     with torch.no_grad():
         weight = source.weight(mapped)
+        if source.base is not None and _is_untouched(source.base, mapped, weight, quantizer):
+            for part in mapped.parts:
+                tensors = {**source.base.tensors(part.name)}
+                codes_there = source.base.codes(part.name, quantizer)[0]
+                yield part, _with_amax(tensors, codes_there)
+            return
         if mapped.experts:
             yield mapped.parts[0], _stack([_codes(expert.t(), quantizer) for expert in weight], scheme)
             return
@@ -212,10 +224,26 @@ def published_weight(source: Source, planned: PlannedWeight, scheme: Scheme) -> 
                 own = _codes(weight[part.rows], quantizer)
             else:
                 own = codes if part.rows is None else codes.take_rows(part.rows)
-            tensors: dict[str, Any] = scheme.publish(own, source.scales.get(part.name))
-            if "_amax_rowwise" in own.buffers:
-                tensors["amax"] = float(own.buffers["_amax_rowwise"])
-            yield part, tensors
+            yield part, _with_amax(scheme.publish(own, source.scales.get(part.name)), own)
+
+
+def _with_amax(tensors: dict[str, Any], codes: Codes) -> dict[str, Any]:
+    amax = codes.buffers.get("_amax_rowwise")
+    return tensors if amax is None else {**tensors, "amax": float(amax)}
+
+
+def _is_untouched(base: PublishedFolder, mapped: Mapped, weight: Any, quantizer: Quantizer) -> bool:
+    """Whether a plain weight has, bit by bit, the values that another checkpoint has in codes."""
+    if is_quantized(weight) or not all(base.is_quantized(part.name) for part in mapped.parts):
+        return False
+    rowwise = quantizer.with_usage(columnwise=False)
+    for part in mapped.parts:
+        values = [tensor_of(one, rowwise, weight.dtype).dequantize() for one in base.codes(part.name, quantizer)]
+        there = torch.stack([value.t() for value in values]) if mapped.experts else values[0]
+        here = weight if part.rows is None else weight[part.rows]
+        if there.shape != here.shape or not torch.equal(there, here.cpu()):
+            return False
+    return True
 
 
 def _codes(weight: Any, quantizer: Quantizer) -> Codes:

@@ -59,9 +59,8 @@ def load_quantized(
         quantizer = folder.scheme.quantizer_of(recipe, "")
     _check_fit(folder, weights)
     if not high_precision and not is_own_model(made):
-        names = {
-            mapped.keys[0].removesuffix(".weight") for mapped in weights if folder.is_quantized(mapped.parts[0].name)
-        }
+        coded = [mapped.keys[0] for mapped in weights if folder.is_quantized(mapped.parts[0].name)]
+        names = {key.rpartition(".")[0] for key in coded}  # of layers, and of modules that hold experts
         convert(made, recipe or folder.scheme.recipe(), filter=lambda module, name: name in names)
     with torch.no_grad():
         _fill(made, folder, weights, quantizer, dtype, high_precision)

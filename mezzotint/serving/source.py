@@ -34,6 +34,7 @@ class Source:
     is_on_disk: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)  # a tokenizer and the like, which are passed on
     scales: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    base: PublishedFolder | None = None  # weights that still have its values are written as they are there
 
     def weight(self, mapped: Mapped) -> Any:
         """Return a weight as it is multiplied: (out, in), or of all experts (experts, in, out)."""
