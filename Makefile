@@ -42,7 +42,7 @@ test-all: $(SETUP) ## those, and all that is exhaustive and slow: what CI runs
 
 # Programs of others on the installed wheels, the shim's too, in an environment of their own. What is built anew each time
 # is Mezzotint; an older build beside it would go into the wheel. One thread, as in `train`.
-clients: .venv-clients/.installed ## Megatron-Core, Accelerate, Lightning, transformers and peft, unchanged
+clients: .venv-clients/.installed ## Megatron-Core, Accelerate, Lightning, transformers, compressed-tensors and peft, unchanged
 	rm -rf build packages/transformer-engine-shim/build
 	.venv-clients/bin/python -m pip install -q --disable-pip-version-check --no-deps --no-build-isolation \
 	    --force-reinstall . packages/transformer-engine-shim
