@@ -22,7 +22,7 @@ from mezzotint.serving.codes import Codes, codes_of, is_quantized, tensor_of
 from mezzotint.serving.published import CONFIG, Manifest, PublishedFolder, options_of, write_manifest
 from mezzotint.serving.schemes import HF_QUANT_CONFIG, Scheme, find_scheme
 from mezzotint.serving.shards import ShardWriter, TensorSpec
-from mezzotint.serving.source import Source, holds_codes, source_of_folder, source_of_model, spec_of
+from mezzotint.serving.source import Source, holds_codes, source_of_folder, source_of_model
 from mezzotint.tensor.quantizer import Quantizer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -267,26 +267,39 @@ def plain_parts(mapped: Mapped, weight: torch.Tensor) -> Iterator[tuple[str, tor
         yield name, weight if part.rows is None else weight[part.rows]
 
 
-def _specs(source: Source, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None) -> dict[str, TensorSpec]:
-    """Return the tensors that a weight becomes."""
-    mapped, quantizer, made = planned.mapped, planned.quantizer, {}
+def tensor_specs(
+    mapped: Mapped, quantizer: Quantizer | None, scheme: Scheme, dtype: torch.dtype
+) -> dict[str, TensorSpec]:
+    """Return the tensors that a weight is published as; without a quantizer, as plain ones of this dtype."""
+    made = {}
     for part in mapped.parts:
-        rows = None if part.rows is None else part.rows.numel()
+        shape = mapped.shape if part.rows is None else (part.rows.numel(), *mapped.shape[1:])
         if quantizer is None:
             name = f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name
-            made[name] = spec_of(source, mapped, rows, dtype)
-            if mapped.experts:
-                shape = (mapped.experts, *mapped.shape[::-1])
-                made[name] = TensorSpec(made[name].dtype, shape)
+            made[name] = TensorSpec(dtype, (mapped.experts, *shape[::-1]) if mapped.experts else tuple(shape))
             continue
-        out = mapped.shape[0] if rows is None else rows
-        for suffix, spec in scheme.specs(quantizer, (out, mapped.shape[1])).items():
-            shape = spec.shape
+        for suffix, spec in scheme.specs(quantizer, (shape[0], shape[1])).items():
+            size = spec.shape
             if mapped.experts:
-                blocks = mapped.shape[1] // scheme.block[1]
+                blocks = shape[1] // scheme.block[1]
                 inner = (blocks, scheme.block[1] // 2) if suffix == "blocks" else (blocks,)
-                shape = (mapped.experts, out, *inner)
-            made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(spec.dtype, shape)
+                size = (mapped.experts, shape[0], *inner)
+            made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(spec.dtype, size)
+    return made
+
+
+def _announce(
+    source: Source, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None
+) -> dict[str, TensorSpec]:
+    """Return the tensors that a weight will be written as. Scales that are written again may be of other dtypes."""
+    mapped = planned.mapped
+    if planned.quantizer is None or not any(part.name in source.scales for part in mapped.parts):
+        return tensor_specs(mapped, planned.quantizer, scheme, dtype or source.dtype(mapped.keys[0]))
+    made = {}
+    for part, tensors in published_weight(source, planned, scheme):
+        for suffix, tensor in tensors.items():
+            if suffix != "amax":
+                made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(tensor.dtype, tuple(tensor.shape))
     return made
 
 
@@ -304,7 +317,7 @@ def _write(
     as_they_were: list[str] = []
     requantized: list[str] = []
     amax: dict[str, float] = {}
-    with ShardWriter(folder, [_specs(source, each, scheme, dtype) for each in planned], max_shard_bytes) as writer:
+    with ShardWriter(folder, [_announce(source, each, scheme, dtype) for each in planned], max_shard_bytes) as writer:
         for number, each in enumerate(planned, 1):
             if each.quantizer is None:
                 with torch.no_grad():

@@ -18,10 +18,16 @@ from mezzotint.layer.parameters import replace_parameter
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import Mapped, check_model_type, map_names
 from mezzotint.serving.codes import Codes, join_rows, tensor_of
+from mezzotint.serving.export import tensor_specs
 from mezzotint.serving.own_model import is_own_model
 from mezzotint.serving.published import PublishedFolder
+from mezzotint.serving.schemes import check_spec
+from mezzotint.serving.shards import TensorSpec
 from mezzotint.serving.source import SCALES
 from mezzotint.tensor.quantizer import Quantizer
+
+# How a server quantizes activations: nothing of it is trained, and here they are quantized as they come.
+OF_INPUTS = (".input_scale", ".input_global_scale")
 
 
 def load_quantized(
@@ -57,7 +63,7 @@ def load_quantized(
     quantizer = folder.quantizer()
     if recipe is not None:
         quantizer = folder.scheme.quantizer_of(recipe, "")
-    _check_fit(folder, weights)
+    _check_fit(folder, weights, quantizer)
     if not high_precision and not is_own_model(made):
         coded = [mapped.keys[0] for mapped in weights if folder.is_quantized(mapped.parts[0].name)]
         names = {key.rpartition(".")[0] for key in coded}  # of layers, and of modules that hold experts
@@ -86,22 +92,26 @@ def _make_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     return transformers.AutoModelForCausalLM.from_config(described, dtype=dtype)
 
 
-def _check_fit(folder: PublishedFolder, weights: list[Mapped]) -> None:
+def _check_fit(folder: PublishedFolder, weights: list[Mapped], quantizer: Quantizer) -> None:
     """Refuse a checkpoint that has other weights than the model, before any is replaced."""
-    wanted: set[str] = set()
+    assert folder.scheme is not None
+    wanted: dict[str, TensorSpec] = {}
     for mapped in weights:
-        for part in mapped.parts:
-            if folder.is_quantized(part.name):
-                wanted |= set(folder.tensor_names(part.name).values())
-            else:
-                wanted.add(f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name)
-    found = set(folder.reader.places)
-    if missing := sorted(wanted - found):
-        raise ValueError(f"{folder.path} has no {', '.join(missing[:3])}: give the checkpoint of this model")
-    if more := sorted(found - wanted):
-        raise ValueError(
-            f"{folder.path} has {', '.join(more[:3])}, for which the model has no place: give its own model"
-        )
+        own = quantizer if folder.is_quantized(mapped.parts[0].name) else None
+        specs = tensor_specs(mapped, own, folder.scheme, torch.float32)
+        missing = sorted(specs.keys() - folder.reader.places.keys())
+        if missing:
+            raise ValueError(f"{folder.path} has no {', '.join(missing[:3])}: give the checkpoint of this model")
+        for name, spec in specs.items():
+            try:
+                check_spec(name, folder.reader.spec(name), spec)
+            except ValueError as error:
+                raise ValueError(f"{folder.path} does not fit the model ({error}): give its own model") from None
+        wanted |= specs
+    more = sorted(name for name in folder.reader.places.keys() - wanted.keys() if not name.endswith(OF_INPUTS))
+    if more:
+        names = ", ".join(more[:3])
+        raise ValueError(f"{folder.path} has {names}, for which the model has no place: give its own model")
 
 
 def _fill(
@@ -131,12 +141,23 @@ def _fill(
             owner, _, name = mapped.keys[0].rpartition(".")
             replace_parameter(model.get_submodule(owner), name, made.to(parameters[0].device))
         for part in mapped.parts:
-            whole = folder.tensor_names(part.name).keys() & {"weight_global_scale", "weight_scale_2"}
-            if whole:
-                tensors = folder.tensors(part.name)
-                scales[part.name] = {suffix: tensors[suffix] for suffix in whole}
+            known = _scales_to_keep(folder, part.name)
+            if known:
+                scales[part.name] = known
     if scales:
         vars(model)[SCALES] = scales
+
+
+def _scales_to_keep(folder: PublishedFolder, name: str) -> dict[str, torch.Tensor]:
+    """Return scales that the package has no bits for: rounded ones of whole weights, and those in less than FP32."""
+    scheme = folder.scheme
+    assert scheme is not None
+    kept = {}
+    for suffix, buffer, dtype in zip(scheme.suffixes, scheme.buffers, scheme.dtypes, strict=True):
+        each = folder.tensor_names(name)[suffix]
+        if dtype == torch.float32 and (buffer == "_amax_rowwise" or folder.reader.spec(each).dtype != dtype):
+            kept[suffix] = folder.reader.read(each)
+    return kept
 
 
 def _parameter(model: nn.Module, key: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.constants import FP4_MAX, FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK, DType
+from mezzotint.constants import FP4_MAX, FP8_BLOCK, HIGH_PRECISION, MX_BLOCK, NVFP4_BLOCK, DType
 from mezzotint.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -96,16 +96,17 @@ class Scheme:
         )
 
     def publish(self, codes: Codes, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a weight by suffix. `known`: tensors that this weight was read from, whose rounded
-        scale of all of it is written again where it still stands for the same."""
+        """Return the tensors of a weight by suffix. `known`: scales that this weight was read from, in another dtype or
+        rounded, which are written again where they still stand for the same."""
         made = {}
         for suffix, buffer, dtype in zip(self.suffixes, self.buffers, self.dtypes, strict=True):
             value = codes.buffers[buffer]
+            before = None if known is None else known.get(suffix)
+            if before is not None and torch.equal(_buffer_of(before, buffer, suffix, value.shape), value):
+                made[suffix] = before
+                continue
             if buffer == "_amax_rowwise":
                 value = _publish_amax(value, suffix)
-                before = None if known is None else known.get(suffix)
-                if before is not None and torch.equal(_amax_of(before, suffix), codes.buffers[buffer]):
-                    value = before
             elif value.dtype == torch.uint8:
                 value = value.contiguous().view(dtype)
             if value.dim() == 1 and codes.along[buffer][0] is not None:  # one of each row
@@ -130,17 +131,13 @@ class Scheme:
                 fits = exact is not None and torch.equal(_publish_amax(exact, suffix).view(1), value.view(1))
                 buffers[name] = exact if exact is not None and fits else _amax_of(value, suffix)
             else:
-                value = value if value.dtype == like.dtype else value.view(like.dtype)
-                buffers[name] = value.reshape(like.shape)
+                buffers[name] = _buffer_of(value, name, suffix, like.shape)
         return Codes(shape, buffers, wanted.along)
 
     def _check(self, tensors: Tensors, wanted: Codes) -> None:
         """Refuse tensors of other dtypes or shapes than `publish` gives."""
         for suffix, spec in self._specs(wanted).items():
-            found = TensorSpec(tensors[suffix].dtype, tuple(tensors[suffix].shape))
-            same = found.num_bytes == spec.num_bytes if spec.num_bytes == 4 else found.shape == spec.shape
-            if found.dtype != spec.dtype or not same:
-                raise ValueError(f"{suffix} is {found.dtype} {found.shape}, not {spec.dtype} {spec.shape}")
+            check_spec(suffix, TensorSpec(tensors[suffix].dtype, tuple(tensors[suffix].shape)), spec)
 
     def specs(self, quantizer: Quantizer, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         """Return what the tensors of a weight of this shape are."""
@@ -149,6 +146,22 @@ class Scheme:
     def _specs(self, codes: Codes) -> dict[str, TensorSpec]:
         made = self.publish(codes)
         return {suffix: TensorSpec(tensor.dtype, tuple(tensor.shape)) for suffix, tensor in made.items()}
+
+
+def check_spec(name: str, found: TensorSpec, wanted: TensorSpec) -> None:
+    """Refuse a tensor of another dtype or shape. Scales in FP32 may be in less, and one may have any shape."""
+    is_scale = wanted.dtype == torch.float32
+    same = found.dtype in HIGH_PRECISION if is_scale else found.dtype == wanted.dtype
+    if not same or (found.shape != wanted.shape and not (is_scale and found.numel == wanted.numel == 1)):
+        raise ValueError(f"{name} is {found.dtype} {found.shape}, not {wanted.dtype} {wanted.shape}")
+
+
+def _buffer_of(tensor: torch.Tensor, buffer: str, suffix: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return what a published tensor is in the package."""
+    if buffer == "_amax_rowwise":
+        return _amax_of(tensor, suffix)
+    value = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.float()
+    return value.reshape(tuple(shape))
 
 
 def _publish_amax(amax: torch.Tensor, suffix: str) -> torch.Tensor:
@@ -161,7 +174,7 @@ def _publish_amax(amax: torch.Tensor, suffix: str) -> torch.Tensor:
 
 def _amax_of(scale: torch.Tensor, suffix: str) -> torch.Tensor:
     """Return the amax, FP32 [1], that a published scale stands for, up to its rounding."""
-    top, scale = torch.full((1,), FP4_MAX * E4M3_MAX), scale.view(1)
+    top, scale = torch.full((1,), FP4_MAX * E4M3_MAX), scale.float().view(1)
     return scale * top if suffix == "weight_scale_2" else top / scale
 
 

@@ -9,6 +9,7 @@ stranger had written them: every size is compared with the file's before memory 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,12 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

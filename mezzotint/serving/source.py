@@ -13,7 +13,6 @@ from mezzotint.serving.architectures import Mapped, map_names
 from mezzotint.serving.codes import is_quantized
 from mezzotint.serving.own_model import is_own_model, own_config
 from mezzotint.serving.published import PublishedFolder
-from mezzotint.serving.shards import TensorSpec
 
 # Of a folder, what is passed on beside its weights.
 PASSED_ON = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
@@ -89,12 +88,6 @@ def source_of_folder(path: Path) -> Source:
         is_on_disk=True,
         files={file.name: file for pattern in PASSED_ON for file in sorted(path.glob(pattern)) if file.is_file()},
     )
-
-
-def spec_of(source: Source, mapped: Mapped, rows: int | None, dtype: torch.dtype | None) -> TensorSpec:
-    """Return what a weight, or `rows` of it, is in high precision."""
-    shape = mapped.shape if rows is None else (rows, *mapped.shape[1:])
-    return TensorSpec(dtype or source.dtype(mapped.keys[0]), tuple(shape))
 
 
 def holds_codes(source: Source, mapped: Mapped) -> bool:

@@ -57,9 +57,7 @@ def test_a_flipped_bit(tensor: str, exported: Path, tmp_path: Path) -> None:
     refused(folder, "its SHA-256 is another")
     (found,) = [check for check in verify_folders(open_second(exported), open_second(folder)) if not check.is_equal]
     (again,) = [
-        check
-        for check in verify_source(source_of_model(make_model(), None), open_second(folder))
-        if not check.is_equal
+        check for check in verify_source(source_of_model(make_model(), None), open_second(folder)) if not check.is_equal
     ]
     assert (found.name, found.differing) == (again.name, again.differing) == (f"{NAME}.{tensor}", 1)
     assert found.first == ((1, 2) if tensor == "weight" else (0, 0))
@@ -100,11 +98,11 @@ def test_an_index_that_leaves_the_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: {**t, f"{NAME}.weight": t[f"{NAME}.weight"][:64].clone()}, "has shape|does not fit together"),
-        (lambda t: {**t, f"{NAME}.weight_scale_inv": torch.ones(2, 1)}, "does not fit together"),
-        (lambda t: {**t, f"{NAME}.weight_scale_inv": torch.ones(1, 1, dtype=torch.float64)}, "does not fit together"),
-        (lambda t: {**t, f"{NAME}.weight": t[f"{NAME}.weight"].view(torch.uint8)}, "does not fit together"),
-        (lambda t: {**t, "model.norm.weight": torch.ones(64)}, "has shape"),
+        (lambda t: {**t, f"{NAME}.weight": t[f"{NAME}.weight"][:64].clone()}, "does not fit the model"),
+        (lambda t: {**t, f"{NAME}.weight_scale_inv": torch.ones(2, 1)}, "does not fit the model"),
+        (lambda t: {**t, f"{NAME}.weight_scale_inv": torch.ones(1, 1, dtype=torch.int32)}, "does not fit the model"),
+        (lambda t: {**t, f"{NAME}.weight": t[f"{NAME}.weight"].view(torch.uint8)}, "does not fit the model"),
+        (lambda t: {**t, "model.norm.weight": torch.ones(64)}, "does not fit the model"),
         (lambda t: {name: value for name, value in t.items() if name != "model.norm.weight"}, "has no model.norm"),
         (lambda t: {**t, "more.weight": torch.ones(2)}, "has more.weight, for which the model has no place"),
     ],
@@ -114,8 +112,7 @@ def test_other_tensors_than_the_model_has(change: Any, said: str, exported: Path
     folder = copied(exported, tmp_path)
     (folder / MANIFEST).unlink()
     save_file(change(load_file(folder / SINGLE)), folder / SINGLE)
-    with pytest.raises(ValueError, match=said):
-        mz.load_quantized(folder, make_model())
+    refused(folder, said)
     differing = [check for check in verify_folders(open_second(exported), open_second(folder)) if not check.is_equal]
     assert len(differing) == 1
 
@@ -203,3 +200,23 @@ def test_quantized_weights_of_another_format(exported: Path, tmp_path: Path) -> 
     make_model().save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="is not quantized: load it with transformers"):
         mz.load_quantized(tmp_path / "plain")
+
+
+def test_scales_in_less_than_fp32(tmp_path: Path) -> None:
+    """As other programs write them: read exactly, and written as they were; of a weight that changed, in FP32."""
+    path = mz.export(make_model(), "compressed-tensors-fp8", tmp_path / "out").path
+    (path / MANIFEST).unlink()
+    tensors = load_file(path / SINGLE)
+    narrow = {name: each.bfloat16() if name.endswith("scale") else each for name, each in tensors.items()}
+    narrow[f"{NAME}.input_scale"] = torch.ones(1)  # how a server quantizes activations: not read
+    save_file(narrow, path / SINGLE)
+    model = mz.load_quantized(path)
+    again = load_file(mz.export(model, "compressed-tensors-fp8", tmp_path / "again").path / SINGLE)
+    assert again.keys() == tensors.keys()
+    for name, tensor in again.items():
+        assert tensor.dtype == narrow[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), narrow[name].view(torch.uint8)), name
+    with torch.no_grad():
+        model.get_submodule(NAME).weight.mul_(1.5)
+    changed = load_file(mz.export(model, "compressed-tensors-fp8", tmp_path / "changed").path / SINGLE)
+    assert changed[f"{NAME}.weight_scale"].dtype == torch.float32

@@ -39,9 +39,7 @@ DECODED = {
     "compressed-tensors-nvfp4": lambda t: (
         unpacked(t["weight_packed"]) * spread(t["weight_scale"].float() / t["weight_global_scale"], 1, 16)
     ),
-    "modelopt-nvfp4": lambda t: (
-        unpacked(t["weight"]) * spread(t["weight_scale"].float() * t["weight_scale_2"], 1, 16)
-    ),
+    "modelopt-nvfp4": lambda t: unpacked(t["weight"]) * spread(t["weight_scale"].float() * t["weight_scale_2"], 1, 16),
     "mxfp4": lambda t: unpacked(t["blocks"]) * spread(power(t["scales"]), 1, 32),
 }
 
