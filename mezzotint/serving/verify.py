@@ -18,6 +18,8 @@ from mezzotint.serving.published import PublishedFolder
 from mezzotint.serving.source import Source
 from mezzotint.tensor.quantizer import Quantizer
 
+PIECE = 2**22  # elements that are compared at once
+
 
 @dataclass(frozen=True)
 class TensorCheck:
@@ -106,12 +108,22 @@ def _compare(
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         shapes = f"{wanted.dtype} {tuple(wanted.shape)}, the second {found.dtype} {tuple(found.shape)}"
         return TensorCheck(name, wanted.numel(), problem=f"the first has {shapes}")
-    differs = _bits(found) != _bits(wanted)
-    count = int(differs.sum())
-    if count == 0:
+    if torch.equal(_bits(found), _bits(wanted)):
         return TensorCheck(name, found.numel())
-    first = tuple(int(i) for i in differs.reshape(found.shape).nonzero()[0]) if found.dim() else ()
-    return TensorCheck(name, found.numel(), count, first, _error(wanted, found, folder, weight, quantizer))
+    count, first = 0, 0
+    for start, here, there in _pieces(_bits(wanted), _bits(found)):
+        places = (here != there).nonzero()
+        if len(places) and not count:
+            first = start + int(places[0])
+        count += len(places)
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), found.shape)) if found.dim() else ()
+    return TensorCheck(name, found.numel(), count, place, _error(wanted, found, folder, weight, quantizer))
+
+
+def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Return both in pieces, each with its place: to compare them whole would take several times their memory."""
+    for start in range(0, a.numel(), PIECE):
+        yield start, a.reshape(-1)[start : start + PIECE], b.reshape(-1)[start : start + PIECE]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,13 +137,19 @@ def _error(
 ) -> float:
     """Return the largest difference of values: of codes with the second's scales, else of the numbers themselves."""
     if weight is None or quantizer is None or folder.scheme is None or folder.scheme.is_for_experts:
-        return float((wanted.double() - found.double()).abs().nan_to_num(torch.inf).max())
+        return _largest(wanted, found)
     values = []
     for codes in (wanted, found):
         tensors: dict[str, Any] = {**folder.tensors(weight), folder.scheme.suffixes[0]: codes}
         made = folder.scheme.codes(tensors, quantizer)
         values.append(tensor_of(made, quantizer.with_usage(columnwise=False), torch.float32).dequantize())
-    return float((values[0] - values[1]).abs().nan_to_num(torch.inf).max())
+    return _largest(*values)
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest difference; infinity where it is no number."""
+    errors = [(x.double() - y.double()).abs().nan_to_num(torch.inf).max() for _, x, y in _pieces(a, b)]
+    return float(max(errors))
 
 
 def open_second(path: Path) -> PublishedFolder:

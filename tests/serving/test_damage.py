@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mezzotint as mz
+from mezzotint.serving import verify
 from mezzotint.serving.export import export_source
 from mezzotint.serving.published import CONFIG, MANIFEST
 from mezzotint.serving.shards import INDEX, SINGLE
@@ -73,6 +74,16 @@ def test_a_flipped_bit_of_what_is_not_quantized(exported: Path, tmp_path: Path) 
     checks = verify_source(source_of_model(make_model(), None), open_second(folder))
     (found,) = [check for check in checks if not check.is_equal]
     assert (found.name, found.first) == ("model.norm.weight", (2,))
+
+
+def test_every_piece_is_compared(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(exported, tmp_path)
+    for element in (129, 5000, 16383):
+        flip(folder, f"{NAME}.weight", element, 0)
+    for size in (2**22, 1000, 7):
+        monkeypatch.setattr(verify, "PIECE", size)
+        (found,) = [each for each in verify_folders(open_second(exported), open_second(folder)) if not each.is_equal]
+        assert (found.differing, found.first) == (3, (1, 1))
 
 
 def test_a_truncated_file(exported: Path, tmp_path: Path) -> None:
