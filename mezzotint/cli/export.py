@@ -14,7 +14,7 @@ from mezzotint.trainer.publishing import source_of
 from mezzotint.trainer.recipe_names import BF16, recipe_name
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PLAIN_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def run_export(
@@ -28,8 +28,8 @@ def run_export(
     shard_mb: int,
 ) -> None:
     """The command; see `app.py`."""
-    if dtype is not None and dtype not in DTYPES:
-        raise CommandError(f"--dtype is {dtype!r}: give one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in PLAIN_DTYPES:
+        raise CommandError(f"--dtype is {dtype!r}: give one of {', '.join(PLAIN_DTYPES)}")
     try:
         source, trained = source_of(Path(checkpoint))
         if recipe is not None:
@@ -43,7 +43,7 @@ def run_export(
                 to,
                 Path(out),
                 trained,
-                dtype=None if dtype is None else DTYPES[dtype],
+                dtype=None if dtype is None else PLAIN_DTYPES[dtype],
                 requantize=requantize,
                 overwrite=overwrite,
                 max_shard_bytes=shard_mb * 10**6,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mezzotint.cli.export import progress_bar
 from mezzotint.recipe import Recipe
-from mezzotint.serving.published import CONFIG, PublishedFolder, read_json_object
+from mezzotint.serving.published import MODEL_CONFIG, PublishedFolder, read_json_object
 from mezzotint.serving.verify import TensorCheck, open_second, verify_folders, verify_source
 from mezzotint.trainer.console import CommandError, make_console
 from mezzotint.trainer.publishing import source_of
@@ -49,9 +49,9 @@ def _compare(
 
 def _is_published(path: Path) -> bool:
     """Whether a folder is in a published format itself."""
-    if not (path / CONFIG).exists() or (path / "checkpoints").is_dir():
+    if not (path / MODEL_CONFIG).exists() or (path / "checkpoints").is_dir():
         return False
-    return open_second(path).scheme is not None if "model_type" in read_json_object(path / CONFIG) else False
+    return open_second(path).scheme is not None if "model_type" in read_json_object(path / MODEL_CONFIG) else False
 
 
 def _trains(recipe: Recipe, folder: PublishedFolder) -> bool:

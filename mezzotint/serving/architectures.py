@@ -26,13 +26,13 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
 }
-LINEAR = {
+LINEAR_NAMES = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"),
 }
 
 
 @dataclass(frozen=True)
-class Part:
+class PublishedPart:
     """What is published of a weight under one name."""
 
     name: str  # without ".weight", if it is linear
@@ -44,7 +44,7 @@ class Mapped:
     """A weight of a model, or one expert's of a parameter that has all of them, and what is published of it."""
 
     keys: tuple[str, ...]  # in the model; several lie one below the other
-    parts: tuple[Part, ...]
+    parts: tuple[PublishedPart, ...]
     is_linear: bool
     shape: tuple[int, ...]  # as it is multiplied: (out, in)
     expert: int | None = None  # which one of a 3-D parameter
@@ -69,7 +69,7 @@ def check_model_type(config: Mapping[str, Any]) -> str:
 def is_linear_name(name: str) -> bool:
     """Whether the tensor of this published name is a weight that is quantized."""
     parts = name.split(".")
-    return parts[-1] == "weight" and parts[-2:-1] != [] and parts[-2] in LINEAR
+    return parts[-1] == "weight" and parts[-2:-1] != [] and parts[-2] in LINEAR_NAMES
 
 
 def map_names(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> list[Mapped]:
@@ -110,13 +110,13 @@ def _published(key: str, kind: str) -> str:
 
 def _whole(keys: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Mapped:
     is_linear = is_linear_name(name) and len(shape) == 2
-    return Mapped(keys, (Part(name.removesuffix(".weight") if is_linear else name),), is_linear, shape)
+    return Mapped(keys, (PublishedPart(name.removesuffix(".weight") if is_linear else name),), is_linear, shape)
 
 
 def _map_experts(key: str, shape: tuple[int, ...], kind: str) -> list[Mapped]:
     count, first, second = shape
     if kind == GPT_OSS:
-        return [Mapped((key,), (Part(key),), True, (second, first), None, True, count)]
+        return [Mapped((key,), (PublishedPart(key),), True, (second, first), None, True, count)]
     if kind not in EXPERTS or not key.endswith(("experts.gate_up_proj", "experts.down_proj")):
         raise ValueError(f"{key} has shape {shape}: no experts of {kind} are published under such a name")
     folder, gate, up, down = EXPERTS[kind]
@@ -124,15 +124,15 @@ def _map_experts(key: str, shape: tuple[int, ...], kind: str) -> list[Mapped]:
     mapped = []
     for i in range(count):
         if key.endswith("down_proj"):
-            parts: tuple[Part, ...] = (Part(f"{prefix}.{i}.{down}"),)
+            parts: tuple[PublishedPart, ...] = (PublishedPart(f"{prefix}.{i}.{down}"),)
         else:
             parts = _halves(f"{prefix}.{i}.{gate}", f"{prefix}.{i}.{up}", first)
         mapped.append(Mapped((key,), parts, True, (first, second), i))
     return mapped
 
 
-def _halves(first: str, second: str, rows: int) -> tuple[Part, Part]:
-    return Part(first, torch.arange(rows // 2)), Part(second, torch.arange(rows // 2, rows))
+def _halves(first: str, second: str, rows: int) -> tuple[PublishedPart, PublishedPart]:
+    return PublishedPart(first, torch.arange(rows // 2)), PublishedPart(second, torch.arange(rows // 2, rows))
 
 
 # Of a model of TransformerLayers: the end of a name in a layer → the end that it is published under.
@@ -178,13 +178,13 @@ def _map_own(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], k
         elif expert := re.fullmatch(r"layernorm_mlp\.experts\.fc([12])\.weight(\d+)", end):
             prefix = f"{layer}.block_sparse_moe.experts.{expert[2]}"
             halves = _halves(f"{prefix}.w1", f"{prefix}.w3", shape[0]) if expert[1] == "1" else None
-            mapped.append(Mapped((key,), halves or (Part(f"{prefix}.w2"),), True, shape))
+            mapped.append(Mapped((key,), halves or (PublishedPart(f"{prefix}.w2"),), True, shape))
         elif not end.endswith(_QKV[1:]):
             raise ValueError(f"{key} has no name in {kind}: it cannot be published")
     return mapped
 
 
-def _qkv_parts(layer: str, rows: int, config: Mapping[str, Any], interleaved: bool) -> tuple[Part, ...]:
+def _qkv_parts(layer: str, rows: int, config: Mapping[str, Any], interleaved: bool) -> tuple[PublishedPart, ...]:
     """Return the rows of queries, keys and values: `interleaved`, those of a group lie side by side."""
     heads, groups = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     channels = rows // (heads + 2 * groups)
@@ -196,4 +196,4 @@ def _qkv_parts(layer: str, rows: int, config: Mapping[str, Any], interleaved: bo
     else:
         split = whole.split(sizes)
     names = [f"{layer}.self_attn.{letter}_proj" for letter in "qkv"]
-    return tuple(Part(name, part.reshape(-1)) for name, part in zip(names, split, strict=True))
+    return tuple(PublishedPart(name, part.reshape(-1)) for name, part in zip(names, split, strict=True))

@@ -68,7 +68,7 @@ def codes_of(tensor: Any) -> Codes:
     return Codes((rows, cols), buffers, {name: along[name] for name in buffers})
 
 
-def join_rows(parts: Sequence[Codes], rows: Sequence[torch.Tensor]) -> Codes:
+def join_codes(parts: Sequence[Codes], rows: Sequence[torch.Tensor]) -> Codes:
     """Return the codes of which `take_rows(rows[i])` is `parts[i]`. What is of all rows is equal in all parts."""
     order = torch.cat(list(rows))
     shape = (order.numel(), parts[0].shape[1])

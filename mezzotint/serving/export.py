@@ -17,12 +17,12 @@ from torch import nn
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.files import describe_files, remove, sync, write_json
 from mezzotint.recipe import Recipe, check_recipe
-from mezzotint.serving.architectures import GPT_OSS, Mapped, Part
+from mezzotint.serving.architectures import GPT_OSS, Mapped, PublishedPart
 from mezzotint.serving.codes import Codes, codes_of, is_quantized, tensor_of
-from mezzotint.serving.published import CONFIG, Manifest, PublishedFolder, options_of, write_manifest
+from mezzotint.serving.published import MODEL_CONFIG, Manifest, PublishedFolder, options_of, write_manifest
 from mezzotint.serving.schemes import HF_QUANT_CONFIG, Scheme, find_scheme
-from mezzotint.serving.shards import ShardWriter, TensorSpec
-from mezzotint.serving.source import Source, holds_codes, source_of_folder, source_of_model
+from mezzotint.serving.shards import ShardWriter, StoredSpec
+from mezzotint.serving.source import WeightSource, holds_codes, source_of_folder, source_of_model
 from mezzotint.tensor.quantizer import Quantizer
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -97,7 +97,7 @@ def export(
 
 
 def export_source(
-    source: Source,
+    source: WeightSource,
     format: str,
     path: Path,
     recipe: Recipe | None,
@@ -137,12 +137,12 @@ def export_source(
     return replace(report, path=path)
 
 
-def _own_recipe(source: Source) -> Recipe | None:
+def _own_recipe(source: WeightSource) -> Recipe | None:
     return next((each for each in (source.recipes or {}).values() if each is not None), None)
 
 
 def plan_weights(
-    source: Source, scheme: Scheme, recipe: Recipe | None, *, requantize: bool = False
+    source: WeightSource, scheme: Scheme, recipe: Recipe | None, *, requantize: bool = False
 ) -> list[PlannedWeight]:
     """Return what is done to each weight."""
     is_gpt_oss = source.config.get("model_type") == GPT_OSS
@@ -166,7 +166,7 @@ def plan_weights(
     return planned
 
 
-def _quantizer_for(source: Source, mapped: Mapped, scheme: Scheme, recipe: Recipe | None) -> Quantizer | None:
+def _quantizer_for(source: WeightSource, mapped: Mapped, scheme: Scheme, recipe: Recipe | None) -> Quantizer | None:
     name = mapped.keys[0]
     if holds_codes(source, mapped):
         held: Any = source.load(name)
@@ -202,7 +202,9 @@ def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
     return False
 
 
-def published_weight(source: Source, planned: PlannedWeight, scheme: Scheme) -> Iterator[tuple[Part, dict[str, Any]]]:
+def published_weight(
+    source: WeightSource, planned: PlannedWeight, scheme: Scheme
+) -> Iterator[tuple[PublishedPart, dict[str, Any]]]:
     """Return the parts of a quantized weight, each with its tensors by suffix and, of NVFP4, its amax as "amax"."""
     mapped, quantizer = planned.mapped, planned.quantizer
     assert quantizer is not None
@@ -269,14 +271,14 @@ def plain_parts(mapped: Mapped, weight: torch.Tensor) -> Iterator[tuple[str, tor
 
 def tensor_specs(
     mapped: Mapped, quantizer: Quantizer | None, scheme: Scheme, dtype: torch.dtype
-) -> dict[str, TensorSpec]:
+) -> dict[str, StoredSpec]:
     """Return the tensors that a weight is published as; without a quantizer, as plain ones of this dtype."""
     made = {}
     for part in mapped.parts:
         shape = mapped.shape if part.rows is None else (part.rows.numel(), *mapped.shape[1:])
         if quantizer is None:
             name = f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name
-            made[name] = TensorSpec(dtype, (mapped.experts, *shape[::-1]) if mapped.experts else tuple(shape))
+            made[name] = StoredSpec(dtype, (mapped.experts, *shape[::-1]) if mapped.experts else tuple(shape))
             continue
         for suffix, spec in scheme.specs(quantizer, (shape[0], shape[1])).items():
             size = spec.shape
@@ -284,13 +286,13 @@ def tensor_specs(
                 blocks = shape[1] // scheme.block[1]
                 inner = (blocks, scheme.block[1] // 2) if suffix == "blocks" else (blocks,)
                 size = (mapped.experts, shape[0], *inner)
-            made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(spec.dtype, size)
+            made[f"{part.name}{scheme.joint}{suffix}"] = StoredSpec(spec.dtype, size)
     return made
 
 
 def _announce(
-    source: Source, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None
-) -> dict[str, TensorSpec]:
+    source: WeightSource, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None
+) -> dict[str, StoredSpec]:
     """Return the tensors that a weight will be written as. Scales that are written again may be of other dtypes."""
     mapped = planned.mapped
     if planned.quantizer is None or not any(part.name in source.scales for part in mapped.parts):
@@ -299,12 +301,12 @@ def _announce(
     for part, tensors in published_weight(source, planned, scheme):
         for suffix, tensor in tensors.items():
             if suffix != "amax":
-                made[f"{part.name}{scheme.joint}{suffix}"] = TensorSpec(tensor.dtype, tuple(tensor.shape))
+                made[f"{part.name}{scheme.joint}{suffix}"] = StoredSpec(tensor.dtype, tuple(tensor.shape))
     return made
 
 
 def _write(
-    source: Source,
+    source: WeightSource,
     scheme: Scheme,
     planned: list[PlannedWeight],
     folder: Path,
@@ -349,7 +351,7 @@ def _write(
 
 
 def _write_config(
-    source: Source, scheme: Scheme, planned: list[PlannedWeight], folder: Path, dtype: torch.dtype | None
+    source: WeightSource, scheme: Scheme, planned: list[PlannedWeight], folder: Path, dtype: torch.dtype | None
 ) -> None:
     """Write config.json, that of ModelOpt where it has its own, and pass the tokenizer on."""
     plain = [each.mapped for each in planned if each.quantizer is None]
@@ -365,7 +367,7 @@ def _write_config(
     config.pop("torch_dtype", None)
     config["dtype"] = str(floating).removeprefix("torch.")
     config["quantization_config"] = scheme.config(kept)
-    write_json(folder / CONFIG, config)
+    write_json(folder / MODEL_CONFIG, config)
     if config["quantization_config"]["quant_method"] == "modelopt":
         described = config["quantization_config"]
         about = {key: described[key] for key in ("quant_algo", "kv_cache_quant_algo", "group_size")}

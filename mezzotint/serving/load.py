@@ -17,12 +17,12 @@ from mezzotint.convert.model import convert
 from mezzotint.layer.parameters import replace_parameter
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import Mapped, check_model_type, map_names
-from mezzotint.serving.codes import Codes, join_rows, tensor_of
+from mezzotint.serving.codes import Codes, join_codes, tensor_of
 from mezzotint.serving.export import tensor_specs
 from mezzotint.serving.own_model import is_own_model
 from mezzotint.serving.published import PublishedFolder
 from mezzotint.serving.schemes import check_spec
-from mezzotint.serving.shards import TensorSpec
+from mezzotint.serving.shards import StoredSpec
 from mezzotint.serving.source import SCALES
 from mezzotint.tensor.quantizer import Quantizer
 
@@ -95,7 +95,7 @@ def _make_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 def _check_fit(folder: PublishedFolder, weights: list[Mapped], quantizer: Quantizer) -> None:
     """Refuse a checkpoint that has other weights than the model, before any is replaced."""
     assert folder.scheme is not None
-    wanted: dict[str, TensorSpec] = {}
+    wanted: dict[str, StoredSpec] = {}
     for mapped in weights:
         own = quantizer if folder.is_quantized(mapped.parts[0].name) else None
         specs = tensor_specs(mapped, own, folder.scheme, torch.float32)
@@ -173,7 +173,7 @@ def _plain(folder: PublishedFolder, mapped: Mapped) -> list[torch.Tensor]:
 def _join(mapped: Mapped, parts: list[Codes]) -> Codes:
     rows = [part.rows for part in mapped.parts if part.rows is not None]
     try:
-        return join_rows(parts, rows) if rows else parts[0]
+        return join_codes(parts, rows) if rows else parts[0]
     except ValueError as error:
         raise ValueError(
             f"{mapped.keys[0]} cannot be put together ({error}): give high_precision=True, or a model of Hugging Face"

@@ -23,7 +23,7 @@ from mezzotint.serving.schemes import HF_QUANT_CONFIG, SCHEMES, Scheme, scheme_o
 from mezzotint.serving.shards import ShardReader
 from mezzotint.tensor.quantizer import Quantizer
 
-CONFIG, MANIFEST = "config.json", "mezzotint.json"
+MODEL_CONFIG, MANIFEST = "config.json", "mezzotint.json"
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class PublishedFolder:
     def __init__(self, path: Path, *, check_hashes: bool = True) -> None:
         self.path = path
         self.reader = ShardReader(path)
-        self.config = read_json_object(path / CONFIG)
+        self.config = read_json_object(path / MODEL_CONFIG)
         self.manifest = self._read_manifest()
         described = self.config.get("quantization_config")
         if described is None and (path / HF_QUANT_CONFIG).exists():
             inner = read_json_object(path / HF_QUANT_CONFIG).get("quantization", {})
             described = {"quant_method": "modelopt", **inner}
         if described is not None and not isinstance(described, dict):
-            raise ValueError(f"{path / CONFIG} has a quantization_config that is no object")
+            raise ValueError(f"{path / MODEL_CONFIG} has a quantization_config that is no object")
         self.scheme: Scheme | None = None if described is None else scheme_of(described)
         if self.manifest is not None:
             if self.scheme is None or self.manifest.format != self.scheme.name:
-                raise ValueError(f"{path / MANIFEST} says {self.manifest.format}, and {CONFIG} another format")
+                raise ValueError(f"{path / MANIFEST} says {self.manifest.format}, and {MODEL_CONFIG} another format")
             if check_hashes:
                 self._check_hashes(self.manifest)
 

@@ -32,7 +32,7 @@ from mezzotint.recipe import (
     Recipe,
 )
 from mezzotint.serving.codes import Codes, empty_codes
-from mezzotint.serving.shards import TensorSpec
+from mezzotint.serving.shards import StoredSpec
 from mezzotint.tensor.float8 import Float8Tensor
 from mezzotint.tensor.float8_block import Float8BlockwiseQTensor
 from mezzotint.tensor.float8_rowwise import Float8RowwiseTensor
@@ -41,7 +41,7 @@ from mezzotint.tensor.mxfp8 import MXFP8Tensor
 from mezzotint.tensor.nvfp4 import NVFP4Tensor
 from mezzotint.tensor.quantizer import Quantizer
 
-Tensors = Mapping[str, torch.Tensor]
+PublishedTensors = Mapping[str, torch.Tensor]
 E4M3_MAX = 448
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
@@ -114,7 +114,7 @@ class Scheme:
             made[suffix] = value.contiguous()
         return made
 
-    def codes(self, tensors: Tensors, quantizer: Quantizer, amax: float | None = None) -> Codes:
+    def codes(self, tensors: PublishedTensors, quantizer: Quantizer, amax: float | None = None) -> Codes:
         """Return what `publish` made these tensors of. `amax`: that of NVFP4, where it is known; used if it fits."""
         first = tensors[self.suffixes[0]]
         per = 2 if self.dtypes[0] == torch.uint8 else 1
@@ -134,21 +134,21 @@ class Scheme:
                 buffers[name] = _buffer_of(value, name, suffix, like.shape)
         return Codes(shape, buffers, wanted.along)
 
-    def _check(self, tensors: Tensors, wanted: Codes) -> None:
+    def _check(self, tensors: PublishedTensors, wanted: Codes) -> None:
         """Refuse tensors of other dtypes or shapes than `publish` gives."""
         for suffix, spec in self._specs(wanted).items():
-            check_spec(suffix, TensorSpec(tensors[suffix].dtype, tuple(tensors[suffix].shape)), spec)
+            check_spec(suffix, StoredSpec(tensors[suffix].dtype, tuple(tensors[suffix].shape)), spec)
 
-    def specs(self, quantizer: Quantizer, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+    def specs(self, quantizer: Quantizer, shape: tuple[int, int]) -> dict[str, StoredSpec]:
         """Return what the tensors of a weight of this shape are."""
         return self._specs(empty_codes(quantizer, shape))
 
-    def _specs(self, codes: Codes) -> dict[str, TensorSpec]:
+    def _specs(self, codes: Codes) -> dict[str, StoredSpec]:
         made = self.publish(codes)
-        return {suffix: TensorSpec(tensor.dtype, tuple(tensor.shape)) for suffix, tensor in made.items()}
+        return {suffix: StoredSpec(tensor.dtype, tuple(tensor.shape)) for suffix, tensor in made.items()}
 
 
-def check_spec(name: str, found: TensorSpec, wanted: TensorSpec) -> None:
+def check_spec(name: str, found: StoredSpec, wanted: StoredSpec) -> None:
     """Refuse a tensor of another dtype or shape. Scales in FP32 may be in less, and one may have any shape."""
     is_scale = wanted.dtype == torch.float32
     same = found.dtype in HIGH_PRECISION if is_scale else found.dtype == wanted.dtype

@@ -22,7 +22,7 @@ from mezzotint.files import sync, write_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 * 2**20  # bytes, the limit of the format's own library
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -37,11 +37,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class StoredSpec:
     """A tensor without its data."""
 
     dtype: torch.dtype
@@ -57,10 +57,10 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
+class StoredPlace:
     """Where a tensor lies."""
 
-    spec: TensorSpec
+    spec: StoredSpec
     file: Path
     start: int  # byte in the file
 
@@ -72,7 +72,7 @@ class ShardReader:
         """Read headers alone. A file that is missing, cut off or inconsistent is a ValueError that names it."""
         self.path = path
         self.files = _files_of(path)
-        self.places: dict[str, TensorPlace] = {}
+        self.places: dict[str, StoredPlace] = {}
         for file, expected in self.files.items():
             found = _read_header(file)
             if expected is not None and not expected <= found.keys():
@@ -81,7 +81,7 @@ class ShardReader:
             for name in found if expected is None else expected:
                 self.places[name] = found[name]
 
-    def spec(self, name: str) -> TensorSpec:
+    def spec(self, name: str) -> StoredSpec:
         """Return the dtype and the shape of a tensor."""
         if name not in self.places:
             raise ValueError(f"{self.path} has no tensor {name}: {_AGAIN}")
@@ -127,7 +127,7 @@ def _files_of(path: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _read_header(path: Path) -> dict[str, TensorPlace]:
+def _read_header(path: Path) -> dict[str, StoredPlace]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -148,14 +148,14 @@ def _read_header(path: Path) -> dict[str, TensorPlace]:
     return found
 
 
-def _entry(path: Path, entry: Any, first: int) -> TensorPlace:
+def _entry(path: Path, entry: Any, first: int) -> StoredPlace:
     shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, stop)):
         raise ValueError(f"sizes {shape}, bytes {start} to {stop}")
-    spec = TensorSpec(DTYPES[entry["dtype"]], shape)
+    spec = StoredSpec(STORED_DTYPES[entry["dtype"]], shape)
     if stop - start != spec.num_bytes:
         raise ValueError(f"{stop - start} bytes for {entry['dtype']} of shape {list(shape)}")
-    return TensorPlace(spec, path, first + start)
+    return StoredPlace(spec, path, first + start)
 
 
 class ShardWriter:
@@ -165,10 +165,10 @@ class ShardWriter:
     elements come first in a file, so that each begins at a multiple of its element's size.
     """
 
-    def __init__(self, folder: Path, groups: Iterable[Mapping[str, TensorSpec]], max_bytes: int) -> None:
-        """Tensors of a group, such as codes with their scales, go into one file."""
+    def __init__(self, folder: Path, groups: Iterable[Mapping[str, StoredSpec]], max_bytes: int) -> None:
+        """PublishedTensors of a group, such as codes with their scales, go into one file."""
         self.folder, self._open = folder, None
-        self._places: dict[str, TensorPlace] = {}
+        self._places: dict[str, StoredPlace] = {}
         self._left: dict[Path, set[str]] = {}
         shards = _pack(groups, max_bytes)
         for number, specs in enumerate(shards, 1):
@@ -182,7 +182,7 @@ class ShardWriter:
         """Return the names of the files, without the index."""
         return [path.name for path in self._left]
 
-    def _begin(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    def _begin(self, path: Path, specs: Mapping[str, StoredSpec]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         ordered = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
         offset, starts = 0, {}
@@ -195,13 +195,13 @@ class ShardWriter:
         with path.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + offset)
-        self._places |= {name: TensorPlace(specs[name], path, 8 + len(text) + starts[name]) for name in ordered}
+        self._places |= {name: StoredPlace(specs[name], path, 8 + len(text) + starts[name]) for name in ordered}
         self._left[path] = set(ordered)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor in its place."""
         place = self._places[name]
-        found = TensorSpec(tensor.dtype, tuple(tensor.shape))
+        found = StoredSpec(tensor.dtype, tuple(tensor.shape))
         if found != place.spec:
             raise ValueError(f"{name} is {found.dtype} {found.shape}, and was announced as {place.spec}")
         if self._open is None or self._open[0] != place.file:
@@ -237,9 +237,9 @@ class ShardWriter:
         self._close()
 
 
-def _pack(groups: Iterable[Mapping[str, TensorSpec]], max_bytes: int) -> list[dict[str, TensorSpec]]:
+def _pack(groups: Iterable[Mapping[str, StoredSpec]], max_bytes: int) -> list[dict[str, StoredSpec]]:
     """Return what each file holds: groups in their order, as many as fit, and at least one."""
-    shards: list[dict[str, TensorSpec]] = [{}]
+    shards: list[dict[str, StoredSpec]] = [{}]
     held = 0
     for group in groups:
         size = sum(spec.num_bytes for spec in group.values())

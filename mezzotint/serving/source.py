@@ -20,7 +20,7 @@ SCALES = "_mezzotint_scales"  # of a model that was read: scales of whole weight
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Weights by their names in a model."""
 
     config: Mapping[str, Any]  # of Hugging Face
@@ -42,7 +42,7 @@ class Source:
         return value if mapped.experts else mapped.take(value)
 
 
-def source_of_model(model: Any, config: Mapping[str, Any] | None) -> Source:
+def source_of_model(model: Any, config: Mapping[str, Any] | None) -> WeightSource:
     """Return the weights of a model of Hugging Face's, converted or not, or of `TransformerLayer`s."""
     given = dict(config or {})
     if is_own_model(model):
@@ -64,7 +64,7 @@ def source_of_model(model: Any, config: Mapping[str, Any] | None) -> Source:
         for name, module in converted.items():
             for own, _ in module.named_parameters(recurse=False):  # type: ignore[attr-defined]
                 recipes[f"{name}.{own}"] = getattr(module, "recipe", None)
-    return Source(
+    return WeightSource(
         described,
         weights,
         lambda key: values[key],
@@ -74,13 +74,13 @@ def source_of_model(model: Any, config: Mapping[str, Any] | None) -> Source:
     )
 
 
-def source_of_folder(path: Path) -> Source:
+def source_of_folder(path: Path) -> WeightSource:
     """Return the weights of a checkpoint of Hugging Face's in high precision."""
     folder = PublishedFolder(path)
     if folder.scheme is not None:
         raise ValueError(f"{path} is quantized already ({folder.scheme.name}): give a checkpoint in high precision")
     shapes = {name: folder.reader.spec(name).shape for name in folder.reader.places}
-    return Source(
+    return WeightSource(
         folder.config,
         map_names(shapes, folder.config),
         folder.reader.read,
@@ -90,6 +90,6 @@ def source_of_folder(path: Path) -> Source:
     )
 
 
-def holds_codes(source: Source, mapped: Mapped) -> bool:
+def holds_codes(source: WeightSource, mapped: Mapped) -> bool:
     """Whether the weight is quantized already; never read from a file, which has plain tensors."""
     return not source.is_on_disk and is_quantized(source.load(mapped.keys[0]))

@@ -15,7 +15,7 @@ from mezzotint.recipe import Recipe
 from mezzotint.serving.codes import tensor_of
 from mezzotint.serving.export import PlannedWeight, plain_parts, plan_weights, published_weight
 from mezzotint.serving.published import PublishedFolder
-from mezzotint.serving.source import Source
+from mezzotint.serving.source import WeightSource
 from mezzotint.tensor.quantizer import Quantizer
 
 PIECE = 2**22  # elements that are compared at once
@@ -38,7 +38,7 @@ class TensorCheck:
 
 
 def verify_source(
-    source: Source,
+    source: WeightSource,
     folder: PublishedFolder,
     recipe: Recipe | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -68,7 +68,7 @@ def verify_source(
 
 
 def _expected(
-    source: Source, planned: PlannedWeight, folder: PublishedFolder
+    source: WeightSource, planned: PlannedWeight, folder: PublishedFolder
 ) -> Iterator[tuple[str, torch.Tensor, str | None]]:
     """Return the published tensors of a weight: name, value, and the name of the weight whose codes it is part of."""
     scheme = folder.scheme

@@ -7,7 +7,7 @@ from mezzotint.recipe import Recipe
 from mezzotint.serving.architectures import map_names
 from mezzotint.serving.own_model import own_config
 from mezzotint.serving.shards import ShardReader
-from mezzotint.serving.source import Source, source_of_folder
+from mezzotint.serving.source import WeightSource, source_of_folder
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.local_checkpoint import WEIGHTS, find_checkpoints, open_checkpoint
 from mezzotint.trainer.manifest import ABOUT, ONE
@@ -17,7 +17,7 @@ from mezzotint.trainer.runs import CONFIG
 from mezzotint.trainer.settings import RunConfig
 
 
-def source_of(path: Path) -> tuple[Source, Recipe | None]:
+def source_of(path: Path) -> tuple[WeightSource, Recipe | None]:
     """Return the weights of a run's newest checkpoint, of a checkpoint, or of a folder of Hugging Face's, and the
     recipe that they were trained under, if it is known."""
     if not path.is_dir():
@@ -34,7 +34,7 @@ def source_of(path: Path) -> tuple[Source, Recipe | None]:
     return source_of_folder(path), None
 
 
-def _source_of_checkpoint(path: Path) -> tuple[Source, Recipe | None]:
+def _source_of_checkpoint(path: Path) -> tuple[WeightSource, Recipe | None]:
     about = open_checkpoint(path)
     if about.kind != ONE:
         raise CommandError(f"{path} was written by several processes: go on with it in one process first (--resume)")
@@ -51,7 +51,7 @@ def _source_of_checkpoint(path: Path) -> tuple[Source, Recipe | None]:
     given = {"rope_theta": config.model.rope_base, "max_position_embeddings": config.model.sequence}
     described = own_config(model, given)
     tokenizer = {} if config.train.tokenizer is None else {"tokenizer.json": Path(config.train.tokenizer)}
-    source = Source(
+    source = WeightSource(
         described,
         map_names(shapes, described),
         reader.read,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import mezzotint as mz
 from mezzotint.serving import verify
 from mezzotint.serving.export import export_source
-from mezzotint.serving.published import CONFIG, MANIFEST
+from mezzotint.serving.published import MANIFEST, MODEL_CONFIG
 from mezzotint.serving.shards import INDEX, SINGLE
 from mezzotint.serving.source import source_of_model
 from mezzotint.serving.verify import open_second, verify_folders, verify_source
@@ -131,11 +131,19 @@ def test_other_tensors_than_the_model_has(change: Any, said: str, exported: Path
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        (CONFIG, "", "is no JSON"),
-        (CONFIG, "[]", "holds no object"),
-        (CONFIG, '{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "gptq, which is not read"),
-        (CONFIG, '{"model_type": "llama", "quantization_config": 3}', "no object"),
-        (CONFIG, '{"model_type": "bert", "quantization_config": {"quant_method": "fp8"}}', "model_type is 'bert'"),
+        (MODEL_CONFIG, "", "is no JSON"),
+        (MODEL_CONFIG, "[]", "holds no object"),
+        (
+            MODEL_CONFIG,
+            '{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}',
+            "gptq, which is not read",
+        ),
+        (MODEL_CONFIG, '{"model_type": "llama", "quantization_config": 3}', "no object"),
+        (
+            MODEL_CONFIG,
+            '{"model_type": "bert", "quantization_config": {"quant_method": "fp8"}}',
+            "model_type is 'bert'",
+        ),
         (MANIFEST, "{}", "not as it was written"),
         (MANIFEST, '{"files": {}, "format": "hf-fp8", "quantizer": {"dtype": 3, "_plan": 4}}', "has _plan|has dtype"),
         (MANIFEST, '{"files": {"../x": {"bytes": 1, "sha256": ""}}, "format": "hf-fp8", "quantizer": {}}', "remove it"),

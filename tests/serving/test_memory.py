@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mezzotint.files import write_json
-from mezzotint.serving.published import CONFIG
-from mezzotint.serving.shards import ShardWriter, TensorSpec
+from mezzotint.serving.published import MODEL_CONFIG
+from mezzotint.serving.shards import ShardWriter, StoredSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = 500 * 10**6
@@ -57,13 +57,15 @@ def weights() -> dict[str, tuple[int, ...]]:
 def test_memory_is_that_of_one_file(tmp_path: Path) -> None:
     plain, shapes = tmp_path / "plain", weights()
     plain.mkdir()
-    groups = [{name: TensorSpec(torch.bfloat16, shape)} for name, shape in shapes.items()]
+    groups = [{name: StoredSpec(torch.bfloat16, shape)} for name, shape in shapes.items()]
     with ShardWriter(plain, groups, SHARD) as writer:
         for name, shape in shapes.items():
             writer.write(name, torch.randn(shape, dtype=torch.bfloat16))
         writer.finish()
     sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
-    write_json(plain / CONFIG, {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 16, **sizes})
+    write_json(
+        plain / MODEL_CONFIG, {"model_type": "llama", "num_attention_heads": 16, "num_key_value_heads": 16, **sizes}
+    )
     assert sum(file.stat().st_size for file in plain.iterdir()) > 2 * 10**9
     command = [sys.executable, "-c", CODE, str(plain), str(tmp_path / "out"), str(SHARD)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mezzotint import recipe
-from mezzotint.serving.codes import codes_of, join_rows, tensor_of
+from mezzotint.serving.codes import codes_of, join_codes, tensor_of
 from mezzotint.serving.schemes import SCHEMES, Scheme, find_scheme, scheme_of
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -88,7 +88,7 @@ def test_rows_are_taken_and_joined(scheme: Scheme) -> None:
     parts = [codes.take_rows(each) for each in rows]
     whole, part = DECODED[scheme.name](scheme.publish(codes)), DECODED[scheme.name](scheme.publish(parts[0]))
     assert torch.equal(part, whole[128:])
-    joined = join_rows(parts, rows)
+    joined = join_codes(parts, rows)
     assert all(torch.equal(joined.buffers[name], buffer) for name, buffer in codes.buffers.items())
 
 
@@ -103,7 +103,7 @@ def test_parts_with_scales_of_their_own_are_no_whole() -> None:
     quantizer = SCHEMES["compressed-tensors-nvfp4"].default_quantizer()
     parts = [codes_of(quantizer.quantize(weight() * factor)) for factor in (1, 2)]
     with pytest.raises(ValueError, match="scales of their own"):
-        join_rows(parts, [torch.arange(256), torch.arange(256, 512)])
+        join_codes(parts, [torch.arange(256), torch.arange(256, 512)])
 
 
 def test_scales_of_others_are_written_as_they_were() -> None:

@@ -8,21 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mezzotint.serving.shards import DTYPES, INDEX, SINGLE, ShardReader, ShardWriter, TensorSpec
+from mezzotint.serving.shards import INDEX, SINGLE, STORED_DTYPES, ShardReader, ShardWriter, StoredSpec
 
 
 def values() -> dict[str, torch.Tensor]:
     """A tensor of each dtype, of sizes that leave others unaligned."""
     made = {}
-    for number, (name, dtype) in enumerate(DTYPES.items()):
+    for number, (name, dtype) in enumerate(STORED_DTYPES.items()):
         raw = torch.randint(0, 2, (number + 1, 3, dtype.itemsize), dtype=torch.uint8)
         made[name] = raw.view(-1).view(dtype).view(number + 1, 3)
     made["scalar"], made["nothing"] = torch.tensor(3.5), torch.empty(0, 4)
     return made
 
 
-def spec(tensor: torch.Tensor) -> TensorSpec:
-    return TensorSpec(tensor.dtype, tuple(tensor.shape))
+def spec(tensor: torch.Tensor) -> StoredSpec:
+    return StoredSpec(tensor.dtype, tuple(tensor.shape))
 
 
 def write(folder: Path, tensors: dict[str, torch.Tensor], max_bytes: int = 10**9) -> list[str]:
@@ -170,7 +170,7 @@ def test_no_folder_and_an_empty_one(tmp_path: Path) -> None:
 
 def test_what_was_announced_is_what_is_written(tmp_path: Path) -> None:
     with (
-        ShardWriter(tmp_path, [{"a": TensorSpec(torch.float32, (3,))}], 100) as writer,
+        ShardWriter(tmp_path, [{"a": StoredSpec(torch.float32, (3,))}], 100) as writer,
         pytest.raises(ValueError, match="announced"),
     ):
         writer.write("a", torch.ones(4))
