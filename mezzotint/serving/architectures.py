@@ -82,6 +82,10 @@ def map_names(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
     for key, shape in shapes.items():
         if key == "lm_head.weight" and is_tied:
             continue
+        if not key.startswith("model.") and key != "lm_head.weight":
+            raise ValueError(
+                f"{key} is no name of {kind}: give the model itself, with adapters merged into its weights"
+            )
         if len(shape) == 3 and ".experts." in key:
             mapped += _map_experts(key, shape, kind)
         elif pair := _pair_of(key, kind):

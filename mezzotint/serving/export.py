@@ -122,19 +122,28 @@ def export_source(
     try:
         aside.mkdir(parents=True)
         report = _write(source, scheme, planned, aside, dtype, max_shard_bytes, progress)
-        if path.exists():
-            gone = path.with_name(f".{path.name}.removing")
-            remove(gone)
-            path.rename(gone)
-            aside.rename(path)
-            remove(gone)
-        else:
-            aside.rename(path)
-        sync(path.parent)
+        _put(aside, path)
     except BaseException:
         remove(aside)
         raise
     return replace(report, path=path)
+
+
+def _put(aside: Path, path: Path) -> None:
+    """Give a folder its name; what had the name before is gone afterwards, and there again if that fails."""
+    gone = path.with_name(f".{path.name}.removing")
+    remove(gone)
+    is_there = path.exists()
+    if is_there:
+        path.rename(gone)
+    try:
+        aside.rename(path)
+    except BaseException:
+        if is_there:
+            gone.rename(path)
+        raise
+    sync(path.parent)
+    remove(gone)
 
 
 def _own_recipe(source: WeightSource) -> Recipe | None:
@@ -249,9 +258,10 @@ def _is_untouched(base: PublishedFolder, mapped: Mapped, weight: Any, quantizer:
 
 
 def _codes(weight: Any, quantizer: Quantizer) -> Codes:
+    weight = weight.detach().cpu()
     if not is_quantized(weight):
-        weight = quantizer.with_usage(rowwise=True, columnwise=False).quantize(weight.detach().cpu().contiguous())
-    return codes_of(weight.detach())
+        weight = quantizer.with_usage(rowwise=True, columnwise=False).quantize(weight.contiguous())
+    return codes_of(weight)
 
 
 def _stack(codes: list[Codes], scheme: Scheme) -> dict[str, Any]:
@@ -295,7 +305,8 @@ def _announce(
 ) -> dict[str, StoredSpec]:
     """Return the tensors that a weight will be written as. Scales that are written again may be of other dtypes."""
     mapped = planned.mapped
-    if planned.quantizer is None or not any(part.name in source.scales for part in mapped.parts):
+    is_known = source.base is not None or any(part.name in source.scales for part in mapped.parts)
+    if planned.quantizer is None or not is_known:
         return tensor_specs(mapped, planned.quantizer, scheme, dtype or source.dtype(mapped.keys[0]))
     made = {}
     for part, tensors in published_weight(source, planned, scheme):

@@ -56,6 +56,9 @@ def source_of_model(model: Any, config: Mapping[str, Any] | None) -> WeightSourc
             "TransformerLayer), norm and head"
         )
     values = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+    sharded = [name for name, value in values.items() if hasattr(value, "placements")]
+    if sharded:
+        raise ValueError(f"{sharded[0]} is a shard of a weight: gather the model in one process, then export it")
     weights = map_names({name: tuple(value.shape) for name, value in values.items()}, described)
     converted = {name: module for name, module in model.named_modules() if isinstance(module, Converted)}
     recipes = None

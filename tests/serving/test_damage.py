@@ -239,3 +239,26 @@ def test_scales_in_less_than_fp32(tmp_path: Path) -> None:
         model.get_submodule(NAME).weight.mul_(1.5)
     changed = load_file(mz.export(model, "compressed-tensors-fp8", tmp_path / "changed").path / SINGLE)
     assert changed[f"{NAME}.weight_scale"].dtype == torch.float32
+
+
+def test_what_had_the_name_is_there_again(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old folder, where the new one cannot have its name."""
+    folder, rename = copied(exported, tmp_path), Path.rename
+
+    def stop(self: Path, target: Path) -> Path:
+        if self.name == ".copy.writing":
+            raise OSError("no")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(OSError, match="no"):
+        mz.export(make_model(), "hf-fp8", folder, overwrite=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["copy"]
+    assert (folder / SINGLE).read_bytes() == (exported / SINGLE).read_bytes()
+
+
+def test_names_that_are_not_the_architectures(tmp_path: Path) -> None:
+    model = make_model()
+    model.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"adapter.weight is no name of llama: .* adapters merged"):
+        mz.export(model, "hf-fp8", tmp_path / "out")

@@ -131,6 +131,38 @@ def test_losses_are_as_without_the_trip(format: str, experts: int, tmp_path: Pat
     assert train(other, used, seed=2) == train(model, used, seed=2)
 
 
+def test_weights_of_delayed_scaling(tmp_path: Path) -> None:
+    """Quantized parameters have their scale, so they are written as they are; others do not."""
+    with mz.quantized_model_init(recipe=recipe.DelayedScaling()):
+        model = make(layers=1)
+    train(model, recipe.DelayedScaling(), seed=1)
+    report = mz.export(model, "compressed-tensors-fp8-tensor", tmp_path / "out", config=GIVEN)
+    assert set(report.as_they_were) == set(report.quantized)
+    held: Any = model.layers[0].layernorm_mlp.fc2_weight
+    tensors = open_second(report.path).tensors("model.layers.0.mlp.down_proj")
+    assert torch.equal(tensors["weight"].view(torch.uint8), held._data)
+    assert torch.equal(tensors["weight_scale"], held._scale_inv)
+    with pytest.raises(ValueError, match="keeps its scale from step to step"):
+        mz.export(
+            make(), "compressed-tensors-fp8-tensor", tmp_path / "no", recipe=recipe.DelayedScaling(), config=GIVEN
+        )
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_written_as_on_the_cpu(tmp_path: Path) -> None:
+    for used in (recipe.NVFP4BlockScaling(), None):
+        with mz.quantized_model_init(enabled=used is not None, recipe=used):
+            model = make(layers=1)
+        folders = []
+        for device in ("cpu", "cuda"):
+            path = tmp_path / f"{device}-{used is None}"
+            folders.append(mz.export(model.to(device), "compressed-tensors-nvfp4", path, config=GIVEN).path)
+        files = [(folder / "model.safetensors").read_bytes() for folder in folders]
+        assert files[0] == files[1]
+    read: Any = mz.load_quantized(folders[1], make(layers=1).cuda())
+    assert read.layers[0].self_attention.proj.weight.is_cuda
+
+
 def test_tiles_that_are_cut_are_not_cut_silently(tmp_path: Path) -> None:
     model = make()
     with pytest.raises(ValueError, match=r"tiles, which .*q_proj.* cut: give requantize=True"):
