@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Mxfp4Config
 
 import mezzotint as mz
@@ -109,3 +110,23 @@ def test_transformers_reads_mxfp4_experts(tmp_path: Path) -> None:
     report = mz.export(make_model("GptOss"), "mxfp4", tmp_path / "out")
     theirs = AutoModelForCausalLM.from_pretrained(report.path, quantization_config=Mxfp4Config(dequantize=True))
     check_same(theirs, report.path, torch.bfloat16)
+
+
+@pytest.mark.parametrize("format", ["hf-fp8", "compressed-tensors-nvfp4"])
+def test_lora_on_a_frozen_quantized_base(format: str, tmp_path: Path) -> None:
+    """The adapter learns, and the base is exported byte by byte as it was read."""
+    first = mz.export(make_model("Llama"), format, tmp_path / "first")
+    model: Any = mz.load_quantized(first.path)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    ids = torch.arange(32)[None]
+    optimizer, losses = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0), []
+    for _ in range(3):
+        loss = adapted(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[1] < losses[0]
+    second = mz.export(adapted.unload(), format, tmp_path / "second")
+    assert len(second.as_they_were) == 7
+    assert (first.path / "model.safetensors").read_bytes() == (second.path / "model.safetensors").read_bytes()
