@@ -138,7 +138,7 @@ def _put(aside: Path, path: Path) -> None:
         path.rename(gone)
     try:
         aside.rename(path)
-    except BaseException:
+    except OSError:
         if is_there:
             gone.rename(path)
         raise

@@ -20,7 +20,7 @@ from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import TrainConfig
 from tests.cli.tools import ROOT, fails, run_python, works
 
-COMMANDS = ("train", "compare", "doctor", "plan", "bench")
+COMMANDS = ("train", "compare", "inspect", "export", "verify", "doctor", "plan", "bench")
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
@@ -29,7 +29,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str], arguments:
     assert all(name in said for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["train", "compare", "doctor", "plan"])
+@pytest.mark.parametrize("name", ["train", "compare", "export", "verify", "doctor", "plan"])
 def test_help_of_a_command(capsys: pytest.CaptureFixture[str], name: str) -> None:
     said = works(capsys, name, "--help")
     assert "--help" in said
