@@ -27,7 +27,7 @@ def run_export(
     overwrite: bool,
     shard_mb: int,
 ) -> None:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes."""
     if dtype is not None and dtype not in PLAIN_DTYPES:
         raise CommandError(f"--dtype is {dtype!r}: give one of {', '.join(PLAIN_DTYPES)}")
     try:
@@ -67,7 +67,7 @@ def _in_words_of_options(message: str) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told how much of how much is done, and shows it on a terminal."""
+    """Give a function that is told how much of how much is done, and shows it on a terminal."""
     console = make_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what)

@@ -18,7 +18,7 @@ SHOWN = 20  # rows of the table; --json has all
 
 
 def run_verify(first: str, second: str, as_json: bool) -> int:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes; return its exit code."""
     try:
         folder = open_second(Path(second))
         with progress_bar("comparing") as progress:
@@ -48,14 +48,14 @@ def _compare(
 
 
 def _is_published(path: Path) -> bool:
-    """Whether a folder is in a published format itself."""
+    """Return whether a folder is in a published format itself."""
     if not (path / MODEL_CONFIG).exists() or (path / "checkpoints").is_dir():
         return False
     return open_second(path).scheme is not None if "model_type" in read_json_object(path / MODEL_CONFIG) else False
 
 
 def _trains(recipe: Recipe, folder: PublishedFolder) -> bool:
-    """Whether a recipe quantizes weights to the format of an export."""
+    """Return whether a recipe quantizes weights to the format of an export."""
     assert folder.scheme is not None
     try:
         folder.scheme.quantizer_of(recipe, "")

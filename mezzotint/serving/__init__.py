@@ -1,1 +1,1 @@
-"""From training to serving and back: checkpoints in the low-precision formats that models are published in."""
+"""The package writes, reads and verifies checkpoints in the low-precision formats that models are published in."""

@@ -33,7 +33,7 @@ LINEAR_NAMES = {
 
 @dataclass(frozen=True)
 class PublishedPart:
-    """What is published of a weight under one name."""
+    """A part is what one published name has of a weight."""
 
     name: str  # without ".weight", if it is linear
     rows: torch.Tensor | None = None  # int64; None: all
@@ -67,7 +67,7 @@ def check_model_type(config: Mapping[str, Any]) -> str:
 
 
 def is_linear_name(name: str) -> bool:
-    """Whether the tensor of this published name is a weight that is quantized."""
+    """Return whether the tensor of this published name is a weight that is quantized."""
     parts = name.split(".")
     return parts[-1] == "weight" and parts[-2:-1] != [] and parts[-2] in LINEAR_NAMES
 

@@ -118,7 +118,7 @@ def _row_wise(quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, 
 
 
 def _is_tiled(made: Any, quantizer: Any) -> bool:
-    """Whether rows of a square tile have one scale, as this quantizer would give them."""
+    """Return whether rows of a square tile have one scale, as this quantizer would give them."""
     if not getattr(quantizer, "with_2d_quantization", False):
         return True
     scales = codes_of(made).buffers["_rowwise_scale_inv"]
@@ -127,5 +127,5 @@ def _is_tiled(made: Any, quantizer: Any) -> bool:
 
 
 def is_quantized(value: Any) -> bool:
-    """Whether a tensor holds codes."""
+    """Return whether a tensor holds codes."""
     return isinstance(value, QuantizedTensorStorage)

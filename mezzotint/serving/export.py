@@ -30,7 +30,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written."""
+    """A report says what an export wrote."""
 
     path: Path
     format: str
@@ -200,7 +200,7 @@ def _quantizer_for(source: WeightSource, mapped: Mapped, scheme: Scheme, recipe:
 
 
 def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
-    """Whether a part has some rows of a tile, and not all."""
+    """Return whether a part has some rows of a tile, and not all."""
     if scheme.block[0] <= 1 or len(mapped.parts) == 1:
         return False
     for part in mapped.parts:
@@ -244,7 +244,7 @@ def _with_amax(tensors: dict[str, Any], codes: Codes) -> dict[str, Any]:
 
 
 def _is_untouched(base: PublishedFolder, mapped: Mapped, weight: Any, quantizer: Quantizer) -> bool:
-    """Whether a plain weight has, bit by bit, the values that another checkpoint has in codes."""
+    """Return whether a plain weight has, bit by bit, the values that another checkpoint has in codes."""
     if is_quantized(weight) or not all(base.is_quantized(part.name) for part in mapped.parts):
         return False
     rowwise = quantizer.with_usage(columnwise=False)

@@ -18,7 +18,7 @@ from mezzotint.transformer import TransformerLayer
 
 
 def is_own_model(model: nn.Module) -> bool:
-    """Whether its layers are `TransformerLayer`s."""
+    """Return whether its layers are `TransformerLayer`s."""
     layers = getattr(model, "layers", None)
     return isinstance(layers, nn.ModuleList) and len(layers) > 0 and isinstance(layers[0], TransformerLayer)
 
@@ -83,7 +83,7 @@ def _window(attention: Any) -> int | None:
 
 
 def _why_other(layer: Any) -> str | None:
-    """Why no architecture computes what a layer does."""
+    """Return why no architecture computes what a layer does."""
     if not isinstance(layer, TransformerLayer):
         return f"is a {type(layer).__name__}"
     attention, mlp = layer.self_attention, layer.layernorm_mlp

@@ -28,7 +28,7 @@ MODEL_CONFIG, MANIFEST = "config.json", "mezzotint.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an export says of itself."""
+    """A manifest is what an export says of itself."""
 
     format: str
     quantizer: Mapping[str, Any]  # options of what quantized the weights
@@ -110,7 +110,7 @@ class PublishedFolder:
         return made if self.manifest is None else with_options(made, self.manifest.quantizer)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the weight of this name, without ".weight", is there in codes."""
+        """Return whether the weight of this name, without ".weight", is there in codes."""
         return self.scheme is not None and all(each in self.reader.places for each in self.tensor_names(name).values())
 
     def tensor_names(self, name: str) -> dict[str, str]:

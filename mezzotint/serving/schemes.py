@@ -82,14 +82,14 @@ class Scheme:
         return made
 
     def can_hold(self, quantizer: Any) -> bool:
-        """Whether codes of this quantizer mean the same in published files."""
+        """Return whether codes of this quantizer mean the same in published files."""
         is_square = getattr(quantizer, "block_scaling_dim", 2) == 2
         is_plain = not getattr(quantizer, "row_scaled_nvfp4", False)
         is_plain &= getattr(quantizer, "nvfp4_e4m3_max", E4M3_MAX) == E4M3_MAX
         return is_square and is_plain and quantizer.dtype in (DType.kFloat8E4M3, DType.kFloat4E2M1)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a weight of this shape is quantized. Readers take the size of a block from the number of scales."""
+        """Return whether a weight of this shape is quantized: readers take a block's size from the number of scales."""
         return len(shape) == 2 and all(
             block == 0 or size % block == 0 or (block == FP8_BLOCK and size < block)
             for size, block in zip(shape, self.block, strict=True)

@@ -42,7 +42,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredSpec:
-    """A tensor without its data."""
+    """A spec is what is known of a tensor without its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class StoredSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """Where a tensor lies."""
+    """A place says where a tensor lies in which file."""
 
     spec: StoredSpec
     file: Path
@@ -166,7 +166,7 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, groups: Iterable[Mapping[str, StoredSpec]], max_bytes: int) -> None:
-        """PublishedTensors of a group, such as codes with their scales, go into one file."""
+        """Lay the files out. Tensors of a group, such as codes with their scales, go into one file."""
         self.folder, self._open = folder, None
         self._places: dict[str, StoredPlace] = {}
         self._left: dict[Path, set[str]] = {}

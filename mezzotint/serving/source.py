@@ -1,4 +1,4 @@
-"""Where the weights of an export come from: a model in memory, or a checkpoint that is read weight by weight."""
+"""An export takes its weights from a model in memory, or from a checkpoint that is read weight by weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -94,5 +94,5 @@ def source_of_folder(path: Path) -> WeightSource:
 
 
 def holds_codes(source: WeightSource, mapped: Mapped) -> bool:
-    """Whether the weight is quantized already; never read from a file, which has plain tensors."""
+    """Return whether the weight is quantized already; never read from a file, which has plain tensors."""
     return not source.is_on_disk and is_quantized(source.load(mapped.keys[0]))

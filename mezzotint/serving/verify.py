@@ -23,7 +23,7 @@ PIECE = 2**22  # elements that are compared at once
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """What became of one published tensor."""
+    """A check says what became of one published tensor."""
 
     name: str
     elements: int

@@ -1,5 +1,7 @@
-"""What the trainer has written, as weights to export and to verify: a run, one of its checkpoints, or a checkpoint of
-Hugging Face's. Weights are read one by one, and nothing but weights is read."""
+"""Runs and checkpoints are weights to export and to verify, as are checkpoints of Hugging Face's.
+
+Weights are read one by one, and nothing but weights is read.
+"""
 
 from pathlib import Path
 
