@@ -81,6 +81,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     f"{_PT}.ops": ("mezzotint.ops",),
     f"{_PT}.ops._common": ("mezzotint.compat.ops_common",),
     f"{_PT}.ops.basic": ("mezzotint.ops",),
+    f"{_PT}.ops.basic.grouped_linear": ("mezzotint.ops.basic.grouped_linear", "mezzotint.ops"),
     f"{_PT}.ops.fused": ("mezzotint.ops.fused", "mezzotint.ops"),
     f"{_PT}.ops.fuser": ("mezzotint.ops.fuser", "mezzotint.ops"),
     f"{_PT}.ops.linear": ("mezzotint.ops.linear",),
@@ -130,7 +131,6 @@ PATHS: dict[str, tuple[str, ...]] = {
             *("activation", "add_extra_input", "all_gather", "all_reduce", "basic_linear", "bias", "constant_scale"),
             *(
                 "dropout",
-                "grouped_linear",
                 "identity",
                 "l2normalization",
                 "layer_norm",

@@ -91,7 +91,7 @@ class GroupWeights(Weights):
             return
         old = getattr(module, name)
         if self.group == 0:
-            self._check_quantizers(module)
+            self.check_quantizers(module)
             replace_parameter(module, name, torch.empty(old.shape, dtype=old.dtype, device=old.device))
         self._reset_plain(module, name, init)
         if self.group == self.count - 1:
@@ -106,7 +106,12 @@ class GroupWeights(Weights):
         """One weight of all groups has scales of this process's parts."""
         return () if self.stacks["weight"] else super().splits(module)
 
-    def _check_quantizers(self, module: Any) -> None:
+    def join_weight(self) -> None:
+        """The weight is a slice of the parameter of all from now on."""
+        self.stacks["weight"], self.weight_names = True, ["weight"]
+
+    def check_quantizers(self, module: Any) -> None:
+        """One weight of all groups has one quantizer."""
         assert self.init_recipe is not None
         first, *others = [module._live_quantizer(self.init_recipe, group, "weight") for group in range(self.count)]
         if not first._is_value() or any(other != first for other in others):
@@ -129,15 +134,50 @@ class GroupedLayer(Layer):
     ) -> None:
         """Parameters with their initial values, and state."""
         self._weights = weights
-        self._weight_names = tuple(dict.fromkeys([name for group in weights for name in group.weight_names]))
-        self._bias_names = tuple(dict.fromkeys([name for group in weights for name in group.bias_names]))
         for group in weights:
             group.register(self, device, dtype)
-        self._order = tuple([name for name, parameter in self._parameters.items() if parameter is not None])
+        self._note_names()
         self._init_state(len(weights), device)
         if delays_wgrad:
             self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
         self.reset_parameters(defer_init=device.type == "meta")
+
+    def make_grouped_weights(self) -> None:
+        """Join the weights of groups into one parameter, `weight`, as `single_grouped_weight` makes it from the start.
+
+        `weight0`, `weight1`, … are no parameters of the module any more, and what was put on them is not on the new
+        one: do it before an optimizer is made and before the module is sharded.
+        """
+        if self._weight_names == ("weight",):
+            return
+        old = [getattr(self, name) for name in self._weight_names]
+        _check_joinable(dict(zip(self._weight_names, old, strict=True)))
+        first, values, initial = self._weights[0], [weight.detach() for weight in old], _initial_values(old)
+        if first.is_quantized:
+            first.check_quantizers(self)
+            quantizer, shapes = first.weight_quantizer(self, 0), [tuple(value.shape) for value in values]
+            like = GroupedTensor.make_grouped_tensor_with_shapes(
+                len(values), shapes, quantizer, values[0].device, values[0].dtype
+            )
+            made = stacked(values, like)
+        else:
+            made = torch.stack(values)
+        parameter = nn.Parameter(made, old[0].requires_grad)
+        if initial is not None:
+            high_precision_init(parameter, initial)
+        others = {name: value for name, value in self._parameters.items() if name not in self._weight_names}
+        self._parameters.clear()
+        self._parameters.update({"weight": parameter, **others})
+        for group in self._weights:
+            group.join_weight()
+        self._note_names()
+        first._mark(self)
+
+    def _note_names(self) -> None:
+        """Note which parameters there are, and their order."""
+        self._weight_names = tuple(dict.fromkeys([name for group in self._weights for name in group.weight_names]))
+        self._bias_names = tuple(dict.fromkeys([name for group in self._weights for name in group.bias_names]))
+        self._order = tuple([name for name, parameter in self._parameters.items() if parameter is not None])
 
     def _group_parameters(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Weights and biases as autograd sees them: of each group, or one of all."""
@@ -210,6 +250,35 @@ def stacked(values: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     for member, value in zip(made.unbind(), values, strict=True):
         member.copy_(value)
     return made
+
+
+def _check_joinable(weights: dict[str, torch.Tensor]) -> None:
+    """What one parameter cannot have, or would lose in silence."""
+    for name, weight in weights.items():
+        if hasattr(weight, "placements"):
+            raise ValueError(f"make_grouped_weights, and {name} is sharded: join weights before the module is sharded")
+        if weight.grad is not None:
+            raise ValueError(
+                f"make_grouped_weights, and {name} has a gradient, which would be lost: use it, and set it to None "
+                "with optimizer.zero_grad() or module.zero_grad()"
+            )
+    trained = {name: weight.requires_grad for name, weight in weights.items()}
+    if len(set(trained.values())) > 1:
+        raise ValueError(f"make_grouped_weights, and requires_grad is {trained}: one parameter has one answer")
+
+
+def _initial_values(weights: list[Any]) -> torch.Tensor | None:
+    """Return the values that quantized weights were made from, as one tensor; None where they are not kept."""
+    kept = [
+        weight.get_high_precision_init_val() for weight in weights if hasattr(weight, "get_high_precision_init_val")
+    ]
+    there = [value for value in kept if value is not None]
+    if there and len(there) < len(weights):
+        raise ValueError(
+            f"make_grouped_weights, and {len(there)} of {len(weights)} weights have the values that they were "
+            "quantized from (get_high_precision_init_val): clear all of them first, or none"
+        )
+    return torch.stack(there) if there else None
 
 
 def _check_shards(weight: Any) -> None:

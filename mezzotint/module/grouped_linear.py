@@ -16,6 +16,7 @@ from mezzotint.functional.linear import Needs, WeightGrad
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.buffers import WriteGradient, WriteOutput, check_buffer
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import (
@@ -160,12 +161,9 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         raise ValueError("GroupedLinear is not split by styles: give each process some experts (moe/exchange.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """Upstream's name for what `single_grouped_weight` does when the module is made."""
-        if self._weight_names != ("weight",):
-            raise ValueError(
-                "make_grouped_weights of a module with a weight for each group: give single_grouped_weight=True to "
-                "another one, and load the state dict of this one into it"
-            )
+        """Join the weights of groups, as `GroupedLayer.make_grouped_weights`; with `defer_init` nothing is done."""
+        if not defer_init:
+            super().make_grouped_weights()
 
     def _inner_name(self, gemm: int) -> str:
         return str(gemm)
@@ -196,7 +194,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         check_rows(splits, x.shape[0])
         if dgrad_out is not None:
             check_buffer("dgrad_out", dgrad_out, inp)
-            x = _WriteGradient.apply(x, dgrad_out)
+            x = WriteGradient.apply(x, dgrad_out)
         added = () if config.return_bias else biases
         has_grad = torch.is_grad_enabled()
         needs = Needs(
@@ -214,7 +212,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
         if out is not None:
             check_buffer("out", out, y)
-            y = _WriteInto.apply(y, out)
+            y = WriteOutput.apply(y, out)
         if config.return_bias:
             each = biases[0].unbind() if is_stack(biases, 1) else biases
             return y, [bias.to(dtype) for bias in each] or None
@@ -228,36 +226,3 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}{formats_of(self.parameters())}"
         )
-
-
-def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """A buffer takes a result of its own shape, dtype and device."""
-    given = (tuple(buffer.shape), buffer.dtype, buffer.device)
-    wanted = (tuple(like.shape), like.dtype, like.device)
-    if given != wanted:
-        raise ValueError(f"{name} is {given}: the result is {wanted}; they must be equal")
-
-
-class _WriteInto(torch.autograd.Function):
-    """y, in the memory of a buffer that the caller owns and may use again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.detach().copy_(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class _WriteGradient(torch.autograd.Function):
-    """x; its gradient is written to a given buffer, which is what flows on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        ctx.out = out
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.out.view_as(grad).copy_(grad), None

@@ -117,6 +117,8 @@ def _run_forward(
                 op.fuser_forward_save_ctx(own, x, tensors_to_save, **given)
         else:
             y, extra = _run_whole(pipeline, op, places, own, as_tensor(x), given)
+            if places[-1] >= pipeline.first:
+                extra = [tuple(map(_needing_grad, outputs)) for outputs in extra]
         x, extra = y, list(extra)
         if len(extra) != len(places):
             raise RuntimeError(
@@ -125,6 +127,13 @@ def _run_forward(
         for place, outputs in zip(places, extra, strict=True):
             extra_outputs.extend(pipeline.wiring.give_outputs(place, op, tuple(outputs), channels))
     return x, extra_outputs
+
+
+def _needing_grad(value: Any) -> Any:
+    """An extra output that was computed here has no history; one in whole form that reads it from a channel goes by
+    `requires_grad`."""
+    is_new = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+    return value.detach().requires_grad_() if is_new else value
 
 
 def _run_whole(

@@ -222,9 +222,79 @@ def test_refused() -> None:
         layer(init=RECIPES["delayed"], **ONE)
     with pytest.raises(ValueError, match=r"fuse_wgrad_accumulation needs weight\.main_grad"):
         layer(fuse_wgrad_accumulation=True, **ONE)(sample(), splits(40))
-    with pytest.raises(ValueError, match="give single_grouped_weight=True to another one"):
-        layer().make_grouped_weights()
-    layer(**ONE).make_grouped_weights()
+
+
+# Joined after the module was made
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_STATE)
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "quantized"])
+def test_joined_later(recipe: str, is_quantized: bool) -> None:
+    init = RECIPES[recipe] if is_quantized else None
+    module, expected = layer(init=init), layer(init=init, single_grouped_weight=True)
+    before = step(module, sample(), RECIPES[recipe])
+    module.make_grouped_weights()
+    assert list(dict(module.named_parameters())) == list(dict(expected.named_parameters()))
+    for value, other in zip(weights(module), weights(expected), strict=True):
+        assert_same_bytes(value, other) if is_quantized else torch.testing.assert_close(value, other, rtol=0, atol=0)
+    assert_equal(joined(step(module, sample(), RECIPES[recipe])), joined(before))
+    module.load_state_dict(expected.state_dict())
+    parameter = module.weight
+    module.make_grouped_weights()  # joined already
+    assert module.weight is parameter
+
+
+def test_joined_later_in_delayed_scaling() -> None:
+    module, expected = layer(), layer(single_grouped_weight=True)
+    for each in (module, expected):
+        step(each, sample(), RECIPES["delayed"])
+    module.make_grouped_weights(defer_init=True)
+    assert len(list(module.parameters())) == 2 * GROUPS
+    module.make_grouped_weights()
+    actual, wanted = (step(each, sample(seed=1), RECIPES["delayed"]) for each in (module, expected))
+    assert_equal(joined(actual), joined(wanted))
+
+
+def test_values_from_before_quantization_are_joined() -> None:
+    options: dict[str, Any] = {"enabled": True, "recipe": RECIPES["mxfp8"], "preserve_high_precision_init_val": True}
+    torch.manual_seed(0)
+    with mz.quantized_model_init(**options):
+        module, cleared = (mz.GroupedLinear(GROUPS, IN, OUT, **OPTIONS) for _ in range(2))
+    values = [getattr(module, f"weight{group}").get_high_precision_init_val() for group in range(GROUPS)]
+    module.make_grouped_weights()
+    assert torch.equal(module.weight.get_high_precision_init_val(), torch.stack(values))
+    cleared.weight0.clear_high_precision_init_val()
+    with pytest.raises(ValueError, match=f"{GROUPS - 1} of {GROUPS} weights have the values"):
+        cleared.make_grouped_weights()
+
+
+def test_not_joined() -> None:
+    with pytest.raises(ValueError, match=r"such as Float8Quantizer.*one weight has one quantizer"):
+        layer(init=RECIPES["delayed"]).make_grouped_weights()
+    module = layer()
+    module.weight1.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad is .*'weight1': False"):
+        module.make_grouped_weights()
+    module = layer()
+    module.weight0.grad = torch.zeros_like(module.weight0)
+    with pytest.raises(ValueError, match="weight0 has a gradient, which would be lost"):
+        module.make_grouped_weights()
+    assert len(list(module.parameters())) == 2 * GROUPS
+
+
+@pytest.mark.compile
+def test_a_graph_sees_that_weights_were_joined() -> None:
+    module, eager = layer(), layer()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with mz.autocast(recipe=RECIPES["mxfp8"]):
+        expected = eager(sample(), splits(40))
+        assert torch.equal(compiled(sample(), splits(40)), expected)
+        module.make_grouped_weights()
+        with torch.no_grad():
+            module.weight.zero_()
+            for group in range(GROUPS):
+                module.weight[group].copy_(getattr(eager, f"weight{group}"))
+        assert torch.equal(compiled(sample(), splits(40)), expected)
 
 
 # State dicts

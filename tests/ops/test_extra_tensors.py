@@ -121,6 +121,59 @@ def test_a_channel_may_go_to_the_caller_as_well() -> None:
     torch.testing.assert_close(both.grad, other.grad + 3, rtol=0.02, atol=0.05)
 
 
+class _RowMeans(ops.BasicOperation):
+    """x, and the mean of each row's squares as an extra output."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **given: Any) -> Any:
+        basic_op_ctxs[0].save_for_backward(input_)
+        return input_, [(input_.square().mean(-1, keepdim=True),)]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+        (x,) = basic_op_ctxs[0].saved_tensors
+        return grad_output + basic_op_grad_extra_outputs[0][0] * 2 * x / x.shape[-1], [()], [()]
+
+
+class _TimesRow(ops.BasicOperation):
+    """x times an extra input, whose gradient is computed where it says that it needs one."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **given: Any) -> Any:
+        (row,) = basic_op_extra_inputs[0]
+        basic_op_ctxs[0].needs_row = row.requires_grad
+        basic_op_ctxs[0].save_for_backward(input_, row)
+        return input_ * row, [()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any) -> Any:
+        x, row = basic_op_ctxs[0].saved_tensors
+        drow = (grad_output * x).sum(-1, keepdim=True) if basic_op_ctxs[0].needs_row else None
+        return grad_output * row, [()], [(drow,)]
+
+
+@pytest.mark.parametrize("to_caller", [False, True])
+def test_a_channel_that_a_whole_operation_computes_needs_a_gradient(to_caller: bool) -> None:
+    """Of operations as Transformer Engine's users write them, against autograd."""
+    producer, consumer = _RowMeans(), _TimesRow()
+    producer.set_extra_output_channel(0, "means", output_to_caller=to_caller)
+    consumer.set_extra_input_channel(0, "means")
+    model = ops.Sequential(producer, consumer)
+    x, other = (x32(dtype=torch.float32).requires_grad_() for _ in range(2))
+    means = other.square().mean(-1, keepdim=True)
+    expected = [other * means, *[means] * to_caller]
+    made = model(x)
+    for actual, value in zip(made if to_caller else [made], expected, strict=True):
+        assert torch.equal(actual, value)
+        assert actual.grad_fn is not None
+    sum(gradient(value) for value in (made if to_caller else [made])).backward()
+    sum(gradient(value) for value in expected).backward()
+    torch.testing.assert_close(x.grad, other.grad)
+    with torch.no_grad():
+        made = model(x)
+        assert not any(value.requires_grad for value in (made if to_caller else [made]))
+
+
 def test_channels_leave_other_extra_inputs_in_order() -> None:
     make, first, second, third = ops.MakeExtraOutput(), SplitGate(), ops.AddExtraInput(), ops.AddExtraInput()
     make.set_extra_output_channel(0, "a", output_to_caller=False)

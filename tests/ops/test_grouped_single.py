@@ -61,6 +61,14 @@ def test_the_bits_of_a_parameter_for_each(recipe: str, form: str, scaled: bool) 
     assert_equal(joined(step(op, RECIPES[recipe], *extra)), joined(step(each, RECIPES[recipe], *extra)))
 
 
+def test_weights_that_are_joined_later() -> None:
+    each, op = alike(*[ops.GroupedLinear(GROUPS, WIDTH, HIDDEN, **OPTIONS) for _ in range(2)])
+    op.make_grouped_weights()
+    assert [name for name, _ in op.named_parameters()] == ["weight", "bias0", "bias1"]
+    assert op.has_bias
+    assert_equal(joined(step(op, RECIPES["mxfp8"], ROWS)), joined(step(each, RECIPES["mxfp8"], ROWS)))
+
+
 def experts(**form: Any) -> ops.Sequential:
     return ops.Sequential(
         ops.GroupedLinear(GROUPS, WIDTH, 2 * HIDDEN, **form, **OPTIONS),

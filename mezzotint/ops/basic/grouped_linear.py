@@ -21,10 +21,11 @@ from mezzotint.functional.linear import Needs
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
+from mezzotint.layer.buffers import write_result
 from mezzotint.layer.delayed_run import with_grad_state
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
-from mezzotint.layer.run import scale_of
+from mezzotint.layer.run import RunSettings, scale_of
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
@@ -34,6 +35,24 @@ from mezzotint.recipe import slot
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
+# Keyword arguments of a run (`op_kwargs` of `Sequential`): tensors of the caller's that take its results.
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
+class GroupedRun(LinearRun):
+    """One run of a grouped linear, with the caller's tensors for the output and for the gradient of the input."""
+
+    __slots__ = ("grad_input", "output")
+
+    def __init__(self, call: RunSettings, weights_q: Any, output: Any, grad_input: Any) -> None:
+        super().__init__(call, weights_q, None, None)
+        self.output, self.grad_input = output, grad_input
+
+    def deliver(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the output, in the caller's tensor where there is one."""
+        return write_result(OUTPUT_BUFFER_KEY, self.output, y)
+
 
 class GroupedLinear(GroupedLayer, BasicOperation):
     """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, …; or one for
@@ -42,6 +61,9 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     The extra input is the number of rows of each group, a list or a tensor (which is read: on a GPU that waits for
     it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`). With `scale_bias` a
     second one multiplies the bias of each row.
+
+    A run takes the keyword arguments `is_first_microbatch`, `output` and `grad_input`: the last two are tensors of the
+    caller's, (…, out) and (…, in), into which the output and the gradient of the input are written.
     """
 
     module_type = "grouped_linear"
@@ -81,6 +103,11 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             group.tracker = rng_state_tracker_function
         self._init_groups(weights, device, resolve_dtype(dtype), delay_wgrad_compute)
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self.use_bias
+
     def _inner_name(self, gemm: int) -> str:
         return str(gemm)
 
@@ -115,10 +142,15 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         requires_grad: bool,
         input_requires_grad: bool,
         is_first_microbatch: bool | None = None,
+        output: torch.Tensor | None = None,
+        grad_input: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> LinearRun:
+    ) -> GroupedRun:
         if kwargs:
-            raise TypeError(f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
+            raise TypeError(
+                f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch, output and "
+                "grad_input"
+            )
         self.pre_fuser_forward(requires_grad=requires_grad)
         weights, biases = self._group_parameters()
         needs = Needs(
@@ -129,7 +161,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         call = with_grad_state(self, self._start(weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch))
         weights_q, amaxes = self._weights_q(call, group_tensors(weights, 2))
         enter_weights(self, call, amaxes)
-        return LinearRun(call, weights_q, None, None)
+        return GroupedRun(call, weights_q, output, grad_input)
 
     def args(self, x: torch.Tensor, split_sizes: Any, run: LinearRun) -> GroupedLinearFwdArgs:
         """Of the functional core; x (…, in)."""
@@ -176,7 +208,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             biases = group_tensors(self._group_parameters()[1], 1)
             y = run_op(scaled_bias, y, scales.reshape(-1), list(biases), list(args.splits))
         quantized = tuple([x if isinstance(x, QuantizedTensorStorage) else None for x in made.xs_q])
-        return y.view(*input_.shape[:-1], y.shape[1]), [()], quantized
+        return run.deliver(y.view(*input_.shape[:-1], y.shape[1])), [()], quantized
 
     def fuser_forward_save_ctx(
         self,
@@ -188,16 +220,22 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         basic_op_kwargs: Any,
         **given: Any,
     ) -> None:
-        args = self.args(plain(input_), basic_op_extra_inputs[0][0], basic_op_kwargs[0]["run"])
+        run = basic_op_kwargs[0]["run"]
+        args = self.args(plain(input_), basic_op_extra_inputs[0][0], run)
         scaled = (basic_op_extra_inputs[0][1], *self._group_parameters()[1]) if self.scale_bias else ()
-        self.save(basic_op_ctxs[0], args, tensors_to_save, *scaled)
+        self.save(basic_op_ctxs[0], run, args, tensors_to_save, *scaled)
 
     def save(
-        self, ctx: OperationContext, args: GroupedLinearFwdArgs, xs_q: tuple[Any, ...], *scaled: torch.Tensor
+        self,
+        ctx: OperationContext,
+        run: GroupedRun,
+        args: GroupedLinearFwdArgs,
+        xs_q: tuple[Any, ...],
+        *scaled: torch.Tensor,
     ) -> None:
         """What backward needs; `scaled`: with `scale_bias` the scales and the biases."""
         ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scaled)
-        ctx.grad_state = args.grad_state
+        ctx.grad_state, ctx.grad_input = args.grad_state, run.grad_input
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any
@@ -236,7 +274,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             enter_amaxes(ctx.grad_state, ctx.grad_state.history, seen, slots)
         dx, dws, dbs = grads
         if dx is not None:
-            dx = dx.view(*leading, dx.shape[1])
+            dx = write_result(GRAD_INPUT_BUFFER_KEY, ctx.grad_input, dx.view(*leading, dx.shape[1]))
         return dx, self._in_order(dws, dbs)
 
     def extra_repr(self) -> str:

@@ -37,6 +37,7 @@ class GroupedMLP(FusedOperation):
         run1, run2 = basic_op_kwargs[0]["run"], basic_op_kwargs[2]["run"]
         args1 = fc1.args(plain(input_), splits1, run1)
         hidden, made = grouped_linear_forward(args1)
+        run1.deliver(hidden.view(*input_.shape[:-1], hidden.shape[1]))
         fc1.enter_inputs(run1, made.amaxes)
         for scale in scales:
             check_row_scales(scale, input_.shape[:-1])
@@ -58,7 +59,7 @@ class GroupedMLP(FusedOperation):
         fc2.enter_inputs(run2, amaxes)
         args2.xs_q = tuple(xs_q)
         y, _ = grouped_linear_forward(args2)
-        return y.view(*input_.shape[:-1], y.shape[1]), [(), (), ()], (*made.xs_q, hidden, *xs_q)
+        return run2.deliver(y.view(*input_.shape[:-1], y.shape[1])), [(), (), ()], (*made.xs_q, hidden, *xs_q)
 
     def fuser_forward_save_ctx(
         self,
@@ -74,12 +75,13 @@ class GroupedMLP(FusedOperation):
         (splits1,), scales, (splits2,) = basic_op_extra_inputs
         count = fc1.num_groups
         hidden = tensors_to_save[count]
-        args1 = fc1.args(plain(input_), splits1, basic_op_kwargs[0]["run"])
-        args2 = fc2.args(hidden[:, : fc2.in_features], splits2, basic_op_kwargs[2]["run"])
+        run1, run2 = basic_op_kwargs[0]["run"], basic_op_kwargs[2]["run"]
+        args1 = fc1.args(plain(input_), splits1, run1)
+        args2 = fc2.args(hidden[:, : fc2.in_features], splits2, run2)
         if basic_op_ctxs[0].requires_grad:
-            fc1.save(basic_op_ctxs[0], args1, tensors_to_save[:count])
+            fc1.save(basic_op_ctxs[0], run1, args1, tensors_to_save[:count])
         activation.save(basic_op_ctxs[1], hidden, *scales)
-        fc2.save(basic_op_ctxs[2], args2, tensors_to_save[count + 1 :])
+        fc2.save(basic_op_ctxs[2], run2, args2, tensors_to_save[count + 1 :])
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: Any, *, basic_op_grad_extra_outputs: Any

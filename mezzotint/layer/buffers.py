@@ -1,0 +1,48 @@
+"""Tensors of the caller's, into which a module or an operation writes its output, or the gradient of its input."""
+
+from typing import Any
+
+import torch
+
+
+def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
+    """A buffer takes a result of its own shape, dtype and device."""
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(f"{name} is {type(buffer).__name__}: give a torch.Tensor that takes the result, or None")
+    given = (tuple(buffer.shape), buffer.dtype, buffer.device)
+    wanted = (tuple(like.shape), like.dtype, like.device)
+    if given != wanted:
+        raise ValueError(f"{name} is {given}: the result is {wanted}; they must be equal")
+
+
+def write_result(name: str, buffer: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Return the value in the memory of a buffer; as it is where there is no buffer."""
+    if buffer is None:
+        return value
+    check_buffer(name, buffer, value)
+    return buffer.detach().copy_(value)
+
+
+class WriteOutput(torch.autograd.Function):
+    """y, in the memory of a buffer that the caller owns and may use again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.detach().copy_(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class WriteGradient(torch.autograd.Function):
+    """x; its gradient is written to a given buffer, which is what flows on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        ctx.out = out
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.out.view_as(grad).copy_(grad), None
