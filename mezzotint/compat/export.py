@@ -1,4 +1,5 @@
-"""`onnx_export`: Transformer Engine's switch to code that ONNX can be exported from. Modules export as they are."""
+"""`onnx_export`: Transformer Engine's switch to code that ONNX can be exported from. Here a program that
+`torch.export` made is rewritten instead (`mezzotint.dynamo.decompositions`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,9 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     """Nothing when off; refused when on."""
     if enabled:
         raise NotImplementedError(
-            "onnx_export(enabled=True): quantized products have no form in ONNX here. Export with torch.export, which "
-            "takes modules whole, in every recipe; or unconvert() the model and export that to ONNX in high precision"
+            "onnx_export(enabled=True): quantized products have no form in ONNX here. In high precision: program = "
+            "torch.export.export(model, args), then torch.onnx.export(program.run_decompositions("
+            "mezzotint.dynamo.decompositions()), dynamo=True). torch.export alone takes modules in every recipe"
         )
     yield
 

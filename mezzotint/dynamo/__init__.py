@@ -1,5 +1,6 @@
-"""What the compiler must know of us: quantizers that are constants in a graph, and tensors without data."""
+"""What the compiler must know of us: quantizers that are constants in a graph, tensors without data, operators."""
 
+from mezzotint.dynamo.decompositions import decompositions
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
@@ -10,6 +11,7 @@ to_tensor_spec = to_tensor_proto
 __all__ = [
     "TensorProto",
     "TensorSpec",
+    "decompositions",
     "fake_backward",
     "fake_forward",
     "fake_linear_backward",

@@ -56,6 +56,26 @@ def define(
     return op
 
 
+def composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Define an op that is made of others, which the compiler sees in its place, and return its overload."""
+    name = schema.split("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    op = getattr(torch.ops.mezzotint, name).default
+    _COMPOSITES[op] = function
+    return op
+
+
+def leaf_references() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Return the reference of each leaf op that is defined by now."""
+    return {op: cpu for op, (cpu, _) in _IMPLEMENTATIONS.items()}
+
+
+def composites() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Return what the ops that are made of others are made of."""
+    return dict(_COMPOSITES)
+
+
 def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     """Have the compiler launch the op's Triton kernels itself: a graph on CUDA holds the launches of the op's CUDA code
     in its place. (What `torch.library.triton_op` does, for an op that has a reference too.)
@@ -91,6 +111,7 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -27,7 +27,7 @@ import torch
 from mezzotint import hw
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.formats import HIGH, Backend
-from mezzotint.kernels._lib import LIBRARY, is_plain, leaf
+from mezzotint.kernels._lib import composite, is_plain, leaf
 from mezzotint.kernels.finish import finish
 from mezzotint.kernels.operand import (
     Operand,
@@ -199,11 +199,9 @@ def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
 
 # In a graph: PyTorch's own product where it is that alone, which a compiled graph calls without going through Python;
 # else the op. A composite: the compiler sees what it is made of.
-LIBRARY.define(
-    f"gemm_in_graph({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+_gemm_in_graph_op = composite(
+    f"gemm_in_graph({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor", _gemm_in_graph
 )
-LIBRARY.impl("gemm_in_graph", _gemm_in_graph, "CompositeImplicitAutograd")
-_gemm_in_graph_op = torch.ops.mezzotint.gemm_in_graph.default
 
 
 def flat(op: Operand) -> tuple:

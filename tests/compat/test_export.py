@@ -10,6 +10,7 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint import ops
+from mezzotint.dynamo import decompositions
 from tests.recipes import RECIPES
 
 WIDTH = 32
@@ -48,6 +49,13 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]] = {
 }
 
 
+def exported(module: nn.Module, inputs: Inputs) -> torch.export.ExportedProgram:
+    """For any number of tokens."""
+    dynamic = ({0: torch.export.Dim("tokens", min=2, max=512)}, *[None] * (len(inputs) - 1))
+    with torch.no_grad():
+        return torch.export.export(module, inputs, dynamic_shapes={"inputs": dynamic})
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "recipe"),
@@ -57,9 +65,8 @@ def test_exported(name: str, recipe: str) -> None:
     make, inputs = MODULES[name]
     torch.manual_seed(0)
     module = Region(make().eval(), RECIPES[recipe])
-    dynamic = ({0: torch.export.Dim("tokens", min=2, max=512)}, *[None] * (len(inputs(8)) - 1))
+    program = exported(module, inputs(8))
     with torch.no_grad():
-        program = torch.export.export(module, inputs(8), dynamic_shapes={"inputs": dynamic})
         for count in (8, 13):
             assert torch.equal(program.module()(*inputs(count)), module(*inputs(count)))
     assert any(str(node.target).startswith("mezzotint") for node in program.graph.nodes)
@@ -72,3 +79,41 @@ def test_saved_and_loaded() -> None:
         torch.export.save(torch.export.export(module, (tokens(8),)), file)
         file.seek(0)
         assert torch.equal(torch.export.load(file).module()(tokens(8)), module(tokens(8)))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "grouped_linear"])
+def test_in_operators_of_pytorch(name: str, dtype: torch.dtype) -> None:
+    """In high precision nothing of ours is left in the program, and the bits are those of the module."""
+
+    def given(count: int) -> Inputs:
+        return tuple([x.to(dtype) if x.is_floating_point() else x for x in inputs(count)])
+
+    make, inputs = MODULES[name]
+    torch.manual_seed(0)
+    module = Region(make().eval().to(dtype), None)
+    program = exported(module, given(8)).run_decompositions(decompositions())
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [each for each in names if "mezzotint" in each]
+    with torch.no_grad():
+        for count in (8, 13):
+            assert torch.equal(program.module()(*given(count)), module(*given(count)))
+
+
+def test_groups_of_given_sizes_in_operators_of_pytorch() -> None:
+    module, given = mz.GroupedLinear(3, WIDTH, WIDTH).eval(), (tokens(8), [3, 0, 5])
+    with torch.no_grad():
+        program = torch.export.export(module, given).run_decompositions(decompositions())
+        assert torch.equal(program.module()(*given), module(*given))
+    assert not [node for node in program.graph.nodes if "mezzotint" in str(node.target)]
+
+
+def test_what_looks_at_values_stays() -> None:
+    program = exported(Region(mz.Linear(WIDTH, WIDTH), RECIPES["mxfp8"]), (tokens(8),))
+    with pytest.raises(ValueError, match=r"mezzotint\.mxfp8_quantize.*export the model outside of a region"):
+        program.run_decompositions(decompositions())
+    make, inputs = MODULES["grouped_linear"]
+    program = exported(Region(make().eval(), None), inputs(8))
+    with pytest.raises(ValueError, match=r"mezzotint\.grouped_gemm.*the sizes of groups as a list"):
+        program.run_decompositions(decompositions())

@@ -1,0 +1,52 @@
+"""What our operators compute, in PyTorch's own: for exported programs that others are to read, such as ONNX.
+
+    program = torch.export.export(model.eval(), inputs)
+    program = program.run_decompositions(mezzotint.dynamo.decompositions())
+    torch.onnx.export(program, dynamo=True).save("model.onnx")
+
+The values are those of the model, bit for bit, on the CPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils import _pytree as pytree
+
+from mezzotint.kernels._lib import composites, leaf_references
+
+
+def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
+    """Return a table for `ExportedProgram.run_decompositions`: an operator of ours → what it is in PyTorch's own.
+
+    Call it when the program is there: operators are defined as they are needed. A program of a model in high precision
+    keeps none of ours. What quantizes looks at values, as does a product of groups whose sizes are in a tensor: these
+    have no such form, and raise.
+    """
+    references = leaf_references()
+    return {**composites(), **{op: _without_writes(op, reference) for op, reference in references.items()}}
+
+
+def _without_writes(op: torch._ops.OpOverload, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reference as a program can hold it: what it writes in place becomes new tensors."""
+
+    def traced(*args: Any) -> Any:
+        with FunctionalTensorMode():
+            given = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
+            try:
+                made = reference(*given)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{op} looks at values, and cannot be written in PyTorch's operators: export the model outside of "
+                    "a region, in high precision, and give the sizes of groups as a list. torch.export takes it in "
+                    "every recipe, with our operators"
+                ) from error
+        return pytree.tree_map_only(FunctionalTensor, _plain, made)
+
+    return traced
+
+
+def _plain(tensor: FunctionalTensor) -> torch.Tensor:
+    torch._sync(tensor)
+    return tensor.from_functional()
