@@ -183,24 +183,58 @@ class PagedKVCacheManager(PageQuestions, _Cache):
 
     def pre_step(self, step_dict: "OrderedDict[int, int]") -> "OrderedDict[int, int]":
         lengths = OrderedDict((name, self.sequences.get(name, 0) + new) for name, new in step_dict.items())
-        finished = [page for name in self.sequences if name not in step_dict for page in self.allocated_pages[name]]
-        kept = {name: self.allocated_pages.get(name, []) for name in lengths}
-        missing = {name: -(-length // self.block) - len(kept[name]) for name, length in lengths.items()}
-        if sum(missing.values()) > len(self.free_pages) + len(finished):
+        finished = [name for name in self.allocated_pages if name not in step_dict]
+        needed = sum(max(0, self._missing_pages(name, length)) for name, length in lengths.items())
+        free = len(self.free_pages) + sum(map(self.get_page_count, finished))
+        if needed > free:
             raise RuntimeError(
-                f"the cache has {len(self.free_pages) + len(finished)} free pages, this step needs "
-                f"{sum(missing.values())}: finish sequences first, or give more than total_num_pages={self.num_blocks}"
+                f"the cache has {free} free pages, this step needs {needed}: finish sequences first, or give more than "
+                f"total_num_pages={self.num_blocks}"
             )
-        if finished:
-            self.clear(finished)
-        self.free_pages += finished
-        for name, count in missing.items():
-            kept[name] = kept[name] + self.free_pages[:count]
-            self.free_pages = self.free_pages[count:]
-        self.sequences, self.allocated_pages = lengths, kept
-        rows = [pages + [0] * (self.max_pages_per_seq - len(pages)) for pages in kept.values()]
-        self.page_table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int32).view(len(rows), -1))
+        self._take_back(finished)
+        for name, length in lengths.items():
+            self.allocate_sequence(name, length)
+        self.sequences = lengths
+        self.allocated_pages = {name: self.allocated_pages[name] for name in lengths}  # in the order of the batch
+        self.page_table[: len(lengths)].copy_(self.get_page_table(lengths))
         return self.sequences
+
+    def allocate_page(self, seq: int) -> None:
+        """Give a sequence one page more."""
+        if self.get_page_count(seq) == self.max_pages_per_seq:
+            raise ValueError(
+                f"sequence {seq} has {self.max_pages_per_seq} pages of {self.block} tokens, which is all that one may "
+                "have: give a larger max_seqlen"
+            )
+        if not self.free_pages:
+            raise RuntimeError(
+                f"sequence {seq} needs a page, and none of {self.num_blocks} is free: finish sequences first, or give "
+                "more total_num_pages"
+            )
+        self.allocated_pages.setdefault(seq, []).append(self.free_pages.pop(0))
+
+    def allocate_sequence(self, seq: int, context_len: int) -> None:
+        """Give a sequence the pages that so many tokens need; `pre_step` does it for each of the batch."""
+        self.allocated_pages.setdefault(seq, [])
+        for _ in range(self._missing_pages(seq, context_len)):
+            self.allocate_page(seq)
+
+    def deallocate_sequence(self, seq: int) -> None:
+        """Take all pages of a sequence back, and forget it; `pre_step` does it for those that it does not name."""
+        if seq not in self.allocated_pages:
+            raise KeyError(f"sequence {seq} is not in the cache, which has {sorted(self.allocated_pages)}")
+        self._take_back([seq])
+        self.sequences.pop(seq, None)
+
+    def _missing_pages(self, seq: int, length: int) -> int:
+        """How many pages a sequence of that many tokens lacks."""
+        return -(-length // self.block) - self.get_page_count(seq)
+
+    def _take_back(self, sequences: list[int]) -> None:
+        pages = [page for seq in sequences for page in self.allocated_pages.pop(seq)]
+        if pages:
+            self.clear(pages)
+        self.free_pages += pages
 
 
 class InferenceParams:

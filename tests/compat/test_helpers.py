@@ -304,6 +304,29 @@ def test_pages() -> None:
     assert pages.has_free_page()
 
 
+def test_pages_by_hand() -> None:
+    pages = PagedKVCacheManager(4, 4, 1, 4, torch.float32, 3, 12, device=torch.device("cpu"))
+    pages.allocate_memory(0)
+    pages.allocate_sequence(5, 7)
+    pages.allocate_page(6)
+    assert pages.allocated_pages == {5: [0, 1], 6: [2]}
+    assert pages.pre_step(OrderedDict([(6, 4), (5, 2)])) == {6: 4, 5: 2}
+    assert pages.page_table.tolist() == [[2, 0, 0], [0, 1, 0], [0, 0, 0]]  # what they had is enough
+    pages.allocate_sequence(5, 12)
+    assert pages.get_page_list(5) == [0, 1, 3]
+    with pytest.raises(ValueError, match=r"sequence 5 has 3 pages of 4 tokens.*larger max_seqlen"):
+        pages.allocate_page(5)
+    with pytest.raises(RuntimeError, match="sequence 6 needs a page, and none of 4 is free"):
+        pages.allocate_page(6)
+    for buffer in pages.cache[0]:
+        buffer.fill_(1.0)
+    pages.deallocate_sequence(5)
+    assert (pages.free_pages, pages.sequences) == ([0, 1, 3], {6: 4})
+    assert [bool(page.any()) for page in pages.cache[0][0]] == [False, False, True, False]
+    with pytest.raises(KeyError, match="sequence 5 is not in the cache, which has"):
+        pages.deallocate_sequence(5)
+
+
 # Debugging, graphs, recomputation, offloading
 
 
