@@ -211,12 +211,14 @@ def load_triton(target: str) -> Callable[..., Any]:
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
     """The 2-D view (M, K) of a tensor of any rank; a vector is one row."""
-    return x if x.dim() == 2 else x.reshape(_leading(x.shape), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(matrix_shape(x.shape))
 
 
 def as_columns(data: torch.Tensor) -> torch.Tensor:
     """The 2-D view (K, M) of a column-wise copy (K, d0, …, dn-1)."""
-    return data if data.dim() == 2 else data.reshape(data.shape[0], _leading((*data.shape[1:], 1)))
+    if data.dim() == 2:
+        return data
+    return data.reshape(data.shape[0] if data.dim() > 0 else 1, _leading((*data.shape[1:], 1)))
 
 
 def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:

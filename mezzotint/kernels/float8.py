@@ -26,12 +26,12 @@ from mezzotint.kernels.scaled_mm import FP8_PAIRS, as_one_call, multiply_fp8
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: data (shape), transpose (K, *leading), scale_inv [1]."""
+    """Geometry: data (shape), transpose (K, *leading), scale_inv [1]; of no dimensions both copies have none."""
     buffers: Buffers = {}
     if rowwise:
         buffers["data"] = (shape, torch.uint8)
     if columnwise:
-        buffers["transpose"] = ((shape[-1], *shape[:-1]), torch.uint8)
+        buffers["transpose"] = ((*shape[-1:], *shape[:-1]), torch.uint8)
     buffers["scale_inv"] = ((1,), torch.float32)
     return buffers
 

@@ -125,6 +125,7 @@ class GroupWeights(Weights):
 class GroupedLayer(Layer):
     """Mixed into the grouped linears, module and operation: `_weights` are `GroupWeights`."""
 
+    _weights: tuple[GroupWeights, ...]
     _weight_names: tuple[str, ...]
     _bias_names: tuple[str, ...]
     _order: tuple[str, ...]

@@ -49,16 +49,24 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _transpose_invalid(self) -> bool:
         return self._transpose is None
 
+    @classmethod
+    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        if shape is not None and len(shape) == 0:  # kernels made it as one with a single element
+            kwargs = {**kwargs, **{name: _scalar(kwargs.get(name)) for name in ("data", "data_transpose")}}
+        return super()._build(shape, dtype, kwargs)
+
     def _logical_shape(self) -> tuple[int, ...]:
         if self._data is not None:
             return tuple(self._data.shape)
         assert self._transpose is not None, "a storage without data has no shape"
-        return (*self._transpose.shape[1:], self._transpose.shape[0])
+        return (*self._transpose.shape[1:], *self._transpose.shape[:1])
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         data = self._transpose if self._data is None else self._data
         if data is None:
             self._require(False)
+        elif data.dim() == 0:
+            return float8_dequantize(data.reshape(1), self._scale_inv, int(self._fp8_dtype), False, dtype).reshape(())
         return float8_dequantize(data, self._scale_inv, int(self._fp8_dtype), self._data is None, dtype)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
@@ -71,7 +79,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         else:
             self._require(False)
             assert self._data is not None
-            shape = (self._data.shape[-1], *self._data.shape[:-1])
+            shape = (*self._data.shape[-1:], *self._data.shape[:-1])
             self._transpose = as_matrix(self._data).t().contiguous().reshape(shape)
 
     def gemm_operand(self, columnwise: bool) -> Operand:
@@ -82,11 +90,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return Operand(codes, self._scale_inv, kind="tensor", dtype=int(self._fp8_dtype))
 
     def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        if self._transpose is not None and (not shape or shape[-1] != self.shape[-1]):
+        if self._transpose is not None and shape[-1:] != tuple(self.shape)[-1:]:
             return None
         return {
             "data": None if self._data is None else self._data.view(shape),
-            "data_transpose": None if self._transpose is None else self._transpose.view(shape[-1], *shape[:-1]),
+            "data_transpose": None if self._transpose is None else self._transpose.view((*shape[-1:], *shape[:-1])),
         }
 
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
@@ -104,6 +112,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
         return None if self._data is None else {"data": taken(self._data, index), "data_transpose": None}
+
+
+def _scalar(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    return None if buffer is None else buffer.reshape(())
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):

@@ -261,8 +261,9 @@ def update_quantized(
         columnwise=getattr(held, columnwise_names[0]) is not None,
     )
     check_quantizable(src, quantizer)
-    src = src.reshape(1) if src.dim() == 0 else src
     buffers = [getattr(held, f"_{n}") for n in quantizer._buffer_names()]
+    if src.dim() == 0:
+        src, buffers = src.reshape(1), [buffer.reshape(1) if buffer.dim() == 0 else buffer for buffer in buffers]
     if buffers[0].device != src.device:
         raise ValueError(f"src is on {src.device}, dst on {buffers[0].device}: move one of them with .to()")
     with torch.no_grad():

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import mezzotint as mz
 from mezzotint.tensor.quantizer import quantize, quantize_storage
 from tests.quantizer_formats import FORMATS, USAGES, Format, assert_same_bytes, buffers, over_formats, sample, snapshot
 from tests.tensor.contract import over_internal, over_usages
@@ -278,6 +279,21 @@ def test_no_dimensions(fmt: Format) -> None:
     target.quantize_(x.detach())
     assert target.shape == ()
     assert torch.equal(target.dequantize(), expected.dequantize()[0])
+
+
+@pytest.mark.parametrize("quantizer", ["float8_current", "float8_delayed"])
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_no_dimensions_of_codes(quantizer: str, columnwise: bool) -> None:
+    """The codes of FP8 with one scale have the shape of the tensor, also where that has no dimensions."""
+    made = FORMATS[quantizer].make().with_usage(rowwise=not columnwise, columnwise=columnwise)
+    empty = made.make_empty(())
+    for tensor in (made.quantize(torch.tensor(1.375)), empty, mz.to_tensor_proto(empty).create_tensor()):
+        codes = tensor._transpose if columnwise else tensor._data
+        assert (codes.shape, tensor.shape, tensor._scale_inv.shape) == ((), (), (1,))
+    quantized, expected = (made.quantize(x).detach().clone() for x in (torch.tensor(1.375), torch.tensor([1.375])))
+    assert torch.equal(quantized.dequantize(), expected.dequantize()[0])
+    quantized.update_usage(rowwise_usage=True, columnwise_usage=True)
+    assert quantized._data.shape == quantized._transpose.shape == ()
 
 
 @pytest.mark.parametrize(
