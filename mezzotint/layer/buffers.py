@@ -1,4 +1,7 @@
-"""Tensors of the caller's, into which a module or an operation writes its output, or the gradient of its input."""
+"""Tensors of the caller's, into which a module or an operation writes its output, or the gradient of its input.
+
+They are written themselves: what a graph of torch 2.11 writes to an alias of one is lost.
+"""
 
 from typing import Any
 
@@ -20,7 +23,8 @@ def write_result(name: str, buffer: torch.Tensor | None, value: torch.Tensor) ->
     if buffer is None:
         return value
     check_buffer(name, buffer, value)
-    return buffer.detach().copy_(value)
+    buffer.copy_(value)
+    return buffer.detach()
 
 
 class WriteOutput(torch.autograd.Function):
@@ -28,7 +32,8 @@ class WriteOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.detach().copy_(y)
+        out.copy_(y)
+        return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -45,4 +50,5 @@ class WriteGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.out.view_as(grad).copy_(grad), None
+        ctx.out.copy_(grad.view_as(ctx.out))
+        return ctx.out.view_as(grad), None

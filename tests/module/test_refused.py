@@ -149,6 +149,24 @@ def test_given_buffers(recipe: str, shape: tuple[int, ...]) -> None:
         assert torch.equal(parameter.grad, expected[key]), key
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+def test_given_buffers_in_a_graph(recipe: str) -> None:
+    made = []
+    for backend in ("eager", "aot_eager"):
+        module = make("grouped_linear")
+        out, dgrad_out = (torch.full((2, 20, n), float("nan"), dtype=torch.bfloat16) for n in (OUT, IN))
+        leaf = sample().view(2, 20, IN).requires_grad_()
+        call = module if backend == "eager" else torch.compile(module, backend=backend, fullgraph=True)
+        with mz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
+            y = call(leaf, splits(40), out=out, dgrad_out=dgrad_out)
+        assert torch.equal(y, out)
+        gradient(y).backward()
+        made.append((out.detach(), dgrad_out, leaf.grad))
+    for actual, expected in zip(*made, strict=True):
+        assert torch.equal(actual, expected)
+
+
 def test_a_given_buffer_serves_again() -> None:
     module, out = make("grouped_linear"), torch.empty(40, OUT, dtype=torch.bfloat16)
     for seed in range(2):
