@@ -227,7 +227,7 @@ class PagedKVCacheManager(PageQuestions, _Cache):
         self.sequences.pop(seq, None)
 
     def _missing_pages(self, seq: int, length: int) -> int:
-        """How many pages a sequence of that many tokens lacks."""
+        """Return how many pages a sequence of that many tokens lacks."""
         return -(-length // self.block) - self.get_page_count(seq)
 
     def _take_back(self, sequences: list[int]) -> None:

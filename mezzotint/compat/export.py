@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Nothing when off; refused when on."""
+    """Do nothing when off, and raise when on."""
     if enabled:
         raise NotImplementedError(
             "onnx_export(enabled=True): quantized products have no form in ONNX here. In high precision: program = "
@@ -19,7 +19,7 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
 
 
 def is_in_onnx_export_mode() -> bool:
-    """False: there is no such mode."""
+    """Return False, since there is no such mode."""
     return False
 
 

@@ -1,4 +1,4 @@
-"""What our operators compute, in PyTorch's own: for exported programs that others are to read, such as ONNX.
+"""A table that says what our operators are in PyTorch's own, for exported programs that others read, such as ONNX.
 
     program = torch.export.export(model.eval(), inputs)
     program = program.run_decompositions(mezzotint.dynamo.decompositions())

@@ -9,7 +9,7 @@ import torch
 
 
 def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """A buffer takes a result of its own shape, dtype and device."""
+    """Raise where a buffer has not the shape, dtype and device of what is written into it."""
     if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"{name} is {type(buffer).__name__}: give a torch.Tensor that takes the result, or None")
     given = (tuple(buffer.shape), buffer.dtype, buffer.device)
@@ -28,7 +28,7 @@ def write_result(name: str, buffer: torch.Tensor | None, value: torch.Tensor) ->
 
 
 class WriteOutput(torch.autograd.Function):
-    """y, in the memory of a buffer that the caller owns and may use again."""
+    """Gives y in the memory of a buffer that the caller owns and may use again."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class WriteOutput(torch.autograd.Function):
 
 
 class WriteGradient(torch.autograd.Function):
-    """x; its gradient is written to a given buffer, which is what flows on."""
+    """Gives x, and writes its gradient to a given buffer, which is what flows on."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

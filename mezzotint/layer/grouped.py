@@ -107,11 +107,11 @@ class GroupWeights(Weights):
         return () if self.stacks["weight"] else super().splits(module)
 
     def join_weight(self) -> None:
-        """The weight is a slice of the parameter of all from now on."""
+        """Take the weight as a slice of the parameter of all groups from now on."""
         self.stacks["weight"], self.weight_names = True, ["weight"]
 
     def check_quantizers(self, module: Any) -> None:
-        """One weight of all groups has one quantizer."""
+        """Raise where groups have quantizers of their own, since one weight of all groups has one."""
         assert self.init_recipe is not None
         first, *others = [module._live_quantizer(self.init_recipe, group, "weight") for group in range(self.count)]
         if not first._is_value() or any(other != first for other in others):
@@ -254,7 +254,7 @@ def stacked(values: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def _check_joinable(weights: dict[str, torch.Tensor]) -> None:
-    """What one parameter cannot have, or would lose in silence."""
+    """Raise where one parameter cannot be what these are, or where something of them would be lost."""
     for name, weight in weights.items():
         if hasattr(weight, "placements"):
             raise ValueError(f"make_grouped_weights, and {name} is sharded: join weights before the module is sharded")

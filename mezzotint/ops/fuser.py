@@ -130,8 +130,8 @@ def _run_forward(
 
 
 def _needing_grad(value: Any) -> Any:
-    """An extra output that was computed here has no history; one in whole form that reads it from a channel goes by
-    `requires_grad`."""
+    """Return an extra output that says that it needs a gradient. What was computed here has no history, and an
+    operation in whole form that reads it from a channel goes by `requires_grad`."""
     is_new = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
     return value.detach().requires_grad_() if is_new else value
 

@@ -105,7 +105,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
 
     @property
     def has_bias(self) -> bool:
-        """Whether a bias is added."""
+        """Return whether a bias is added."""
         return self.use_bias
 
     def _inner_name(self, gemm: int) -> str:
