@@ -27,6 +27,7 @@ from mezzotint.graph import make_graphed_callables
 from mezzotint.hw import EmulationWarning
 from mezzotint.inspect.error import quantization_error
 from mezzotint.inspect.region import inspect
+from mezzotint.layer.bind import bind_rules
 from mezzotint.layer.names import name_modules
 from mezzotint.module.grouped_linear import GroupedLinear
 from mezzotint.module.grouped_mm import grouped_mm
@@ -158,6 +159,7 @@ __all__ = [
     "UserBufferQuantizationMode",
     "apply_rotary_pos_emb",
     "autocast",
+    "bind_rules",
     "checkpoint",
     "convert",
     "convert_report",

@@ -15,7 +15,7 @@ from mezzotint.layer.base import settings_of_run
 from mezzotint.layer.names import Named
 from mezzotint.layer.names import join_path as join_path
 from mezzotint.module.grouped_mm import multiply_groups, sizes_of
-from mezzotint.recipe import QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.recipe import RULED_TENSORS, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import RunStatus, current_state
 
 TRANSFORMERS_MOE = "transformers.integrations.moe"
@@ -70,6 +70,9 @@ class ConvertedExperts(Converted, Named):
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
         return multiply_groups(x, weight, splits, bias, recipe, join_path(self._name, name))
 
+    def _linear_names(self) -> tuple[str, ...]:
+        return projections(self)
+
     def _recipe_of_run(self) -> Recipe | None:
         if self.recipe is not None:
             return self.recipe.frozen()
@@ -108,7 +111,7 @@ def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:
     if recipe is None:
         return None
     for name in projections(module):
-        for tensor_type in ("input", "weight", "grad_output"):
+        for tensor_type in RULED_TENSORS:
             role = QuantizerRole("grouped_linear", tensor_type, join_path(fqn, name))
             if isinstance(recipe.quantizer(role), QuantizerRequest):
                 return (

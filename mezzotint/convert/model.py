@@ -12,9 +12,9 @@ from mezzotint.convert.modules import Converted, convert_linear, convert_root, c
 from mezzotint.convert.report import ConversionReport, ReportEntry
 from mezzotint.convert.rules import (
     CONVERTED,
+    ConversionRules,
     Filter,
     Neighbours,
-    Rules,
     can_be_converted,
     find_heads,
     find_neighbours,
@@ -24,9 +24,10 @@ from mezzotint.convert.rules import (
 )
 from mezzotint.convert.saving import leave_nothing_out, leave_out_state
 from mezzotint.layer.base import Layer
+from mezzotint.layer.bind import bind_rules, of_module
 from mezzotint.layer.names import Named, join_path
 from mezzotint.memory import check_memory
-from mezzotint.recipe import Recipe, check_recipe
+from mezzotint.recipe import MixedRecipe, Recipe, Rules, check_recipe
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 Outcome = tuple[str, str | None, str]
@@ -62,7 +63,7 @@ def convert(
     These are `nn.Linear`; of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a `recipe`,
     the model and each converted layer run under it by themselves, whatever an `autocast` around them says. Without a
     recipe the `autocast` around the call decides, and outside of any nothing is quantized. A role's name, by which a
-    `CustomRecipe` may choose, is the path of the layer in the model.
+    `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
 
     `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
     output heads and small layers as they are. `inplace=False` converts a copy. `memory` is the memory mode of every
@@ -79,7 +80,7 @@ def convert(
     if not inplace:
         model = copy.deepcopy(model)
     modules = dict(model.named_modules())
-    rules, neighbours = Rules(filter, recipe, find_heads(model), find_unused(model)), find_neighbours(model)
+    rules, neighbours = ConversionRules(filter, recipe, find_heads(model), find_unused(model)), find_neighbours(model)
     # All is decided before the first layer is touched: a filter may raise.
     kept = {
         fqn: rules.why_kept(module, fqn)
@@ -99,6 +100,8 @@ def convert(
         for module in model.modules():
             if isinstance(module, Layer):
                 module.memory = memory
+    if isinstance(recipe, Rules):
+        bind_rules(model, recipe)
     leave_out_state(model)
     region = vars(model).get("_mezzotint_recipe")
     vars(model)[_REPORT] = ConversionReport(tuple(_entries(modules, kept, neighbours, region)))
@@ -137,16 +140,22 @@ def _entries(
 def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region: Recipe | None) -> Outcome:
     """What it was, what it is, and why."""
     if isinstance(module, CONVERTED):
-        why = _name(module.recipe)
+        why = _name(module, module.recipe)
         if neighbours is not None and not module.pair:
             why += f"; apart from the norm before it: {neighbours.why_apart}"
         return module._mezzotint_theirs.__name__, module._mezzotint_label, why
     kind = type(module).__name__
-    return (kind, kind, f"{_name(region)}; Mezzotint's own") if isinstance(module, Layer) else (kind, None, why or "")
+    return (kind, kind, f"{_name(module, region)}; Mezzotint's own") if isinstance(module, Layer) else (kind, None, why or "")
 
 
-def _name(recipe: Recipe | None) -> str:
-    return "as autocast says" if recipe is None else type(recipe).__name__
+def _name(module: Any, recipe: Recipe | None) -> str:
+    """Return what a module runs with: its recipe, or what rules give it."""
+    if recipe is None:
+        return "as autocast says"
+    own = of_module(module, recipe) if isinstance(module, Layer) else recipe
+    if isinstance(own, MixedRecipe):
+        return "several recipes, by rules"
+    return "high precision, by a rule" if own is None else type(own).__name__
 
 
 def _is_weight(name: str, parameter: Any) -> bool:

@@ -41,7 +41,7 @@ def can_be_converted(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class Rules:
+class ConversionRules:
     """What a call of `convert` decides by."""
 
     choose: Filter | None

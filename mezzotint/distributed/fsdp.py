@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from mezzotint.constants import cdiv
+from mezzotint.layer.bind import of_module
+from mezzotint.recipe import Rules
 from mezzotint.tensor.fsdp import make_whole, send, sendable_directions
 from mezzotint.tensor.fsdp_directions import Unit, check_one_format, in_backward
 from mezzotint.tensor.partition import Split, share_amax, whole_amaxes
@@ -154,7 +156,7 @@ class ShardedWeight(torch.Tensor):
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool | None = None) -> nn.Module:
     """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
 
-    `recipe` is the one that the model trains with; quantized weights (`quantized_model_init`) need none.
+    `recipe` is the one that the model trains with, of `Rules` those that it was bound to (`bind_rules`); quantized weights (`quantized_model_init`) need none.
 
     `one_direction` is for formats that hold two copies of a weight of which one does not follow from the other (MXFP8
     in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the
@@ -180,7 +182,13 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
         names = {name: gemm for name, gemm in names.items() if uses[id(getattr(module, name))] == 1}
         if names:
             module.gathers_one_direction = one_direction  # type: ignore[assignment]
-        wrapped = [name for name, gemm in names.items() if _wrap_weight(module, name, recipe, gemm)]
+        if isinstance(recipe, Rules) and names:  # what they keep in high precision is gathered so
+            own = of_module(module, recipe)
+            chosen = {name: None if own is None else own.of(gemm, "weight") for name, gemm in names.items()}
+            names = {name: gemm for name, gemm in names.items() if chosen[name] is not None}
+        else:
+            chosen = dict.fromkeys(names, recipe)
+        wrapped = [name for name, gemm in names.items() if _wrap_weight(module, name, chosen[name], gemm)]
         if wrapped:
             module.register_state_dict_post_hook(_unwrap)
     return model

@@ -22,11 +22,10 @@ from mezzotint.inspect.store import Store
 from mezzotint.inspect.trials import trials_of
 from mezzotint.kernels.statistics import CELLS, ROWS, empty_statistics
 from mezzotint.layer.base import Layer
-from mezzotint.layer.names import join_path
+from mezzotint.layer.names import join_path, plain_path
 
 WATCHED_ROLES = ("input", "weight", "grad_output")
 STATS = ("count", *MEASURED, *COUNTED, "exponents", "map")
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch puts into the path of a module that it wraps
 
 
 class inspect:
@@ -174,9 +173,8 @@ def _name_tensors(model: nn.Module) -> Iterator[_Watched]:
     for path, module in model.named_modules():
         if not isinstance(module, Layer) or not module._weights:
             continue
-        plain = ".".join([part for part in path.split(".") if part not in _WRAPPERS])
         for gemm in range(module.num_gemms):
-            linear = join_path(plain, module._inner_name(gemm))
+            linear = join_path(plain_path(path), module._inner_name(gemm))
             for role in WATCHED_ROLES:
                 yield _Watched(join_path(linear, role), module, gemm, role)
 

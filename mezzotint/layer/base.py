@@ -15,6 +15,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
 from mezzotint.functional.observation import Probes
 from mezzotint.functional.weight import quantize_weight
+from mezzotint.layer.bind import of_module, of_tensor, recipe_for
 from mezzotint.layer.configured import Configured
 from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
@@ -31,12 +32,14 @@ from mezzotint.recipe import (
     DelayedScalingRequest,
     QuantizerRole,
     Recipe,
+    Rules,
     element,
     slot,
 )
-from mezzotint.region import RunStatus, State, current_state, recipe_in_force
+from mezzotint.region import RunStatus, State, current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
+from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import backward_task, call_untraced, in_inference_mode, memoized, traced_as
@@ -53,6 +56,7 @@ class Layer(Configured, Named, ParallelModule):
             "_activation_params",
             "_modes",
             "_probes",
+            "_ruled",
             "_weights",
             "checkpoint",
             "eps",
@@ -74,6 +78,7 @@ class Layer(Configured, Named, ParallelModule):
         }
     )
     gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
+    _ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what rules give the module
     _probes: tuple[Probes, ...] | None = None  # of each GEMM, while an inspector looks at the module
 
     def __init__(self, name: str | None = None) -> None:
@@ -92,12 +97,21 @@ class Layer(Configured, Named, ParallelModule):
         """Return what a role calls the GEMM, behind the name of the module."""
         return ""
 
+    def _linear_names(self) -> tuple[str, ...]:
+        return tuple([self._inner_name(gemm) for gemm in range(self.num_gemms)]) if self._weights else ()
+
+    def _take_rule(self, path: str, rules: Rules, recipe: Recipe | None) -> None:
+        for gemm, weights in enumerate(self._weights):
+            weights.check_rule(self, gemm, join_path(path, self._inner_name(gemm)), rules, recipe)
+        self._ruled = (*[known for known in self._ruled if known[0] != rules], (rules, recipe))
+
     def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
         return QuantizerRole(self.module_type, tensor_type, join_path(self._name, self._inner_name(gemm)))
 
     def _live_quantizer(self, recipe: Recipe, gemm: int, tensor_type: str) -> Quantizer:
         """A quantizer that reads and writes this module's state where it needs one."""
-        made = recipe.quantizer(self._role(gemm, tensor_type))
+        own = of_tensor(self, recipe, gemm, tensor_type)
+        made = IdentityQuantizer() if own is None else own.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, Quantizer):
             return made
         forward, i = tensor_type in FORWARD_TENSORS, slot(gemm, tensor_type)
@@ -108,7 +122,7 @@ class Layer(Configured, Named, ParallelModule):
 
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
         """Return the state that a recipe asks for, in a run with all gradients."""
-        return plan_of(self, recipe, torch.float32, (Needs(True, True, True),) * self.num_gemms).request
+        return plan_of(self, of_module(self, recipe), torch.float32, (Needs(True, True, True),) * self.num_gemms).request
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         super()._init_state(num_gemms, device)
@@ -132,6 +146,7 @@ class Layer(Configured, Named, ParallelModule):
             "bias_names": tuple([tuple(each.bias_names) for each in weights]) if is_plain else (),
             "accumulates": self.fuse_wgrad_accumulation or bool(self.wgrad_stores),
             "is_inspected": self._probes is not None,
+            "ruled": self._ruled,
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -148,7 +163,7 @@ class Layer(Configured, Named, ParallelModule):
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Ask the state, once."""
         state = current_state()
-        recipe, memory = _settings_of_run(self, state.recipe if state.enabled else None, state)
+        recipe, memory = _settings_of_run(self, of_module(self, state.recipe) if state.enabled else None, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
         plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, memory)
         if plan.request is not None and not state.enabled:
@@ -183,7 +198,8 @@ class Layer(Configured, Named, ParallelModule):
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
         """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
-        recipe = recipe_in_force()
+        recipe = recipe_for(self)
+        recipe = None if recipe is None else recipe.of(gemm, tensor_type)
         request = None if recipe is None else recipe.quantizer(self._role(gemm, tensor_type))
         if not isinstance(request, DelayedScalingRequest):
             return None, None

@@ -29,6 +29,13 @@ class Named(nn.Module):
     def _set_name(self, name: str, is_given: bool) -> None:
         self._name, self._is_named = name, is_given
 
+    def _linear_names(self) -> tuple[str, ...]:
+        """Return what its linears are called behind its path, for `Rules`; "" is one that has the path itself."""
+        return ()
+
+    def _take_rule(self, path: str, rules: Any, recipe: Any) -> None:
+        """Note what rules give the module that is at this path."""
+
     def _take_path(self, path: str) -> None:
         """The name, unless one was given."""
         if not self._is_named:
@@ -44,6 +51,16 @@ class Named(nn.Module):
             for part in self.modules():
                 if isinstance(part, Named):
                     part._set_name(part._name, False)
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch puts into the path of a module that it wraps
+
+
+def plain_path(path: str) -> str:
+    """Return a path of `named_modules` without what compilers and checkpoints put into it, and without the place that a
+    linear has in an operation which is made of others."""
+    plain = ".".join([part for part in path.split(".") if part not in _WRAPPERS])
+    return plain.removesuffix("basic_ops.0").removesuffix(".")
 
 
 def join_path(prefix: str, path: str) -> str:

@@ -17,7 +17,7 @@ from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.scaling_state import StatefulModule
 from mezzotint.recipe import Recipe
-from mezzotint.region import recipe_in_force
+from mezzotint.layer.bind import recipe_for
 from mezzotint.tensor.partition import Split
 from mezzotint.tracing import call_untraced, eager_only
 
@@ -127,7 +127,7 @@ class ParallelModule(StatefulModule):
                 "before the first forward"
             )
         if not _has_agreed(self):
-            call_untraced(_compare, self, recipe_in_force(), tuple(inp.shape), inp.dtype)
+            call_untraced(_compare, self, recipe_for(self), tuple(inp.shape), inp.dtype)
 
     def _describe(self) -> str:
         """What the ranks that share its weights must have alike."""

@@ -19,13 +19,16 @@ from mezzotint.functional.tensor_parallel import Parallel, gathers, splits_of
 from mezzotint.layer.names import join_path
 from mezzotint.recipe import (
     FORWARD_TENSORS,
+    RULED_TENSORS,
     CustomRecipe,
     DelayedScalingRequest,
     QuantizerRequest,
     QuantizerRole,
     Recipe,
+    Rules,
 )
 from mezzotint.tensor.graph_constant import GraphConstant
+from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.partition import needs_whole_amaxes
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tracing import traced_as
@@ -40,7 +43,7 @@ class Plan(GraphConstant):
 
     quantizers: tuple[LinearQuantizers, ...]
     needs: tuple[Needs, ...]
-    numerics: Numerics
+    numerics: tuple[Numerics, ...]
     request: DelayedScalingRequest | None  # the state that its quantizers ask for
     has_backward: bool
     parallels: tuple[Parallel | None, ...]
@@ -87,6 +90,17 @@ class LayerConfig(GraphConstant):
     makes_again: bool = False  # backward quantizes again what it can, as the memory mode says; weights in every mode
     memory: str | None = None  # the module's own memory mode; None: the region's
     is_inspected: bool = False
+    ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what rules that the module was bound to give it
+
+    def under(self, rules: Rules) -> Recipe | None:
+        """Return what the module was bound to by these rules (`bind.py`)."""
+        for known, recipe in self.ruled:
+            if known is rules or known == rules:
+                return recipe
+        raise ValueError(
+            f"a module ({self.module_type}) runs in a region with Rules that it was not bound to: call "
+            "mezzotint.bind_rules(model, rules) once, when the model is made, so that each module knows its name"
+        )
 
     def plan(
         self,
@@ -108,7 +122,7 @@ class LayerConfig(GraphConstant):
         return Plan(
             quantizers=(),
             needs=(),
-            numerics=resolve_numerics(None, torch.float32),
+            numerics=(),
             request=request,
             has_backward=True,
             parallels=(),
@@ -146,7 +160,7 @@ def _resolve(
     return Plan(
         quantizers=quantizers,
         needs=needs,
-        numerics=resolve_numerics(recipe, dtype),
+        numerics=tuple([resolve_numerics(recipe, gemm, dtype) for gemm in range(len(needs))]),
         request=request,
         has_backward=any(need.input or need.weight or need.bias for need in needs),
         parallels=config.parallels,
@@ -225,11 +239,15 @@ def _resolve_quantizers(
     config: LayerConfig, recipe: Recipe, name: str, needs: tuple[Needs, ...]
 ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
     """Return quantizers that make the directions which are read, and the state that they ask for."""
-    override, keeps_wgrad = recipe.override(), recipe.keeps_wgrad()
-    saves_input = config.saves_original_input or keeps_wgrad
     request: DelayedScalingRequest | None = None
     found: list[LinearQuantizers] = []
     for gemm, need in enumerate(needs):
+        recipes = _recipes_of(recipe, gemm)
+        if not recipes:
+            found.append(NO_QUANTIZERS)
+            continue
+        override, keeps_wgrad = recipes[0].override(), recipes[0].keeps_wgrad()
+        saves_input = config.saves_original_input or keeps_wgrad
         made: list[Quantizer | None] = []
         for tensor_type, rowwise, columnwise in (
             ("input", True, need.weight and override is None and not saves_input),
@@ -240,7 +258,8 @@ def _resolve_quantizers(
                 made.append(None)
                 continue
             role = config.role(name, gemm, tensor_type)
-            quantizer = recipe.quantizer(role)
+            own = recipe.of(gemm, tensor_type)
+            quantizer = IdentityQuantizer() if own is None else own.quantizer(role)
             if isinstance(quantizer, QuantizerRequest):
                 asked = delayed_request(quantizer)
                 if request is not None and asked != request:
@@ -255,21 +274,28 @@ def _resolve_quantizers(
     return tuple(found), request
 
 
-def resolve_numerics(recipe: Recipe | None, dtype: torch.dtype) -> Numerics:
-    """How the three GEMMs compute; without a recipe, in high precision: on what a weight that is kept quantized
-    dequantizes to, the same values forward and backward."""
-    if recipe is None:
+def _recipes_of(recipe: Recipe, gemm: int) -> list[Recipe]:
+    """Return the recipes of one GEMM's tensors; none where it computes in high precision."""
+    found = [recipe.of(gemm, tensor_type) for tensor_type in RULED_TENSORS]
+    return [each for each in found if each is not None]
+
+
+def resolve_numerics(recipe: Recipe | None, gemm: int, dtype: torch.dtype) -> Numerics:
+    """How the three products of a GEMM compute; without a recipe, in high precision: on what a weight that is kept
+    quantized dequantizes to, the same values forward and backward. Of several recipes each must allow what is fast."""
+    recipes = [] if recipe is None else _recipes_of(recipe, gemm)
+    if not recipes:
         return Numerics(
             dtype=dtype, fast_fprop=False, fast_dgrad=False, fast_wgrad=False, override="dequantized", keeps_wgrad=False
         )
-    fast_fprop, fast_dgrad, fast_wgrad = recipe.products()
+    fast_fprop, fast_dgrad, fast_wgrad = map(all, zip(*[each.products() for each in recipes], strict=True))
     return Numerics(
         dtype=dtype,
         fast_fprop=fast_fprop,
         fast_dgrad=fast_dgrad,
         fast_wgrad=fast_wgrad,
-        override=recipe.override(),
-        keeps_wgrad=recipe.keeps_wgrad(),
+        override=recipes[0].override(),
+        keeps_wgrad=recipes[0].keeps_wgrad(),
     )
 
 

@@ -117,7 +117,7 @@ def linear_args(
         weight_q=weight_q,
         needs=plan.needs[gemm],
         quantizers=plan.quantizers[gemm],
-        numerics=plan.numerics,
+        numerics=plan.numerics[gemm],
         wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
         input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
         grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),

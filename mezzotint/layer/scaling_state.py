@@ -25,6 +25,7 @@ from torch import nn
 
 from mezzotint.compat.base_module import LiveMeta
 from mezzotint.compat.extra_state_bytes import EXTRA_STATE, read_extra_state, write_extra_state
+from mezzotint.layer.bind import of_module
 from mezzotint.layer.parameters import attributes_of, resolve_device, restore_attributes
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScaling, DelayedScalingRequest, Recipe
@@ -184,7 +185,7 @@ class StatefulModule(nn.Module):
     def _recipe_in_use(self) -> Recipe | None:
         """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
         state = current_state()
-        return state.recipe if state.enabled or self._recipe is None else self._recipe
+        return of_module(self, state.recipe) if state.enabled or self._recipe is None else self._recipe
 
     @property
     def fp8_meta(self) -> dict[str, Any]:

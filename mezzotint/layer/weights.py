@@ -10,6 +10,7 @@ from mezzotint.comm.agreement import check_agreed, without_addresses
 from mezzotint.comm.gradients import local_shard
 from mezzotint.comm.groups import part_of, rank_in
 from mezzotint.functional.linear import MainGrad
+from mezzotint.layer.bind import of_tensor
 from mezzotint.layer.parameters import (
     PlaceParameter,
     default_init,
@@ -20,7 +21,7 @@ from mezzotint.layer.parameters import (
     resolve_device,
     split_names,
 )
-from mezzotint.recipe import slot
+from mezzotint.recipe import Rules, slot
 from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.partition import Split, join_shards, quantize_shard
@@ -169,7 +170,7 @@ class Weights:
                 setattr(module, name, nn.Parameter(value, parameter.requires_grad))
         with torch.no_grad(), forked_rng(self.tracker, self.tracker_name):
             for name in self.weight_names:
-                if self.is_quantized:
+                if self.is_quantized and not self.is_ruled_out(module, gemm):
                     self._reset_quantized(module, name, gemm, init)
                 else:
                     self._reset_plain(module, name, init)
@@ -235,6 +236,24 @@ class Weights:
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         return quantizer if self.is_trained else quantizer.with_usage(rowwise=True, columnwise=False)
+
+    def is_ruled_out(self, module: Any, gemm: int) -> bool:
+        """Return whether rules leave a weight in high precision that would be kept quantized."""
+        return isinstance(self.init_recipe, Rules) and of_tensor(module, self.init_recipe, gemm, "weight") is None
+
+    def check_rule(self, module: Any, gemm: int, name: str, rules: Rules, recipe: Any) -> None:
+        """Raise a ValueError where these rules made a weight, which is kept quantized, by another name than its module
+        has in the model, and for that name have another recipe."""
+        weight: Any = module._parameters.get(self.weight_names[0])
+        if not self.is_quantized or self.init_recipe != rules or weight is None or weight.is_meta:
+            return
+        asked = None if recipe is None else recipe.of(gemm, "weight")
+        made = of_tensor(module, self.init_recipe, gemm, "weight")
+        if asked != made:
+            raise ValueError(
+                f"the weight of {name!r} was made in quantized_model_init under the name {module._name!r}, for which "
+                "the rules have another recipe: make the module with name=, its path in the model"
+            )
 
     def splits(self, module: Any) -> tuple[Split, ...]:
         """How the weight is cut, which a quantized one must know; nothing before there is a group."""

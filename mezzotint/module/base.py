@@ -9,12 +9,13 @@ from mezzotint.compat.base_module import UpstreamNames, quantize_weight
 from mezzotint.functional.delayed import take
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Layer, activation_dtype
+from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.delayed_run import await_update, grad_state_of
 from mezzotint.layer.run import RunSettings, scale_of
 from mezzotint.layer.scaling_state import use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe
-from mezzotint.region import current_state, recipe_in_force
+from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -39,7 +40,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         that has not said how many it has."""
         if not self._has_state() or (not self._weights and num_gemms != self.num_gemms):
             self._init_state(num_gemms, self._parameter_device())
-        recipe = current_state().recipe
+        recipe = of_module(self, current_state().recipe)
         if recipe is not None:
             self.init_fp8_meta_tensors(recipe)
 
@@ -84,8 +85,8 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
         A recomputation (`call`) has the scale of the first run and writes no state.
         """
-        recipe = recipe_in_force()
-        if recipe is None:
+        recipe = recipe_for(self)
+        if recipe is None or recipe.of(gemm, tensor_type) is None:
             raise ValueError("fp8_output and fp8_grad need a recipe: call the module inside autocast(recipe=...)")
         quantizer = self._live_quantizer(recipe, gemm, tensor_type)
         if call is not None and call.scales is not None and not call.records and isinstance(quantizer, Float8Quantizer):

@@ -69,7 +69,7 @@ def run_grouped_linear(
         splits=splits,
         needs=plan.needs[0],
         quantizers=plan.quantizers,
-        numerics=plan.numerics,
+        numerics=plan.numerics[0],
         wgrads=tuple(each),
         input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
         grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),

@@ -12,7 +12,7 @@ from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.plan import LayerConfig, Plan, plan_anew
-from mezzotint.recipe import Recipe, check_recipe
+from mezzotint.recipe import Recipe, Rules, check_recipe
 from mezzotint.region import recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import require
@@ -69,7 +69,7 @@ def multiply_groups(
         splits=splits,
         needs=needs,
         quantizers=(quantizers,) * count,
-        numerics=plan.numerics,
+        numerics=plan.numerics[0],
         wgrads=tuple([WeightGrad(weight.dtype, is_slice=True) for _ in range(count)]),
         input_scales=none,
         grad_scales=none,
@@ -85,6 +85,8 @@ _CONFIG = LayerConfig("grouped_linear", ("",), False, (None,))
 
 def _plan(recipe: Recipe | None, needs: Needs, name: str, dtype: torch.dtype) -> Plan:
     """Return the plan of one group: all of them lie in one tensor, which has one name."""
+    if isinstance(recipe, Rules):
+        recipe = recipe.resolve(name, ("",))
     if recipe is None or recipe.answers_once():
         plan = _CONFIG.plan(recipe, "", dtype, (needs,), False, "default")
     else:

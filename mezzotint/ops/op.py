@@ -30,6 +30,7 @@ from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
+from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
@@ -288,7 +289,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         count = self.num_quantizers(mode)
         if not 0 <= index < count:
             raise ValueError(f"index is {index}: {type(self).__name__} has {count} quantizers in mode {mode!r}")
-        recipe = recipe_in_force() or self._recipe
+        recipe = self._recipe if recipe_in_force() is None else recipe_for(self)
         return None if recipe is None else self._live_quantizer(recipe, *self._tensor(mode, index))
 
     @property
@@ -324,12 +325,24 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
                 self._init_state(count, device)
 
     def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
-        for mode in ("forward", "backward"):
-            for role in self.get_quantizer_roles(mode):
-                made = recipe.quantizer(role)
+        recipe = of_module(self, recipe)
+        for mode in ("forward", "backward") if recipe is not None else ():
+            for index, role in enumerate(self.get_quantizer_roles(mode)):
+                own = recipe.of(*self._tensor(mode, index))
+                made = None if own is None else own.quantizer(role)
                 if isinstance(made, QuantizerRequest):
                     return delayed_request(made)
         return None
+
+    def _linear_names(self) -> tuple[str, ...]:
+        """Of its tensors that are quantized, too, where it has no weights."""
+        count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
+        return super()._linear_names() or ("",) * count
+
+    def _is_kept(self, mode: str) -> bool:
+        """Return whether nothing is quantized: outside of a region, and where rules keep high precision."""
+        recipe = recipe_in_force()
+        return recipe is None or (self.num_quantizers(mode) > 0 and of_module(self, recipe) is None)
 
     # One run
 
@@ -342,8 +355,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Before autograd begins: ask the state, once."""
         self._check_keywords(kwargs)
         self.pre_fuser_forward(requires_grad=requires_grad)
-        recipe = recipe_in_force()
-        if recipe is None or (self.num_quantizers("forward") == 0 and self.num_quantizers("backward") == 0):
+        has_quantizers = self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0
+        recipe = recipe_for(self) if has_quantizers else None
+        if recipe is None:
             return None
         note_recipe(self, recipe)
         request = self._delayed_request(recipe)
@@ -370,10 +384,11 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
         """As `get_quantizer`; delayed scaling's has the scale of this run."""
-        recipe = recipe_in_force()
+        recipe = recipe_for(self)
+        gemm, tensor_type = self._tensor(mode, index)
+        recipe = None if recipe is None else recipe.of(gemm, tensor_type)
         if recipe is None:
             return None
-        gemm, tensor_type = self._tensor(mode, index)
         made = recipe.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, QuantizerRequest):
             value = delayed_request(made).scaled_quantizer(mode == "forward")
@@ -382,10 +397,10 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     def _input_quantizer(self, run: Any) -> Any:
         """What the operation before this one may quantize its output with: nothing outside of a region."""
-        return None if recipe_in_force() is None else self.get_input_quantizer()
+        return None if self._is_kept("forward") else self.get_input_quantizer()
 
     def _grad_output_quantizer(self, run: Any) -> Any:
-        return None if recipe_in_force() is None else self.get_grad_output_quantizer()
+        return None if self._is_kept("backward") else self.get_grad_output_quantizer()
 
     # Forward and backward
 

@@ -18,6 +18,7 @@ from mezzotint.recipe.options import OVERRIDES, Format, MMParams, QParams, eleme
 from mezzotint.recipe.options import _Maxima as _Maxima
 from mezzotint.recipe.requests import MAX_MARGIN, DelayedScalingRequest, QuantizerRequest
 from mezzotint.recipe.roles import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, slot
+from mezzotint.recipe.rules import RULED_TENSORS, MixedRecipe, Rules
 
 __all__ = [
     "BACKWARD_TENSORS",
@@ -26,6 +27,7 @@ __all__ = [
     "MAX_MARGIN",
     "OVERRIDES",
     "RECIPES",
+    "RULED_TENSORS",
     "CustomRecipe",
     "DelayedScaling",
     "DelayedScalingRequest",
@@ -37,11 +39,13 @@ __all__ = [
     "MXFP4BlockScaling",
     "MXFP6BlockScaling",
     "MXFP8BlockScaling",
+    "MixedRecipe",
     "NVFP4BlockScaling",
     "QParams",
     "QuantizerRequest",
     "QuantizerRole",
     "Recipe",
+    "Rules",
     "as_recipe",
     "check_recipe",
     "element",

@@ -124,6 +124,10 @@ class Recipe(GraphConstant):
         """How the tensor of this role is quantized."""
         raise NotImplementedError(f"{type(self).__name__} does not say how tensors are quantized")
 
+    def of(self, gemm: int, tensor_type: str) -> "Recipe | None":
+        """Return the recipe of one tensor of a module: this one, unless it is mixed of several (`rules.py`)."""
+        return self
+
     def answers_once(self) -> bool:
         """Return whether `quantizer` goes by the fields of the recipe and the type of the tensor alone. A factory, or a
         user's own recipe, may go by the name of the module, or by what changes: it is asked at each run."""

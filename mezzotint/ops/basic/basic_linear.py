@@ -23,6 +23,7 @@ from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.layer.delayed_run import with_grad_state
+from mezzotint.layer.names import plain_path
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.weights import Weights
@@ -92,7 +93,7 @@ class BasicLinear(BasicOperation):
 
     def _take_path(self, path: str) -> None:
         """In an `ops.Linear`, that of the operation whose weight this is, as in the state dict."""
-        super()._take_path(path.removesuffix("basic_ops.0").removesuffix("."))
+        super()._take_path(plain_path(path))
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:

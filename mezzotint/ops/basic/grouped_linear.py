@@ -180,7 +180,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             splits=splits,
             needs=call.plan.needs[0],
             quantizers=call.plan.quantizers,
-            numerics=in_dtype(call.plan.numerics, x.dtype),
+            numerics=in_dtype(call.plan.numerics[0], x.dtype),
             wgrads=self._weight_grads(weights),
             input_scales=tuple([scale_of(call.scales, group, "input") for group in groups]),
             grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),

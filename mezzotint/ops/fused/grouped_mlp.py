@@ -16,11 +16,13 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.functional.grouped_linear import grouped_linear_forward
 from mezzotint.kernels._lib import as_matrix
+from mezzotint.layer.bind import of_module
 from mezzotint.ops.basic.activation import Activation, ScaledActivation, check_row_scales
 from mezzotint.ops.basic.grouped_linear import GroupedLinear
 from mezzotint.ops.fusion import computes_as, replace_windows
 from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 from mezzotint.ops.quantizing import plain
+from mezzotint.recipe import MixedRecipe
 
 
 class GroupedMLP(FusedOperation):
@@ -128,13 +130,22 @@ def _split(act: Any, splits: tuple[int, ...]) -> list[Any]:
     return [type(act)(x, act.name, act.params, scales=s) for x, s in zip(xs, scales, strict=True)]
 
 
+def _is_quantized_through(linear: Any, recipe: Any) -> bool:
+    """Return whether a linear multiplies quantized tensors alone: where backward computes on others the activation has
+    to write one."""
+    own = of_module(linear, recipe)
+    is_one = own is not None and not isinstance(own, MixedRecipe)
+    return is_one and own.override() is None and not own.keeps_wgrad()
+
+
 def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
-    # Where backward computes on unquantized tensors the activation has to write one.
-    if recipe is None or recipe.override() is not None or recipe.keeps_wgrad():
+    if recipe is None:
         return ops
 
     def fuse(fc1: Any, activation: Any, fc2: Any) -> FusibleOperation | None:
         if not (computes_as(fc1, GroupedLinear) and computes_as(fc2, GroupedLinear)):
+            return None
+        if not (_is_quantized_through(fc1, recipe) and _is_quantized_through(fc2, recipe)):
             return None
         if not computes_as(activation, Activation, ScaledActivation) or activation.cache_quantized_input:
             return None

@@ -1,0 +1,80 @@
+"""bind_rules: each module of a model learns what `Rules` give it, by its path; and the recipe of a module in a region."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mezzotint.layer.names import Named, join_path, plain_path
+from mezzotint.recipe import Recipe, Rules
+from mezzotint.region import recipe_in_force
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def bind_rules(model: _M, rules: Rules, *, is_whole: bool = True) -> _M:
+    """Tell each module of Mezzotint in `model` what `rules` give it, by its path in the model; the model comes back.
+
+        rules = recipe.Rules([("0", None), ("*", "mxfp8")])
+        mz.bind_rules(model, rules)
+        with mz.autocast(rules): ...
+
+    Call it when the model is made, and again when modules were added. A rule that matches nothing is an error; of a
+    part of a model, such as a stage of a pipeline, it is none with `is_whole=False`. `convert` does this by itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
+    if not isinstance(rules, Rules):
+        raise TypeError(f"rules is {type(rules).__name__}: give a mezzotint.recipe.Rules")
+    rules = rules.frozen()
+    found = list(named_linears(model))
+    unused = rules.find_unused([(path, join_path(path, each)) for path, _, linears in found for each in linears])
+    if unused and is_whole:
+        known = ", ".join([join_path(path, linears[0]) for path, _, linears in found[:3]])
+        known = f"its linears are {known}, …" if known else "no module of it is Mezzotint's"
+        raise ValueError(f"the rule {unused[0]!r} matches nothing in the model: {known}")
+    # All are resolved before the first one is bound: one may be an error.
+    resolved = [(module, path, rules.resolve(path, names, is_group=_is_group(module))) for path, module, names in found]
+    for module, path, recipe in resolved:
+        module._take_rule(path, rules, recipe)
+    return model
+
+
+def named_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """Yield path and module of what has linears of Mezzotint in it, and their names behind the path."""
+    for path, module in model.named_modules():
+        linears = module._linear_names() if isinstance(module, Named) else ()
+        if linears:
+            yield plain_path(path), module, linears
+
+
+def _is_group(module: Any) -> bool:
+    return getattr(module, "module_type", "") == "grouped_linear"
+
+
+def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
+    """Return a recipe as it is for one module: what rules give it."""
+    return module._config.under(recipe) if isinstance(recipe, Rules) else recipe
+
+
+def recipe_for(module: Any) -> Recipe | None:
+    """Return the recipe in force for one module, or None where it computes in high precision."""
+    return of_module(module, recipe_in_force())
+
+
+def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recipe | None:
+    """Return the recipe of a tensor of a module. One that is made in `quantized_model_init`, before it can be bound to
+    rules, goes by its name."""
+    if not isinstance(recipe, Rules):
+        return recipe.of(gemm, tensor_type)
+    bound = [own for known, own in module._ruled if known == recipe]
+    if bound:
+        own = bound[0]
+    elif module._name:
+        own = recipe.resolve(module._name, module._linear_names() or ("",), is_group=_is_group(module))
+    else:
+        raise ValueError(
+            f"quantized_model_init with Rules makes a {type(module).__name__} that has no name: give it its path in the "
+            "model as name=..., or make the model on the meta device, call bind_rules, then reset_parameters"
+        )
+    return None if own is None else own.of(gemm, tensor_type)

@@ -1,0 +1,186 @@
+"""Rules: a recipe for each linear of a model, chosen by its name.
+
+    Rules([("layers.0.*", None), ("*.mlp.fc2", NVFP4BlockScaling()), ("*", MXFP8BlockScaling())])
+
+The first rule whose pattern matches decides. A module learns once what rules give it (`layer/bind.py`), and runs with
+that recipe as if an `autocast` of its own were around it. `MixedRecipe` is what a module gets whose tensors have
+several.
+"""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from mezzotint.recipe.base import Recipe, recipe_class
+from mezzotint.recipe.custom import CustomRecipe
+from mezzotint.recipe.names import as_recipe
+from mezzotint.recipe.requests import QuantizerRequest
+from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
+from mezzotint.tensor.identity import IdentityQuantizer
+from mezzotint.tensor.quantizer import Quantizer
+
+RULED_TENSORS = ("input", "weight", "grad_output")
+
+
+@recipe_class
+class MixedRecipe(Recipe):
+    """The recipes of one module whose tensors have several: `parts` has for each of its GEMMs those of input, weight
+    and output gradient; None is high precision. `Rules` makes it."""
+
+    parts: tuple[tuple[Recipe | None, ...], ...]
+
+    def of(self, gemm: int, tensor_type: str) -> Recipe | None:
+        """Return the recipe of a tensor. An output is quantized as an input, and its gradient as an output gradient."""
+        place = 1 if tensor_type == "weight" else 2 if tensor_type in BACKWARD_TENSORS else 0
+        return self.parts[gemm][place]
+
+    def answers_once(self) -> bool:
+        return all(each.answers_once() for each in self._known())
+
+    def products(self) -> tuple[bool, bool, bool]:
+        raise NotImplementedError("each GEMM of a MixedRecipe has its own")
+
+    def override(self) -> str | None:
+        return next((each.override() for each in self._known() if each.override() is not None), None)
+
+    def keeps_wgrad(self) -> bool:
+        return any(each.keeps_wgrad() for each in self._known())
+
+    def quantizes_attention(self) -> bool:
+        return any(each.quantizes_attention() for each in self._known())
+
+    def alignment(self) -> int:
+        return max(each.alignment() for each in self._known())
+
+    def _known(self) -> list[Recipe]:
+        return [each for gemm in self.parts for each in gemm if each is not None]
+
+
+@recipe_class
+class Rules(Recipe):
+    """Pairs of a pattern and a recipe, or its short name; None leaves what matches in high precision.
+
+    A pattern is matched with the name of each linear, its path in the model ("layers.3.mlp.fc1"), and with the path of
+    the module that it is a part of ("layers.3.mlp"); `*`, `?` and `[0-3]` mean what they mean for file names. It may
+    end with a tensor: "*.fc2:grad_output" is for the output gradients of these linears alone, ":input" and ":weight"
+    for the others. The first match decides, and a linear that no pattern matches is an error: end with `("*", ...)`.
+
+    The recipes are taken as they are when the rules are made.
+    """
+
+    rules: Any
+
+    def __post_init__(self) -> None:
+        given = self.rules
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise TypeError(f"rules is {type(given).__name__}: give pairs of a pattern and a recipe, or None")
+        made = tuple([_as_rule(number, each) for number, each in enumerate(given, 1)])
+        if not made:
+            raise ValueError('rules is empty: give pairs of a pattern and a recipe, such as ("*", "mxfp8")')
+        object.__setattr__(self, "rules", made)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # what a pickle holds of a recipe can be changed again
+
+    def resolve(self, path: str, linears: Sequence[str], *, is_group: bool = False) -> Recipe | None:
+        """Return what these rules give a module: one recipe, None for high precision, or a `MixedRecipe`. `linears`:
+        the names of its GEMMs behind its path; `is_group`: they are multiplied together, in one format."""
+        names = [f"{path}.{linear}" if path and linear else path or linear for linear in linears]
+        parts = tuple([tuple([self._choose(path, name, role) for role in RULED_TENSORS]) for name in names])
+        first = parts[0][0]
+        if all(each == first for gemm in parts for each in gemm):
+            return first
+        if is_group and any(gemm != parts[0] for gemm in parts):
+            raise ValueError(f"rules give the groups of {path!r} several recipes, which are multiplied together: give one")
+        for name, gemm in zip(names, parts, strict=True):
+            _check_mixture(name, gemm)
+        return MixedRecipe(parts).frozen()
+
+    def find_unused(self, linears: Iterable[tuple[str, str]]) -> list[str]:
+        """Return the patterns that match none of the linears, each given as the path of its module and its name."""
+        known = list(linears)
+        return [
+            pattern
+            for pattern, _ in self.rules
+            if not any(_matches(pattern, path, name, None) for path, name in known)
+        ]
+
+    def _choose(self, path: str, name: str, tensor_type: str) -> Recipe | None:
+        for pattern, recipe in self.rules:
+            if _matches(pattern, path, name, tensor_type):
+                return recipe
+        raise ValueError(
+            f'no rule matches {tensor_type} of {name!r}: end the rules with ("*", recipe), or ("*", None) to leave all '
+            "else in high precision"
+        )
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
+        """How the tensor of a role is quantized, by the role's name. Modules ask the recipe that they were bound to."""
+        tensor_type = "weight" if role.tensor_type == "weight" else "input"
+        tensor_type = "grad_output" if role.tensor_type in BACKWARD_TENSORS else tensor_type
+        recipe = self._choose(role.name, role.name, tensor_type)
+        return IdentityQuantizer() if recipe is None else recipe.quantizer(role)
+
+    def recipes(self) -> list[Recipe]:
+        """Return the recipes, in order."""
+        return [recipe for _, recipe in self.rules if recipe is not None]
+
+    def override(self) -> str | None:
+        return next((each.override() for each in self.recipes() if each.override() is not None), None)
+
+    def keeps_wgrad(self) -> bool:
+        return any(each.keeps_wgrad() for each in self.recipes())
+
+    def quantizes_attention(self) -> bool:
+        return any(each.quantizes_attention() for each in self.recipes())
+
+    def alignment(self) -> int:
+        return max([each.alignment() for each in self.recipes()], default=1)
+
+
+def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
+    """Return a rule as it is kept: a pattern that can match, and a recipe that does not change."""
+    if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 2:
+        raise TypeError(f"rule {number} is {given!r}: give a pair of a pattern and a recipe, or None")
+    pattern, recipe = given
+    if not isinstance(pattern, str):
+        raise TypeError(f"the pattern of rule {number} is {type(pattern).__name__}: give text, such as 'layers.0.*'")
+    name, colon, role = pattern.partition(":")
+    if not name or name != name.strip() or (colon and role not in RULED_TENSORS):
+        raise ValueError(
+            f"the pattern of rule {number} is {pattern!r}: give the name of a linear, in which * stands for any text, "
+            f"and behind a colon, if you like, one of {', '.join(RULED_TENSORS)}"
+        )
+    if recipe is None:
+        return pattern, None
+    recipe = as_recipe(recipe).frozen()
+    if isinstance(recipe, Rules | MixedRecipe):
+        raise TypeError(f"the recipe of rule {number} is {type(recipe).__name__}: give a recipe that is none of rules")
+    return pattern, recipe
+
+
+def _matches(pattern: str, path: str, name: str, tensor_type: str | None) -> bool:
+    """Return whether a pattern matches a linear, by its name or by its module's path, and this tensor of it, or any."""
+    wanted, _, role = pattern.partition(":")
+    if role and tensor_type is not None and role != tensor_type:
+        return False
+    return fnmatchcase(name, wanted) or fnmatchcase(path, wanted)
+
+
+def _check_mixture(name: str, gemm: Sequence[Recipe | None]) -> None:
+    """Raise a ValueError where the recipes of one linear's tensors do not go together."""
+    known = [each for each in gemm if each is not None]
+    if len(known) == len(gemm) and all(each == known[0] for each in known):
+        return
+    if any(isinstance(each, CustomRecipe) for each in known):
+        raise ValueError(
+            f"rules give the tensors of {name!r} several recipes, and one is a CustomRecipe, which chooses for each "
+            "tensor itself: give it the whole linear"
+        )
+    if len({(each.override(), each.keeps_wgrad()) for each in known}) > 1:
+        raise ValueError(
+            f"rules give the tensors of {name!r} recipes whose backward computes in different ways (backward_override, "
+            "or a weight gradient in high precision): give them recipes that agree on it"
+        )
