@@ -27,11 +27,13 @@ from mezzotint.recipe import (
     MXFP4BlockScaling,
     MXFP6BlockScaling,
     MXFP8BlockScaling,
+    MixedRecipe,
     NVFP4BlockScaling,
     QParams,
     QuantizerRequest,
     QuantizerRole,
     Recipe,
+    Rules,
     check_recipe,
     element,
     slot,
@@ -138,6 +140,8 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         ("backward_override", None),
         *FP8_PARAMS,
     ],
+    MixedRecipe: [("parts", inspect.Parameter.empty)],
+    Rules: [("rules", inspect.Parameter.empty)],
 }
 
 

@@ -145,7 +145,9 @@ def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region
             why += f"; apart from the norm before it: {neighbours.why_apart}"
         return module._mezzotint_theirs.__name__, module._mezzotint_label, why
     kind = type(module).__name__
-    return (kind, kind, f"{_name(module, region)}; Mezzotint's own") if isinstance(module, Layer) else (kind, None, why or "")
+    if isinstance(module, Layer):
+        return kind, kind, f"{_name(module, region)}; Mezzotint's own"
+    return kind, None, why or ""
 
 
 def _name(module: Any, recipe: Recipe | None) -> str:

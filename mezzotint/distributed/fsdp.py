@@ -156,7 +156,8 @@ class ShardedWeight(torch.Tensor):
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool | None = None) -> nn.Module:
     """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
 
-    `recipe` is the one that the model trains with, of `Rules` those that it was bound to (`bind_rules`); quantized weights (`quantized_model_init`) need none.
+    `recipe` is the one that the model trains with, of `Rules` those that it was bound to (`bind_rules`); quantized
+    weights (`quantized_model_init`) need none.
 
     `one_direction` is for formats that hold two copies of a weight of which one does not follow from the other (MXFP8
     in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the

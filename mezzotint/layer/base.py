@@ -122,7 +122,9 @@ class Layer(Configured, Named, ParallelModule):
 
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
         """Return the state that a recipe asks for, in a run with all gradients."""
-        return plan_of(self, of_module(self, recipe), torch.float32, (Needs(True, True, True),) * self.num_gemms).request
+        return plan_of(
+            self, of_module(self, recipe), torch.float32, (Needs(True, True, True),) * self.num_gemms
+        ).request
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         super()._init_state(num_gemms, device)

@@ -1,4 +1,4 @@
-"""bind_rules: each module of a model learns what `Rules` give it, by its path; and the recipe of a module in a region."""
+"""bind_rules: each module of a model learns what `Rules` give it, by its path. And what recipe a module has then."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -74,7 +74,7 @@ def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recip
         own = recipe.resolve(module._name, module._linear_names() or ("",), is_group=_is_group(module))
     else:
         raise ValueError(
-            f"quantized_model_init with Rules makes a {type(module).__name__} that has no name: give it its path in the "
-            "model as name=..., or make the model on the meta device, call bind_rules, then reset_parameters"
+            f"quantized_model_init with Rules makes a {type(module).__name__} that has no name: give it its path in "
+            "the model as name=..., or make the model on the meta device, call bind_rules, then reset_parameters"
         )
     return None if own is None else own.of(gemm, tensor_type)

@@ -26,11 +26,11 @@ from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer
+from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
-from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
@@ -325,11 +325,11 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
                 self._init_state(count, device)
 
     def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
-        recipe = of_module(self, recipe)
-        for mode in ("forward", "backward") if recipe is not None else ():
+        own = of_module(self, recipe)
+        for mode in ("forward", "backward") if own is not None else ():
             for index, role in enumerate(self.get_quantizer_roles(mode)):
-                own = recipe.of(*self._tensor(mode, index))
-                made = None if own is None else own.quantizer(role)
+                part = None if own is None else own.of(*self._tensor(mode, index))
+                made = None if part is None else part.quantizer(role)
                 if isinstance(made, QuantizerRequest):
                     return delayed_request(made)
         return None

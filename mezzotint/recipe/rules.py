@@ -9,7 +9,6 @@ several.
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from mezzotint.recipe.base import Recipe, recipe_class
@@ -93,7 +92,9 @@ class Rules(Recipe):
         if all(each == first for gemm in parts for each in gemm):
             return first
         if is_group and any(gemm != parts[0] for gemm in parts):
-            raise ValueError(f"rules give the groups of {path!r} several recipes, which are multiplied together: give one")
+            raise ValueError(
+                f"rules give the groups of {path!r} several recipes, which are multiplied together: give one"
+            )
         for name, gemm in zip(names, parts, strict=True):
             _check_mixture(name, gemm)
         return MixedRecipe(parts).frozen()
@@ -102,9 +103,7 @@ class Rules(Recipe):
         """Return the patterns that match none of the linears, each given as the path of its module and its name."""
         known = list(linears)
         return [
-            pattern
-            for pattern, _ in self.rules
-            if not any(_matches(pattern, path, name, None) for path, name in known)
+            pattern for pattern, _ in self.rules if not any(_matches(pattern, path, name, None) for path, name in known)
         ]
 
     def _choose(self, path: str, name: str, tensor_type: str) -> Recipe | None:

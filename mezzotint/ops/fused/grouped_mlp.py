@@ -134,8 +134,9 @@ def _is_quantized_through(linear: Any, recipe: Any) -> bool:
     """Return whether a linear multiplies quantized tensors alone: where backward computes on others the activation has
     to write one."""
     own = of_module(linear, recipe)
-    is_one = own is not None and not isinstance(own, MixedRecipe)
-    return is_one and own.override() is None and not own.keeps_wgrad()
+    if own is None or isinstance(own, MixedRecipe):
+        return False
+    return own.override() is None and not own.keeps_wgrad()
 
 
 def fuse_grouped_mlp(ops: list[FusibleOperation], *, recipe: Any) -> list[FusibleOperation]:
