@@ -19,6 +19,7 @@ from mezzotint.recipe.options import _Maxima as _Maxima
 from mezzotint.recipe.requests import MAX_MARGIN, DelayedScalingRequest, QuantizerRequest
 from mezzotint.recipe.roles import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, slot
 from mezzotint.recipe.rules import RULED_TENSORS, MixedRecipe, Rules
+from mezzotint.recipe.schedule import Schedule, parse_schedule
 
 __all__ = [
     "BACKWARD_TENSORS",
@@ -46,9 +47,11 @@ __all__ = [
     "QuantizerRole",
     "Recipe",
     "Rules",
+    "Schedule",
     "as_recipe",
     "check_recipe",
     "element",
+    "parse_schedule",
     "slot",
 ]
 

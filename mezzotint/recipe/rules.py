@@ -9,6 +9,7 @@ several.
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from mezzotint.recipe.base import Recipe, recipe_class
@@ -16,6 +17,16 @@ from mezzotint.recipe.custom import CustomRecipe
 from mezzotint.recipe.names import as_recipe
 from mezzotint.recipe.requests import QuantizerRequest
 from mezzotint.recipe.roles import BACKWARD_TENSORS, QuantizerRole
+from mezzotint.recipe.tables import (
+    Table,
+    check_keys,
+    list_of_tables,
+    parse_tables,
+    read_source,
+    recipe_of_table,
+    table_of_recipe,
+    write_tables,
+)
 from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.quantizer import Quantizer
 
@@ -122,6 +133,20 @@ class Rules(Recipe):
         recipe = self._choose(role.name, role.name, tensor_type)
         return IdentityQuantizer() if recipe is None else recipe.quantizer(role)
 
+    @classmethod
+    def from_toml(cls, path: str | Path) -> "Rules":
+        """Return the rules that are in a file, one table [[rule]] for each."""
+        source = str(path)
+        return rules_of_tables(list_of_tables(parse_tables(read_source(path), source), "rule", source), source)
+
+    def as_toml(self) -> str:
+        """Return the text that `to_toml` writes."""
+        return write_tables("rule", tables_of_rules(self))
+
+    def to_toml(self, path: str | Path) -> None:
+        """Write the rules into a file."""
+        Path(path).write_text(self.as_toml(), encoding="utf-8")
+
     def recipes(self) -> list[Recipe]:
         """Return the recipes, in order."""
         return [recipe for _, recipe in self.rules if recipe is not None]
@@ -137,6 +162,24 @@ class Rules(Recipe):
 
     def alignment(self) -> int:
         return max([each.alignment() for each in self.recipes()], default=1)
+
+
+def rules_of_tables(tables: Sequence[Table], source: str) -> Rules:
+    """Return the rules that tables of TOML describe; `source` is what errors call them."""
+    made = []
+    for number, table in enumerate(tables, 1):
+        where = f"rule {number} of {source}"
+        check_keys(table, {"match", "recipe", "options"}, where)
+        made.append((table.get("match", ""), recipe_of_table(table, where)))
+    try:
+        return Rules(made)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def tables_of_rules(rules: Rules) -> list[Table]:
+    """Return the tables of rules, in order."""
+    return [{"match": pattern, **table_of_recipe(recipe)} for pattern, recipe in rules.rules]
 
 
 def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
