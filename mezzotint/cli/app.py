@@ -31,7 +31,7 @@ ModelOption = Annotated[
 ]
 Timeout = Annotated[int, typer.Option(min=1, max=10**6, help="seconds that one of many processes waits for another")]
 # Of TrainConfig, what comparisons do not take: all recipes see all of the text.
-ALONE_IN_TRAIN = ("hold_out", "eval_every", "eval_batches", "sample", "inspect", "what_if")
+ALONE_IN_TRAIN = ("rules", "hold_out", "eval_every", "eval_batches", "sample", "inspect", "what_if")
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -122,6 +122,7 @@ def plan(
     model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],
     *,
     recipes: Annotated[str, typer.Option(help="recipes between commas, or all")] = "all",
+    rules: Annotated[str | None, typer.Option(help="TOML file of rules per layer, in the place of recipes")] = None,
     params_dtype: Annotated[str, typer.Option(help="of parameters: float32 or bfloat16")] = "float32",
     fits: Annotated[str | None, typer.Option(help="memory that there is, as 80GB; 1 where a recipe needs more")] = None,
     as_json: Json = False,
@@ -132,8 +133,8 @@ def plan(
     The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, what one
     of many processes holds, and what it sends.
     """
-    options = {"model": model, "recipes": recipes, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
-    raise typer.Exit(_file("plan").run_plan(**options, given=given))
+    options = {"recipes": recipes, "rules": rules, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
+    raise typer.Exit(_file("plan").run_plan(model=model, **options, given=given))
 
 
 @app.command("export")

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
+from mezzotint.recipe import Recipe
 from mezzotint.trainer.console import CommandError, as_count, as_size, make_console
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import StepMemory, count_parameters, plan_step
 from mezzotint.trainer.recipe_names import recipe_names
-from mezzotint.trainer.recipes import COMMAND_RECIPES
+from mezzotint.trainer.recipes import COMMAND_RECIPES, read_rules, schedule_of
 from mezzotint.trainer.savings import Savings, parse_size
 from mezzotint.trainer.settings import TrainConfig, make_config
 from mezzotint.trainer.sizes import ModelConfig, find_model
@@ -22,18 +23,29 @@ PARAMETER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run_plan(
-    *, model: str, recipes: str, params_dtype: str, fits: str | None, as_json: bool, given: dict[str, Any]
+    *,
+    model: str,
+    recipes: str,
+    rules: str | None,
+    params_dtype: str,
+    fits: str | None,
+    as_json: bool,
+    given: dict[str, Any],
 ) -> int:
     """The command; see `app.py`."""
     limit = None if fits is None else parse_size(fits)
-    names = recipe_names(recipes)
+    chosen = {name: COMMAND_RECIPES[name] for name in recipe_names(recipes)} if rules is None else _of_file(rules)
+    names = list(chosen)
     if params_dtype not in PARAMETER_DTYPES:
         raise CommandError(f"--params-dtype is {params_dtype!r}: give {' or '.join(PARAMETER_DTYPES)}")
     config, _ = make_config(find_model(model, given), TrainConfig(), given)
     layout, savings = _given(Layout, given), _given(Savings, given)
-    plans = [
-        plan_step(config, COMMAND_RECIPES[name], PARAMETER_DTYPES[params_dtype], layout, savings) for name in names
-    ]
+    try:
+        plans = [plan_step(config, each, PARAMETER_DTYPES[params_dtype], layout, savings) for each in chosen.values()]
+    except ValueError as error:
+        if rules is None:
+            raise
+        raise CommandError(f"--rules: {error}") from None
     whole = count_parameters(config)
     code = 0 if limit is None or all(found.peak <= limit for found in plans) else 1
     if as_json:
@@ -61,6 +73,12 @@ def run_plan(
         highlight=False,
     )
     return code
+
+
+def _of_file(path: str) -> dict[str, Recipe | None]:
+    """Return the rules of a file, or of a schedule what each phase has."""
+    phases = schedule_of(TrainConfig(rules=read_rules(path))).phases
+    return {"rules": phases[0][1]} if len(phases) == 1 else {f"from step {step}": each for step, each in phases}
 
 
 def _given(kind: type[_T], given: dict[str, Any]) -> _T:

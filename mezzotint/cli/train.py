@@ -15,6 +15,7 @@ from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.local_checkpoint import find_checkpoints, remove_remains
 from mezzotint.trainer.loop import Stopped, run_training
 from mezzotint.trainer.options import flag
+from mezzotint.trainer.recipes import read_rules
 from mezzotint.trainer.runs import (
     CONFIG,
     RESULT,
@@ -41,6 +42,8 @@ def run_train(
         raise CommandError("--resume and --overwrite: give one of them")
     if resume and out is None:
         raise CommandError(f"--resume needs the folder of the run: --resume --out {newest_run('train')}")
+    if "rules" in given:  # a run keeps what the file says now
+        given = {**given, "rules": read_rules(given["rules"])}
     world = find_world()
     with joined(world, given.get("device", "auto"), timeout), losing_none(world):
         asked = {
@@ -92,7 +95,7 @@ def _introduction(training: Training, folder: Path) -> list[str]:
     source = "Python's own sources" if train.data is None else train.data
     kind = "bytes" if train.tokenizer is None else "tokens"
     return [
-        f"{train.recipe} on {where}{many}, {how}: {count} parameters in {config.model.layers} layers, {steps}",
+        f"{train.recipe_label} on {where}{many}, {how}: {count} parameters in {config.model.layers} layers, {steps}",
         f"text: {source}, {tokens:,} {kind}" + (f", and {held:,} held out" if held else ""),
         f"run in {folder}" + (f", which goes on after step {training.step}" if training.step else ""),
     ]

@@ -86,7 +86,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
     start, meter, inspector = training.step, Meter(training.device), _inspector(training, folder)
     with (
         _writer(folder, start, world) as writer,
-        Reporter(console, train.recipe, train.steps, start) as reporter,
+        Reporter(console, train.recipe_label, train.steps, start) as reporter,
         catch_signals() as signals,
         enough_memory(),
         _without_warnings(),
@@ -198,7 +198,7 @@ def _result(training: Training, meter: Meter, held_out: float | None) -> Result:
     speed = meter.steps_per_second
     where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
     return Result(
-        recipe=train.recipe,
+        recipe=train.recipe_label,
         losses=losses,
         final=statistics.fmean(losses[-train.last :]),
         tokens_per_second=None if speed is None else speed * training.tokens_per_step,

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzotint.optimizers import FusedAdam
 from mezzotint.quantization import autocast, quantized_model_init
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import Recipe, Rules
 from mezzotint.recomputation import checkpoint
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.trainer.console import CommandError
@@ -214,7 +214,8 @@ def _recompute(model: LanguageModel) -> None:
 def _plan(
     config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout, savings: Savings
 ) -> StepMemory:
-    sampled = min(config.layers, SAMPLED)
+    # Rules may treat every layer in another way.
+    sampled = config.layers if isinstance(recipe, Rules) else min(config.layers, SAMPLED)
     middle = min(MIDDLE, sampled - 1)
     more = config.layers - sampled  # layers that are left out
     meshes = make_meshes(layout) if layout.world > 1 else None

@@ -25,8 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mezzotint.comm.collectives import all_reduce
 from mezzotint.comm.groups import rank_in, world_size
 from mezzotint.distributed.fsdp import low_precision_gather
+from mezzotint.layer.bind import bind_rules
 from mezzotint.moe.exchange import Exchange, plan_exchange
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import Recipe, Rules
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.mixture import Mixture
@@ -85,10 +86,12 @@ def make_model(
     """This process's part of the model; all of it without meshes. `recomputes`: backward runs forward again."""
     layout.check_model(config)
     made: dict[str, Any] = {"device": device, "dtype": dtype, "exchange": exchange}
-    if meshes is None:
-        return LanguageModel(config, **made)
-    model = LanguageModel(config, tensor_group=meshes.tensor_group, expert_group=meshes.expert_group, **made)
-    if layout.fsdp:
+    if meshes is not None:
+        made |= {"tensor_group": meshes.tensor_group, "expert_group": meshes.expert_group}
+    model = LanguageModel(config, **made)
+    if isinstance(recipe, Rules):
+        bind_rules(model, recipe)
+    if meshes is not None and layout.fsdp:
         attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         shard(model, meshes, recipe, one_direction=not recomputes)
         for name, parameter in model.named_parameters():  # which are other ones now

@@ -1,8 +1,30 @@
-"""Recipes by the names that the command line gives them."""
+"""Recipes by the names that the command line gives them, and those of a file (`--rules`)."""
+
+from pathlib import Path
 
 from mezzotint.recipe import RECIPES as QUANTIZED
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import Recipe, Schedule, parse_schedule
+from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.recipe_names import BF16
+from mezzotint.trainer.settings import TrainConfig
 
 # None is BF16.
 COMMAND_RECIPES: dict[str, Recipe | None] = {BF16: None, **{name: kind().frozen() for name, kind in QUANTIZED.items()}}
+
+
+def read_rules(path: str) -> str:
+    """Return the rules, or the schedule, of a file as a run keeps them: the text that says the same in one way."""
+    try:
+        return Schedule.from_toml(Path(path)).as_toml()
+    except ValueError as error:
+        raise CommandError(f"--rules: {error}") from None
+
+
+def schedule_of(train: TrainConfig) -> Schedule:
+    """Return what a run is trained in, step by step."""
+    if train.rules is None:
+        return Schedule([(0, COMMAND_RECIPES[train.recipe])])
+    try:
+        return parse_schedule(train.rules, "--rules")
+    except ValueError as error:
+        raise CommandError(str(error)) from None

@@ -20,6 +20,7 @@ class TrainConfig:
     """How a model is trained."""
 
     recipe: str = option(BF16, f"one of {', '.join(NAMES)}")
+    rules: str | None = option(None, "TOML file of rules per layer, or of a schedule, in the place of --recipe")
     steps: int = option(150, "optimizer steps; with --resume, in all", at_least=1, may_change=True)
     accumulate: int = option(1, "micro-batches in a step", at_least=1)
     lr: float = option(1e-3, "highest learning rate", at_least=0)
@@ -55,8 +56,15 @@ class TrainConfig:
         if self.what_if and not self.inspect:
             raise CommandError("--what-if is for steps that are looked at: give --inspect 50 too")
         object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
-        if self.inspect and self.recipe == BF16:
+        if self.rules is not None and self.recipe != BF16:
+            raise CommandError(f"--rules and --recipe {self.recipe}: give one of them")
+        if self.inspect and self.recipe_label == BF16:
             raise CommandError(f"--inspect looks at what is quantized, and {BF16} quantizes nothing: give a --recipe")
+
+    @property
+    def recipe_label(self) -> str:
+        """What messages and figures call the recipe."""
+        return self.recipe if self.rules is None else "rules"
 
     def learning_rate(self, step: int) -> float:
         """Up in a straight line, down along half a cosine."""
@@ -93,7 +101,9 @@ class RunConfig:
             for entry in fields(mine):
                 value, wanted = getattr(mine, entry.name), getattr(its, entry.name)
                 if value != wanted and not entry.metadata["may_change"]:
-                    found.append(f"{flag(entry.name)} {wanted}, not {value}")
+                    is_text = "\n" in f"{wanted}{value}"  # rules, of many lines
+                    what = "of another file" if is_text else f"{wanted}, not {value}"
+                    found.append(f"{flag(entry.name)} {what}")
         return found
 
 

@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from mezzotint.comm.collectives import all_reduce
 from mezzotint.comm.groups import rank_in, world_size
+from mezzotint.layer.bind import bind_rules
 from mezzotint.quantization import autocast
+from mezzotint.recipe import Recipe
 from mezzotint.trainer.clipping import clip_gradients
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.data import Batches, Text, draw_seed, hold_out
@@ -38,7 +40,7 @@ from mezzotint.trainer.machine import check_compiler, find_device
 from mezzotint.trainer.manifest import SEVERAL, About
 from mezzotint.trainer.mesh import Meshes, make_meshes, make_model, reduce_over_meshes
 from mezzotint.trainer.model import LanguageModel
-from mezzotint.trainer.recipes import COMMAND_RECIPES
+from mezzotint.trainer.recipes import schedule_of
 from mezzotint.trainer.settings import RunConfig
 from mezzotint.trainer.shared_checkpoint import load_into, read_stored, save_shared, start_state, state_of
 from mezzotint.trainer.world import ONE_RANK_WORLD, World, together
@@ -60,7 +62,7 @@ class Training:
             )
         layout.check_model(config.model)
         self.device = find_device(train.device)
-        self.recipe = COMMAND_RECIPES[train.recipe]
+        self.schedule = schedule_of(train)
         self.meshes = make_meshes(layout, self.device.type) if layout.world > 1 else None
         self.replica, self.replicas = 0, 1
         if self.meshes is not None:
@@ -75,6 +77,7 @@ class Training:
         whole = _make_whole(config, world)  # on the CPU: the same weights anywhere
         self.whole = {name: torch.empty_like(value, device="meta") for name, value in whole.named_parameters()}
         self.model = whole.to(self.device) if self.meshes is None else self._make_part(whole, self.meshes)
+        self._bind()
         self.places = find_numbered_placements(self.model)
         self.call: Any = self.model
         if train.compile:
@@ -88,12 +91,21 @@ class Training:
 
     def _make_part(self, whole: LanguageModel, meshes: Meshes) -> LanguageModel:
         config, layout = self.config.model, self.config.layout
-        model = make_model(config, layout, meshes, self.recipe, device=self.device)
+        # Weights that recipes take turns in are gathered in high precision.
+        recipe = self.recipe if len(self.schedule.phases) == 1 else None
+        model = make_model(config, layout, meshes, recipe, device=self.device)
         places = find_numbered_placements(model)
         for name, parameter in model.named_parameters():
             places[name].copy_whole(parameter, whole.get_parameter(places[name].name))
         torch.manual_seed(draw_seed(self.config.train.seed, 0, self.world.rank))  # of stochastic rounding
         return model
+
+    def _bind(self) -> None:
+        for rules in self.schedule.rules():
+            try:
+                bind_rules(self.model, rules)
+            except ValueError as error:
+                raise CommandError(f"--rules: {error}") from None
 
     def _compile(self) -> None:
         check_compiler(self.device)
@@ -103,6 +115,11 @@ class Training:
             return
         for layer in self.model.layers:  # between them weights are gathered, which is no part of a graph
             layer.compile(fullgraph=True)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Of the next step."""
+        return self.schedule.at(self.step)
 
     @property
     def tokens_per_step(self) -> int:
@@ -120,8 +137,7 @@ class Training:
             tokens, targets = (part.to(self.device, non_blocking=True) for part in self.batches.next())
             # Weights change once a step: micro-batches after the first use the quantized weights of the first.
             is_first = None if train.accumulate == 1 else micro == 0
-            is_on = self.recipe is not None
-            with autocast(is_on, recipe=self.recipe, amax_reduction_group=everyone, memory=train.memory):
+            with autocast(**self.schedule.region(self.step), amax_reduction_group=everyone, memory=train.memory):
                 loss = self.call(tokens, targets, is_first_microbatch=is_first)
             # In this thread: a device has one of its own for backward, in which Python is slower (README.md, Speed).
             with torch.autograd.set_multithreading_enabled(False):
