@@ -32,6 +32,7 @@ from mezzotint.availability import (
 from mezzotint.comm.agreement import check_agreed, nobody_answers, without_addresses
 from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.constants import DType
+from mezzotint.finite import end_check
 from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
 from mezzotint.memory import check_memory
 from mezzotint.recipe import (
@@ -94,6 +95,10 @@ class autocast:
     process group over which delayed scaling takes its maxima. `memory` says how much modules hold for backward:
     "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region around this one says.
 
+    `check_finite=True` has modules count the values that are NaN or infinite in what they quantize, and raises
+    FloatingPointError at the end of the region where there are some: with module, tensor and step, which counts such
+    regions. Have the region around backward too, or what it finds in gradients is raised by the next region.
+
     A region works with the recipe as it is when the region is entered: what is assigned to it after that is seen by the
     next one. A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
     """
@@ -107,23 +112,30 @@ class autocast:
         _graph: bool = False,
         *,
         memory: str | None = None,
+        check_finite: bool | None = None,
     ) -> None:
         switch, recipe = switch_and_recipe("autocast", enabled, recipe)
         calibrating = as_bool("autocast", "calibrating", calibrating)
         recipe = get_default_recipe() if recipe is None and (switch or calibrating) else recipe
         self.state = (switch, calibrating, recipe, amax_reduction_group)
         self.memory = None if memory is None else check_memory("autocast", memory)
+        self.check_finite = None if check_finite is None else as_bool("autocast", "check_finite", check_finite)
         self.graph = _graph
 
     def __enter__(self) -> "autocast":
         enabled, calibrating, recipe, group = self.state
+        if self.check_finite and torch.compiler.is_compiling():
+            raise RuntimeError(
+                "autocast(check_finite=True) inside of a compiled function: its end reads what was counted, which a "
+                "graph cannot. Enter it outside of torch.compile"
+            )
         recipe = None if recipe is None else recipe.frozen()
         if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
             call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
         state.opened = Opened(self, get_autocast_state(), state.opened)
-        memory = state.memory if self.memory is None else self.memory
-        set_autocast_state((enabled, calibrating, recipe, group, memory))
+        options = state.options.changed(self.memory, self.check_finite)
+        set_autocast_state((enabled, calibrating, recipe, group, options))
         state.depth += 1
         return self
 
@@ -135,6 +147,8 @@ class autocast:
         state.depth -= 1
         if state.depth == 0:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
+        if self.check_finite:
+            end_check(raises=kind is None)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a function: each call of it is a region."""
@@ -143,12 +157,12 @@ class autocast:
                 f"autocast decorates {function.__qualname__}, which runs after its call has returned, outside of the "
                 "region: write the region inside of it, with autocast(...)"
             )
-        arguments, memory = (*self.state, self.graph), self.memory
+        arguments, memory, check_finite = (*self.state, self.graph), self.memory, self.check_finite
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
             # Made here: Dynamo enters no region that was made outside of its graph.
-            with autocast(*arguments, memory=memory):
+            with autocast(*arguments, memory=memory, check_finite=check_finite):
                 return function(*args, **kwargs)
 
         return inside

@@ -13,7 +13,25 @@ from typing import Any
 import torch
 
 from mezzotint.recipe import Recipe
+from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tracing import backward_task
+
+
+@dataclass(frozen=True)
+class RegionOptions(GraphConstant):
+    """What a region asks of all modules in it, beside its recipe. One value, on which a graph has one guard."""
+
+    memory: str = "default"  # what modules that say nothing of it hold for backward (`memory.py`)
+    checks_finite: bool = False  # they count what is not finite (`finite.py`)
+
+    def changed(self, memory: str | None, checks_finite: bool | None) -> "RegionOptions":
+        """Return what is asked for in a region inside of this one; None: as here."""
+        return RegionOptions(
+            self.memory if memory is None else memory, self.checks_finite if checks_finite is None else checks_finite
+        )
+
+
+NO_OPTIONS = RegionOptions()
 
 
 class Pending:
@@ -27,9 +45,9 @@ class Pending:
 
 
 class RunStatus:
-    """Whether a module is `Pending`, whether one of its runs since has a backward, and the recipe and memory mode of
-    its last run outside of backward; and what the ranks that share its weights were found to have alike (recipe, input,
-    module). Of its own: to set an attribute of an `nn.Module` is slow.
+    """Whether a module is `Pending`, or counted (`finite.py`), whether one of its runs since has a backward, and the
+    recipe and options of its last run outside of backward; and what the ranks that share its weights were found to have
+    alike (recipe, input, module). Of its own: to set an attribute of an `nn.Module` is slow.
 
     In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
     gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all ranks were
@@ -41,6 +59,7 @@ class RunStatus:
         "has_backward",
         "held",
         "is_alike",
+        "is_counted",
         "is_pending",
         "reads_rows_again",
         "request",
@@ -49,8 +68,8 @@ class RunStatus:
 
     def __init__(self, request: Any = None) -> None:
         self.request = request  # of delayed scaling, which the module keeps state for
-        self.is_pending = self.has_backward = self.is_alike = False
-        self.settings: tuple[Recipe | None, str] = None, "default"
+        self.is_pending = self.has_backward = self.is_alike = self.is_counted = False
+        self.settings: tuple[Recipe | None, RegionOptions] = None, NO_OPTIONS
         self.held = True, True
         self.reads_rows_again: bool | None = None
         self.agreed: frozenset[tuple[str, ...]] = frozenset()
@@ -73,7 +92,7 @@ class State:
     calibrating: bool = False
     recipe: Recipe | None = None
     group: Any = None
-    memory: str = "default"  # what modules that say nothing of it hold for backward (`memory.py`)
+    options: RegionOptions = NO_OPTIONS
     depth: int = 0
     opened: Opened | None = None  # the last `autocast` that was entered
     init_enabled: bool = False
@@ -81,6 +100,8 @@ class State:
     preserves_init: bool = False
     init_opened: Opened | None = None  # the last `quantized_model_init` that was entered
     pending: Any = None
+    counted: Any = None  # a chain of modules whose counters the end of the region reads (`finite.py`)
+    num_checked: int = 0  # regions that have read counters
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
@@ -135,19 +156,19 @@ def recipe_in_force() -> Recipe | None:
     return state.recipe if state.enabled else None
 
 
-AutocastState = tuple[bool, bool, Recipe | None, Any, str]
+AutocastState = tuple[bool, bool, Recipe | None, Any, RegionOptions]
 
 
 def get_autocast_state() -> AutocastState:
-    """Return what a region sets: enabled, calibrating, recipe, group, memory mode."""
+    """Return what a region sets: enabled, calibrating, recipe, group, options."""
     state = current_state()
-    return state.enabled, state.calibrating, state.recipe, state.group, state.memory
+    return state.enabled, state.calibrating, state.recipe, state.group, state.options
 
 
 def set_autocast_state(given: AutocastState) -> None:
     """Set what `get_autocast_state` gave."""
     state = current_state()
-    state.enabled, state.calibrating, state.recipe, state.group, state.memory = given
+    state.enabled, state.calibrating, state.recipe, state.group, state.options = given
 
 
 def leave(opened: Opened | None, region: Any) -> tuple[Opened | None, tuple[Any, ...] | None]:

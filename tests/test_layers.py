@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("availability", "region"),
     ("functional",),
+    ("finite",),
     ("custom_recipes", "quantization"),
     ("compat",),
     ("layer",),

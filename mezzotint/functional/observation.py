@@ -13,7 +13,13 @@ import torch
 from mezzotint.formats import HIGH
 from mezzotint.functional.gemm import is_made_by_custom, operand
 from mezzotint.kernels._lib import as_matrix, run_op, write_op
-from mezzotint.kernels.statistics import operand_statistics, statistics_add_, statistics_whole, tensor_statistics
+from mezzotint.kernels.statistics import (
+    nonfinite_add_,
+    operand_statistics,
+    statistics_add_,
+    statistics_whole,
+    tensor_statistics,
+)
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import quantize_storage
 from mezzotint.tensor.quantizer import Quantizer
@@ -30,11 +36,12 @@ class Others(GraphConstant):
 
 class Probe(NamedTuple):
     """Where what is seen of a tensor goes: `table` FP64 (16, 256), and what other formats would make of it `tried` FP64
-    (16, number of others)."""
+    (16, number of others); `counts` int64 [3], values that are not finite. None: nobody asks for it."""
 
-    table: torch.Tensor
+    table: torch.Tensor | None
     tried: torch.Tensor | None = None
     others: Others | None = None
+    counts: torch.Tensor | None = None
 
 
 class Probes(NamedTuple):
@@ -45,11 +52,24 @@ class Probes(NamedTuple):
     grad_output: Probe | None
 
 
+def join_probes(seen: tuple[Probes, ...] | None, counted: tuple[Probes, ...] | None) -> tuple[Probes, ...] | None:
+    """Return the probes of an inspector that count, too, what is not finite, for each GEMM."""
+    if seen is None or counted is None:
+        return counted if seen is None else seen
+    return tuple([Probes(*map(_join, each, others)) for each, others in zip(seen, counted, strict=True)])
+
+
+def _join(seen: Probe | None, counted: Probe | None) -> Probe | None:
+    if seen is None or counted is None:
+        return counted if seen is None else seen
+    return Probe(seen.table, seen.tried, seen.others, counted.counts)
+
+
 def watch_gradient(probes: Probes | None) -> Probes | None:
     """Return what is left to backward of the probes of a linear, and tell the compiler that backward writes it."""
     if probes is None or probes.grad_output is None:
         return None
-    read_live(probes.grad_output.table, probes.grad_output.tried)
+    read_live(probes.grad_output.table, probes.grad_output.tried, probes.grad_output.counts)
     return Probes(None, None, probes.grad_output)
 
 
@@ -69,6 +89,10 @@ def observe(probe: Probe | None, x: Any, x_q: Any) -> None:
     if probe is None or x is None or isinstance(x, QuantizedTensorStorage) or isinstance(x_q, torch.Tensor):
         return
     with torch.no_grad():
+        if probe.counts is not None:
+            write_op(nonfinite_add_, probe.counts, x.detach())
+        if probe.table is None:
+            return
         write_op(statistics_add_, probe.table, statistics_of(x, x_q))
         if probe.tried is None or probe.others is None:
             return

@@ -56,7 +56,7 @@ def read_probes(
     was, are left out. `trials`: the names of other formats of each."""
     if not probes:
         return []
-    tables = _reduced(torch.stack([probe.table for probe in probes]), group).cpu()
+    tables = _reduced(torch.stack([probe.table for probe in probes if probe.table is not None]), group).cpu()
     wholes = torch.cat([tables[:, :_COUNT].sum(2), tables[:, _COUNT:].amax(2)], 1)
     tried = [probe.tried for probe in probes if probe.tried is not None]
     columns = iter(_reduced(torch.cat(tried, 1).t(), group).cpu() if tried else ())

@@ -40,6 +40,7 @@ SUMS = (
     *("count", "nan", "posinf", "neginf", "hidden", "broken", "underflow", "saturated", "signal", "noise"),
     *("exponents", "quantized"),
 )
+NONFINITE = ("nan", "posinf", "neginf")
 MAXIMA = ("amax", "relative", "scale", "negative_scale")
 ROWS = len(SUMS) + len(MAXIMA)
 
@@ -188,6 +189,18 @@ statistics_whole = leaf(
     "statistics_whole(Tensor seen) -> Tensor",
     fake=lambda seen: seen.new_empty(seen.shape[0]),
     cpu=statistics_whole_reference,
+)
+
+
+def nonfinite_add_reference(counts: torch.Tensor, x: torch.Tensor) -> None:
+    """Add how many elements of x are NaN, +inf and -inf to `counts` int64 [3], in place."""
+    counts.add_(torch.stack([x.isnan().sum(), (x == float("inf")).sum(), (x == -float("inf")).sum()]))
+
+
+nonfinite_add_ = leaf(
+    "nonfinite_add_(Tensor(a!) counts, Tensor x) -> ()",
+    fake=lambda counts, x: None,
+    cpu=nonfinite_add_reference,
 )
 
 

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from mezzotint.constants import HIGH_PRECISION
+from mezzotint.finite import await_check, make_counters
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
-from mezzotint.functional.observation import Probes
+from mezzotint.functional.observation import Probes, join_probes
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.bind import of_module, of_tensor, recipe_for
 from mezzotint.layer.configured import Configured
@@ -36,7 +37,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.region import RunStatus, State, current_state
+from mezzotint.region import NO_OPTIONS, RegionOptions, RunStatus, State, current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.identity import IdentityQuantizer
@@ -165,14 +166,17 @@ class Layer(Configured, Named, ParallelModule):
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Ask the state, once."""
         state = current_state()
-        recipe, memory = _settings_of_run(self, of_module(self, state.recipe) if state.enabled else None, state)
+        recipe, options = _settings_of_run(self, of_module(self, state.recipe) if state.enabled else None, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
-        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, memory)
+        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, options)
         if plan.request is not None and not state.enabled:
             raise RuntimeError(_SCALES_ARE_GONE)
         call = RunSettings(plan)
-        if plan.is_inspected:
-            call.probes = probes_of(self, state)
+        if plan.checks_finite:
+            call_untraced(make_counters, self)
+            await_check(self, state)
+        if plan.is_inspected or plan.checks_finite:
+            call.probes = probes_of(self, plan, state)
         if recipe is None:
             call.calibrates = state.calibrating
             return call
@@ -336,25 +340,28 @@ def plan_of(
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
     keeps_weights: bool = False,
-    memory: str = "default",
+    options: RegionOptions = NO_OPTIONS,
 ) -> Plan:
     """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
     # No method: in a graph each look-up of one in a module has its guards.
     if recipe is None or recipe.answers_once():
-        key = module._config, recipe, dtype, needs, keeps_weights, memory
+        key = module._config, recipe, dtype, needs, keeps_weights, options
         return memoized(
-            module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights, memory)
+            module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights, options)
         )
-    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, memory)
+    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, options)
 
 
-def probes_of(module: Layer, state: State) -> tuple[Probes, ...] | None:
-    """Return what an inspector watches a run of the module with. A run that is computed again for its backward was seen
-    the first time, but for its gradients."""
+def probes_of(module: Layer, plan: Plan, state: State) -> tuple[Probes, ...] | None:
+    """Return what an inspector watches a run of the module with, or a region that counts what is not finite. A run that
+    is computed again for its backward was seen the first time, but for its gradients."""
     is_second = state.recomputation is not None and state.recomputation.is_second
-    if module._probes is None or not (is_second or backward_task() != -1):
-        return module._probes
-    return tuple([Probes(None, None, each.grad_output) for each in module._probes])
+    probes = module._probes if plan.is_inspected else None
+    if plan.checks_finite:
+        probes = join_probes(probes, module._counters)
+    if probes is None or not (is_second or backward_task() != -1):
+        return probes
+    return tuple([Probes(None, None, each.grad_output) for each in probes])
 
 
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
@@ -365,9 +372,9 @@ def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
     return [(each.weight(module), each.bias(module)) for each in module._weights]
 
 
-@traced_as(lambda module, recipe, state: (recipe, state.memory))
-def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tuple[Recipe | None, str]:
-    """Return the recipe and the memory mode of a module's run, note them, and check that it may run. A graph serves
+@traced_as(lambda module, recipe, state: (recipe, state.options))
+def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tuple[Recipe | None, RegionOptions]:
+    """Return the recipe and the options of a module's run, note them, and check that it may run. A graph serves
     many runs, and would have to guard on what was noted before."""
     status = module._run_status
     if not status.held[0]:
@@ -376,19 +383,19 @@ def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tupl
             "in backward (activation checkpointing), or without a gather (set_reshard_after_backward(False)). Call "
             "low_precision_gather(model, recipe, one_direction=False), which sends both directions"
         )
-    recipe, memory = settings_of_run(status, recipe, state)
+    recipe, options = settings_of_run(status, recipe, state)
     if module._is_fully_sharded and torch.is_grad_enabled() and backward_task() == -1:
         status.reads_rows_again = status.reads_rows_again or module._reads_rows_again(recipe)
     if recipe is not None:
         note_recipe(module, recipe)
-    return recipe, memory
+    return recipe, options
 
 
-@traced_as(lambda status, recipe, state: (recipe, state.memory))
-def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> tuple[Recipe | None, str]:
-    """Return the recipe and the memory mode of a run, and note them. A run inside of backward, outside of any region,
+@traced_as(lambda status, recipe, state: (recipe, state.options))
+def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> tuple[Recipe | None, RegionOptions]:
+    """Return the recipe and the options of a run, and note them. A run inside of backward, outside of any region,
     is one of `torch.utils.checkpoint`: it has those of the module's last run before."""
-    settings = recipe, state.memory
+    settings = recipe, state.options
     if backward_task() == -1:
         status.settings = settings
     elif recipe is None and state.depth == 0 and state.recomputation is None:

@@ -27,6 +27,7 @@ from mezzotint.recipe import (
     Recipe,
     Rules,
 )
+from mezzotint.region import RegionOptions
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.partition import needs_whole_amaxes
@@ -52,6 +53,7 @@ class Plan(GraphConstant):
     inputs_again: tuple[Quantizer | None, ...]  # what backward quantizes an input with again; None: forward's is held
     compresses: bool  # the input of the activation is held in FP8 blocks
     is_inspected: bool = False  # what is quantized is compared with what it was, for an inspector
+    checks_finite: bool = False  # what is quantized and not finite is counted
 
     def quantizes_again(self) -> bool:
         """Return whether backward quantizes again what forward has quantized."""
@@ -109,13 +111,13 @@ class LayerConfig(GraphConstant):
         dtype: torch.dtype,
         needs: tuple[Needs, ...],
         keeps_weights: bool,
-        memory: str,
+        options: RegionOptions,
     ) -> Plan:
         """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
         go by it, else "": modules of other names then have the same plan. `keeps_weights`: the quantized weights serve
-        other microbatches too. `memory`: the region's memory mode, for a module without its own."""
+        other microbatches too. `options`: the region's."""
         is_kept = recipe is None or recipe.answers_once()
-        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights, memory)
+        return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights, options)
 
     def state_plan(self, request: DelayedScalingRequest) -> Plan:
         """Return the plan of an operation whose quantizers are its own affair: delayed scaling's state alone."""
@@ -144,12 +146,12 @@ def _resolve(
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
     keeps_weights: bool,
-    memory: str,
+    options: RegionOptions,
 ) -> Plan:
     quantizers: tuple[LinearQuantizers, ...] = (NO_QUANTIZERS,) * len(needs)
     nothing: tuple[Quantizer | None, ...] = (None,) * len(needs)
     weights, inputs, request = nothing, nothing, None
-    is_lean = (config.memory or memory) != "default"
+    is_lean = (config.memory or options.memory) != "default"
     if recipe is not None:
         quantizers, request = _resolve_quantizers(config, recipe, name, needs)
         if config.makes_again and not keeps_weights:
@@ -167,8 +169,9 @@ def _resolve(
         saves_original_input=config.saves_original_input,
         weights_again=weights,
         inputs_again=inputs,
-        compresses=(config.memory or memory) == "compressed" and any(inputs),
+        compresses=(config.memory or options.memory) == "compressed" and any(inputs),
         is_inspected=config.is_inspected and recipe is not None,
+        checks_finite=options.checks_finite and recipe is not None,
     )
 
 
@@ -228,11 +231,11 @@ def plan_anew(
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
     keeps_weights: bool,
-    memory: str,
+    options: RegionOptions,
 ) -> Plan:
     """Return the plan under a recipe that is asked at each run."""
     _guard_on_factory(config, recipe, name)
-    return config.plan(recipe, name, dtype, needs, keeps_weights, memory)
+    return config.plan(recipe, name, dtype, needs, keeps_weights, options)
 
 
 def _resolve_quantizers(

@@ -82,6 +82,7 @@ class StatefulModule(nn.Module):
         self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
         self._loading: tuple[str, list[str]] | None = None  # while a state dict is read: prefix, and what does not fit
         self._recipe: Recipe | None = None
+        self._counters: Any = None  # of values that are not finite (`finite.py`)
         self._planned: Any = None  # the plan of the last run, and what it was looked up by: a memo of eager code
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
@@ -340,8 +341,8 @@ class StatefulModule(nn.Module):
         """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
         replica: Any = super()._replicate_for_data_parallel()
         replica.__dict__.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=RunStatus())
-        *region, memory = get_autocast_state()
-        replica.forward = autocast(*region, memory=memory)(partial(type(self).forward, replica))
+        *region, options = get_autocast_state()
+        replica.forward = autocast(*region, memory=options.memory)(partial(type(self).forward, replica))
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -352,7 +353,7 @@ class StatefulModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         status = RunStatus(self._run_status.request)
-        state.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=status)
+        state.update(_workspaces=None, _weight_scales=None, _planned=None, _counters=None, _run_status=status)
         state.pop("_config", None)
         return state
 

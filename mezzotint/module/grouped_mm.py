@@ -13,7 +13,7 @@ from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.plan import LayerConfig, Plan, plan_anew
 from mezzotint.recipe import Recipe, Rules, check_recipe
-from mezzotint.region import recipe_in_force
+from mezzotint.region import NO_OPTIONS, recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import require
 
@@ -88,9 +88,9 @@ def _plan(recipe: Recipe | None, needs: Needs, name: str, dtype: torch.dtype) ->
     if isinstance(recipe, Rules):
         recipe = recipe.resolve(name, ("",))
     if recipe is None or recipe.answers_once():
-        plan = _CONFIG.plan(recipe, "", dtype, (needs,), False, "default")
+        plan = _CONFIG.plan(recipe, "", dtype, (needs,), False, NO_OPTIONS)
     else:
-        plan = plan_anew(_CONFIG, recipe, name, dtype, (needs,), False, "default")
+        plan = plan_anew(_CONFIG, recipe, name, dtype, (needs,), False, NO_OPTIONS)
     if plan.request is not None:
         raise ValueError(
             f"recipe is {type(recipe).__name__}, which scales {name or 'a tensor of grouped_mm'} by what earlier calls "
