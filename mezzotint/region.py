@@ -156,6 +156,12 @@ def recipe_in_force() -> Recipe | None:
     return state.recipe if state.enabled else None
 
 
+def recipe_for(module: Any) -> Recipe | None:
+    """Return the recipe in force for one module, which rules may choose; None where it computes in high precision."""
+    recipe = recipe_in_force()
+    return None if recipe is None else recipe.for_module(module._config)
+
+
 AutocastState = tuple[bool, bool, Recipe | None, Any, RegionOptions]
 
 

@@ -117,6 +117,23 @@ def show_inspected(
 
 
 @app.command()
+def suggest(
+    run: Annotated[str, typer.Argument(help="folder of a run that was trained with --inspect, best with --what-if")],
+    *,
+    min_snr: Annotated[
+        float | None, typer.Option(help="dB that no tensor may be below (20 where there is no --budget)")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="time that matrix products may take more, as 5%")] = None,
+    recipes: Annotated[str, typer.Option(help="what layers may move to, between commas, or all")] = "all",
+    recipe: Annotated[str | None, typer.Option(help="that of the run, where its folder does not say it")] = None,
+    out: Annotated[str | None, typer.Option(help="file of the rules", show_default="rules.toml in RUN")] = None,
+) -> None:
+    """Say which layers of RUN to keep in higher precision, and write rules that `mezzotint train --rules` takes."""
+    options = {"out": out, "recipe": recipe, "recipes": recipes, "min_snr": min_snr, "budget": budget}
+    _file("suggest").run_suggest(run=run, **options)
+
+
+@app.command()
 @takes(ModelConfig, Savings, Layout, changing=ModelConfig)
 def plan(
     model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a JSON or TOML file")],

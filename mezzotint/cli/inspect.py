@@ -8,12 +8,18 @@ from mezzotint.trainer.console import CommandError, make_console
 from mezzotint.trainer.runs import INSPECT
 
 
+def find_figures(run: Path) -> Path:
+    """Return the folder of the figures of a run, or raise where it has none."""
+    found = next((each for each in (run / INSPECT, run) if (each / FIGURES).is_file()), None)
+    if found is None:
+        raise CommandError(f"{run} has no {INSPECT}/{FIGURES}: give a run that was trained with --inspect 50")
+    return found
+
+
 def run_inspect(run: str, out: str | None) -> None:
     """The command; see `app.py`. A folder that `mezzotint.inspect` wrote by hand is a run, too."""
     folder = Path(run)
-    found = next((each for each in (folder / INSPECT, folder) if (each / FIGURES).is_file()), None)
-    if found is None:
-        raise CommandError(f"{folder} has no {INSPECT}/{FIGURES}: give a run that was trained with --inspect 50")
+    found = find_figures(folder)
     page = folder / "inspect.html" if out is None else Path(out)
     try:
         steps = write_page(found, page, str(folder))

@@ -16,7 +16,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
 from mezzotint.functional.observation import Probes, join_probes
 from mezzotint.functional.weight import quantize_weight
-from mezzotint.layer.bind import of_module, of_tensor, recipe_for
+from mezzotint.layer.bind import of_module, of_tensor
 from mezzotint.layer.configured import Configured
 from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
@@ -37,7 +37,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.region import NO_OPTIONS, RegionOptions, RunStatus, State, current_state
+from mezzotint.region import NO_OPTIONS, RegionOptions, RunStatus, State, current_state, recipe_for
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.identity import IdentityQuantizer
@@ -166,7 +166,10 @@ class Layer(Configured, Named, ParallelModule):
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Ask the state, once."""
         state = current_state()
-        recipe, options = _settings_of_run(self, of_module(self, state.recipe) if state.enabled else None, state)
+        recipe = state.recipe if state.enabled else None
+        if recipe is not None:
+            recipe = recipe.for_module(self._config)
+        recipe, options = _settings_of_run(self, recipe, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
         plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, options)
         if plan.request is not None and not state.enabled:

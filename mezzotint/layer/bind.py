@@ -7,7 +7,6 @@ from torch import nn
 
 from mezzotint.layer.names import Named, join_path, plain_path
 from mezzotint.recipe import Recipe, Rules
-from mezzotint.region import recipe_in_force
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -54,12 +53,7 @@ def _is_group(module: Any) -> bool:
 
 def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
     """Return a recipe as it is for one module: what rules give it."""
-    return module._config.under(recipe) if isinstance(recipe, Rules) else recipe
-
-
-def recipe_for(module: Any) -> Recipe | None:
-    """Return the recipe in force for one module, or None where it computes in high precision."""
-    return of_module(module, recipe_in_force())
+    return None if recipe is None else recipe.for_module(module._config)
 
 
 def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recipe | None:

@@ -26,7 +26,7 @@ from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer
-from mezzotint.layer.bind import of_module, recipe_for
+from mezzotint.layer.bind import of_module
 from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
@@ -35,7 +35,7 @@ from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
-from mezzotint.region import recipe_in_force
+from mezzotint.region import recipe_for, recipe_in_force
 from mezzotint.tracing import memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
@@ -342,7 +342,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def _is_kept(self, mode: str) -> bool:
         """Return whether nothing is quantized: outside of a region, and where rules keep high precision."""
         recipe = recipe_in_force()
-        return recipe is None or (self.num_quantizers(mode) > 0 and of_module(self, recipe) is None)
+        return recipe is None or (self.num_quantizers(mode) > 0 and recipe.for_module(self._config) is None)
 
     # One run
 

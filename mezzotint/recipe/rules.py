@@ -94,6 +94,10 @@ class Rules(Recipe):
         self.__dict__.update(state)
         self.__post_init__()  # what a pickle holds of a recipe can be changed again
 
+    def for_module(self, config: Any) -> Recipe | None:
+        """Return what a module was bound to (`layer/bind.py`), or raise where it was not."""
+        return config.under(self)
+
     def resolve(self, path: str, linears: Sequence[str], *, is_group: bool = False) -> Recipe | None:
         """Return what these rules give a module: one recipe, None for high precision, or a `MixedRecipe`. `linears`:
         the names of its GEMMs behind its path; `is_group`: they are multiplied together, in one format."""
