@@ -12,7 +12,7 @@ import torch
 from mezzotint.functional.observation import Probe, Probes
 from mezzotint.kernels.statistics import NONFINITE
 from mezzotint.region import Pending, State, current_state
-from mezzotint.tracing import lasting
+from mezzotint.tracing import lasting, traced_as
 
 
 def make_counters(module: Any) -> None:
@@ -26,6 +26,18 @@ def make_counters(module: Any) -> None:
 
     with lasting():
         module._counters = tuple([Probes(make(), make(), make()) for _ in range(module.num_gemms)])
+
+
+def _refuse_graph() -> None:
+    raise RuntimeError(
+        "autocast(check_finite=True) inside of a compiled function: its end reads what was counted, which a graph "
+        "cannot. Enter it outside of torch.compile"
+    )
+
+
+@traced_as(_refuse_graph)
+def begin_check() -> None:
+    """Begin a region that checks. A graph has none."""
 
 
 def await_check(module: Any, state: State) -> None:

@@ -32,7 +32,7 @@ from mezzotint.availability import (
 from mezzotint.comm.agreement import check_agreed, nobody_answers, without_addresses
 from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.constants import DType
-from mezzotint.finite import end_check
+from mezzotint.finite import begin_check, end_check
 from mezzotint.functional.delayed import ScaleState, update_scale_state, update_states
 from mezzotint.memory import check_memory
 from mezzotint.recipe import (
@@ -124,11 +124,8 @@ class autocast:
 
     def __enter__(self) -> "autocast":
         enabled, calibrating, recipe, group = self.state
-        if self.check_finite and torch.compiler.is_compiling():
-            raise RuntimeError(
-                "autocast(check_finite=True) inside of a compiled function: its end reads what was counted, which a "
-                "graph cannot. Enter it outside of torch.compile"
-            )
+        if self.check_finite:
+            begin_check()
         recipe = None if recipe is None else recipe.frozen()
         if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
             call_untraced(_check_recipe, recipe if enabled else None, group)
