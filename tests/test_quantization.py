@@ -46,6 +46,7 @@ SIGNATURES: dict[str, list[tuple[str, Any]]] = {
         ("amax_reduction_group", None),
         ("_graph", False),
         ("memory", None),
+        ("check_finite", None),
     ],
     "fp8_autocast": [
         ("enabled", True),

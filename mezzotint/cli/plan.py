@@ -34,6 +34,8 @@ def run_plan(
 ) -> int:
     """The command; see `app.py`."""
     limit = None if fits is None else parse_size(fits)
+    if rules is not None and recipes != "all":
+        raise CommandError("--rules and --recipes: give one of them")
     chosen = {name: COMMAND_RECIPES[name] for name in recipe_names(recipes)} if rules is None else _of_file(rules)
     names = list(chosen)
     if params_dtype not in PARAMETER_DTYPES:

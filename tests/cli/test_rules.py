@@ -79,6 +79,7 @@ def test_a_plan_of_rules(capsys: Capture, tmp_path: Path) -> None:
     phases = write(tmp_path, Schedule([(0, "mxfp8"), (5, None)]), "phases.toml")
     found = read_plan(works(capsys, "plan", "llama3-8b", *sizes, phases), tmp_path)
     assert found == {"from step 0": plain["mxfp8"], "from step 5": plain["bf16"]}
+    assert "--rules and --recipes: give one" in fails(capsys, "plan", "llama3-8b", *sizes, phases, "--recipes=mxfp8")
     wrong = write(tmp_path, Rules([("layers.7.*", None), ("*", "mxfp8")]), "wrong.toml")
     assert "the rule 'layers.7.*' matches nothing" in fails(capsys, "plan", "llama3-8b", *sizes, wrong)
 
