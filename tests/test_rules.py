@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import recipe
+from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import MixedRecipe, QuantizerRole, Recipe, Rules
 from mezzotint.tensor.mxfp8 import MXFP8Tensor
 from tests.recipes import GROUPS, assert_equal, gradient, make, sample, splits, step
@@ -296,6 +297,20 @@ def test_what_rules_give_a_module() -> None:
     mixed = RULES.resolve("b", ("", "fc2"))
     assert mixed == MixedRecipe(((MX, MX, MX), (PLAIN4, PLAIN4, PLAIN4)))
     assert Rules([("layers.[0-3]", None), ("*", MX)]).resolve("layers.3", ("fc1",)) is None  # by the module's path
+
+
+def test_a_module_of_a_user_has_a_rule() -> None:
+    """One that has its own forward asks for its quantizers."""
+
+    class Own(TransformerEngineBaseModule):
+        def forward(self, x: torch.Tensor) -> list[Any]:
+            self.init_fp8_metadata(num_gemms=1)
+            return self.quantizers["scaling_fwd"]
+
+    model = mz.bind_rules(nn.ModuleList([Own(), Own()]), Rules([("0", "mxfp8"), ("1", "current")]))
+    with mz.autocast(Rules([("0", "mxfp8"), ("1", "current")])):
+        made = [type(layer(torch.zeros(1))[0]).__name__ for layer in model]
+    assert made == ["MXFP8Quantizer", "Float8CurrentScalingQuantizer"]
 
 
 def test_a_copy_of_a_module_knows_its_rule() -> None:

@@ -99,7 +99,7 @@ class Layer(Configured, Named, ParallelModule):
         return ""
 
     def _linear_names(self) -> tuple[str, ...]:
-        return tuple([self._inner_name(gemm) for gemm in range(self.num_gemms)]) if self._weights else ()
+        return tuple([self._inner_name(gemm) for gemm in range(self.num_gemms)])
 
     def _take_rule(self, path: str, rules: Rules, recipe: Recipe | None) -> None:
         for gemm, weights in enumerate(self._weights):

@@ -335,9 +335,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return None
 
     def _linear_names(self) -> tuple[str, ...]:
-        """Of its tensors that are quantized, too, where it has no weights."""
+        """Return those of its weights, or as many as it has tensors that are quantized."""
         count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
-        return super()._linear_names() or ("",) * count
+        return super()._linear_names() if self._weights else ("",) * count
 
     def _is_kept(self, mode: str) -> bool:
         """Return whether nothing is quantized: outside of a region, and where rules keep high precision."""
