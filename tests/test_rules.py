@@ -15,6 +15,7 @@ from mezzotint import recipe
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.recipe import MixedRecipe, QuantizerRole, Recipe, Rules
 from mezzotint.tensor.mxfp8 import MXFP8Tensor
+from tests.dynamo.test_guards import count_guards
 from tests.recipes import GROUPS, assert_equal, gradient, make, sample, splits, step
 
 PLAIN4 = recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -130,6 +131,18 @@ def test_high_precision_in_a_part_of_a_module() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("make", [lambda: mz.Linear(32, 32), lambda: mz.TransformerLayer(32, 64, 2)])
+def test_rules_add_no_guard(make: Callable[[], nn.Module]) -> None:
+    model, x = nn.Sequential(make(), make()), torch.randn(16, 2, 32, requires_grad=True)
+    with mz.autocast(MX):
+        want = count_guards(model, x)
+    rules = Rules([("0*", MX), ("*", "current")])
+    mz.bind_rules(model, rules)
+    with mz.autocast(rules):
+        assert count_guards(model, x) == want
+
+
+@pytest.mark.compile
 def test_layers_that_rules_treat_alike_share_a_graph() -> None:
     """Compiled layer by layer: one graph for each recipe, however many layers; an equal `Rules` makes no other."""
     torch._dynamo.reset()
@@ -149,7 +162,9 @@ def test_layers_that_rules_treat_alike_share_a_graph() -> None:
     assert backend.frame_count == 3
 
 
-def test_operations() -> None:
+@pytest.mark.compile
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_operations(is_compiled: bool) -> None:
     """Linears of one pipeline: those before and behind hand over what each asks for."""
 
     def chain() -> Any:
@@ -160,8 +175,10 @@ def test_operations() -> None:
     rules = Rules([("0", MX), ("2", None), ("5", None), ("*", CURRENT)])
     model = mz.bind_rules(chain(), rules)
     x = sample().requires_grad_()
+    torch._dynamo.reset()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
     with mz.autocast(rules):
-        y = model(x)
+        y = call(x)
     gradient(y).backward()
     other, z = chain(), sample().requires_grad_()
     h = z
