@@ -8,6 +8,7 @@ import ctypes
 import sys
 import threading
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,17 +22,23 @@ from mezzotint.tracing import backward_task
 class RegionOptions(GraphConstant):
     """What a region asks of all modules in it, beside its recipe. One value, on which a graph has one guard."""
 
-    memory: str = "default"  # what modules that say nothing of it hold for backward (`memory.py`)
-    checks_finite: bool = False  # they count what is not finite (`finite.py`)
+    memory: str  # what modules that say nothing of it hold for backward (`memory.py`)
+    checks_finite: bool  # they count what is not finite (`finite.py`)
 
     def changed(self, memory: str | None, checks_finite: bool | None) -> "RegionOptions":
         """Return what is asked for in a region inside of this one; None: as here."""
-        return RegionOptions(
+        return region_options(
             self.memory if memory is None else memory, self.checks_finite if checks_finite is None else checks_finite
         )
 
 
-NO_OPTIONS = RegionOptions()
+@cache
+def region_options(memory: str, checks_finite: bool) -> RegionOptions:
+    """Return the options; equal ones are the very same object, which is fast to compare."""
+    return RegionOptions(memory, checks_finite)
+
+
+NO_OPTIONS = region_options("default", False)
 
 
 class Pending:

@@ -340,9 +340,11 @@ class StatefulModule(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
         replica: Any = super()._replicate_for_data_parallel()
-        replica.__dict__.update(_workspaces=None, _weight_scales=None, _planned=None, _run_status=RunStatus())
+        fresh = dict.fromkeys(("_workspaces", "_weight_scales", "_planned", "_counters"))
+        replica.__dict__.update(fresh, _run_status=RunStatus())
         *region, options = get_autocast_state()
-        replica.forward = autocast(*region, memory=options.memory)(partial(type(self).forward, replica))
+        own = autocast(*region, memory=options.memory, check_finite=options.checks_finite or None)
+        replica.forward = own(partial(type(self).forward, replica))
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
