@@ -7,7 +7,7 @@ Each thread has its own, as `torch.autocast` has: a region that one thread enter
 import ctypes
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -108,7 +108,7 @@ class State:
     init_opened: Opened | None = None  # the last `quantized_model_init` that was entered
     pending: Any = None
     counted: Any = None  # a chain of modules whose counters the end of the region reads (`finite.py`)
-    num_checked: int = 0  # regions that have read counters
+    num_checked: int = field(default=0, compare=False)  # regions that have read counters: it only grows
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
