@@ -1,5 +1,6 @@
 """Text that is on the machine → batches of tokens; where a run is in them is one number.
 
+A file that is called *.bin holds tokens already, as uint16: it is mapped into memory, and not read.
 The text is cut into windows of `sequence + 1` tokens, each beginning with the last token of the one before. An epoch
 takes them all once, in an order that follows from the seed and the epoch alone.
 """
@@ -9,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,13 +24,14 @@ else:
     HAS_TOKENIZERS = True
 
 NUM_BYTES = 256
+TOKENS = ".bin"  # the suffix of a file of tokens
 # Folders under the standard library that are no part of it, or are mostly its tests.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens [n], uint8 or int32, how many there can be, and a hash that tells one text from another."""
+    """Tokens [n], uint8, uint16 or int32, how many there can be, and a hash that tells one text from another."""
 
     tokens: torch.Tensor
     vocab: int
@@ -37,6 +40,8 @@ class Text:
 
 def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
     """A file, all files of a folder, or Python's own sources; as bytes, or as a tokenizer's tokens."""
+    if path is not None and Path(path).suffix == TOKENS:
+        return _map_tokens(Path(path), tokenizer)
     text = read_bytes(path)
     if tokenizer is None:
         return Text(torch.frombuffer(bytearray(text), dtype=torch.uint8), NUM_BYTES, _hash(text, NUM_BYTES))
@@ -59,8 +64,27 @@ def as_words(tokens: list[int], tokenizer: str | None = None) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\ufffd" for sign in said)
 
 
-def _hash(data: bytes, vocab: int) -> str:
-    return hashlib.sha256(data + vocab.to_bytes(8, "little")).hexdigest()
+def _hash(data: bytes | memoryview, vocab: int) -> str:
+    found = hashlib.sha256(data)
+    found.update(vocab.to_bytes(8, "little"))
+    return found.hexdigest()
+
+
+def _map_tokens(path: Path, tokenizer: str | None) -> Text:
+    """Tokens that a tokenizer made before, two bytes each, lowest first."""
+    if tokenizer is None:
+        raise CommandError(f"--data {path} holds tokens: give the tokenizer.json that made them as --tokenizer")
+    size = path.stat().st_size if path.is_file() else 0
+    if size == 0 or size % 2:
+        raise CommandError(f"--data {path} has {size} bytes: give a file of uint16 tokens, two bytes each")
+    vocab = _open_tokenizer(tokenizer).get_vocab_size(with_added_tokens=True)
+    tokens = torch.from_file(str(path), size=size // 2, dtype=torch.uint16)
+    largest = int(tokens.numpy().max())
+    if largest >= vocab:
+        raise CommandError(
+            f"--data {path} has the token {largest}, and {tokenizer} has {vocab}: give the tokenizer that made the file"
+        )
+    return Text(tokens, vocab, _hash(memoryview(tokens.numpy()), vocab))
 
 
 def read_bytes(path: str | None) -> bytes:
@@ -103,15 +127,19 @@ def _read_all(files: list[Path]) -> Iterator[bytes]:
             raise CommandError(f"{file} cannot be read: {error.strerror}; give --data that can be") from None
 
 
-def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
+def _open_tokenizer(path: str) -> Any:
     if not HAS_TOKENIZERS:
         raise CommandError("--tokenizer needs the package tokenizers: pip install tokenizers")
     if not Path(path).is_file():
         raise CommandError(f"--tokenizer {path} does not exist: give the tokenizer.json of a Hugging Face model")
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(path)
+        return tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # the library raises no other
         raise CommandError(f"--tokenizer {path} is no tokenizer: {error}; give a Hugging Face tokenizer.json") from None
+
+
+def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
+    tokenizer = _open_tokenizer(path)
     ids: list[int] = []
     for piece in _pieces(text.decode("utf-8", errors="replace")):
         ids += tokenizer.encode(piece, add_special_tokens=False).ids

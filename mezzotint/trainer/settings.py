@@ -30,7 +30,9 @@ class TrainConfig:
     clip: float = option(1.0, "largest norm of the gradient; 0: any", at_least=0)
     seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0, bits=64)
     last: int = option(20, "steps that the final loss is the mean of", at_least=1)
-    data: str | None = option(None, "text file or folder; Python's own sources if not given", may_change=True)
+    data: str | None = option(
+        None, "text file, folder or tokens.bin; Python's own sources if not given", may_change=True
+    )
     tokenizer: str | None = option(None, "tokenizer.json of Hugging Face; bytes if not given", may_change=True)
     device: str = option("auto", "auto, cpu or cuda", may_change=True)
     memory: str = option("default", f"what forward holds for backward: {', '.join(MEMORY_MODES)}")

@@ -134,7 +134,7 @@ class Training:
         # Maxima of all processes: delayed scaling has the same state on all of them, in any layout.
         everyone = None if self.meshes is None else dist.group.WORLD
         for micro in range(train.accumulate):
-            tokens, targets = (part.to(self.device, non_blocking=True) for part in self.batches.next())
+            tokens, targets = self._next_batch()
             # Weights change once a step: micro-batches after the first use the quantized weights of the first.
             is_first = None if train.accumulate == 1 else micro == 0
             with autocast(**self.schedule.region(self.step), amax_reduction_group=everyone, memory=train.memory):
@@ -154,6 +154,13 @@ class Training:
         self.optimizer.zero_grad()
         self.losses[self.step], self.norms[self.step] = total, norm
         self.step += 1
+
+    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """On the device. Out of pinned memory: a copy of any other waits for all that the GPU has still to do."""
+        tokens, targets = self.batches.next()
+        if self.device.type == "cuda":
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
     # Checkpoints
 

@@ -1,0 +1,74 @@
+"""A data set in small compressed files, for machines that take only so much at once."""
+
+import json
+import lzma
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from dev.convergence.tokens import hash_file
+
+PART = 2**24  # tokens that are compressed together
+SHARD = 60 * 2**20  # bytes of a shard at most
+# The numbers are two bytes each, which xz is told.
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**26, "lc": 2, "lp": 1, "pb": 1}]
+
+
+def pack(data: Path, shards: Path, processes: int = 2) -> list[Path]:
+    """Compress the tokens in `data` into folders `0`, `1`, … of at most SHARD bytes; the first has the tokenizer."""
+    tokens = (data / "tokens.bin").read_bytes()
+    pieces = [tokens[start : start + 2 * PART] for start in range(0, len(tokens), 2 * PART)]
+    with ProcessPoolExecutor(processes) as pool:
+        packed = list(pool.map(_compress, pieces))
+    shutil.rmtree(shards, ignore_errors=True)
+    folder = shards / "0"
+    folder.mkdir(parents=True)
+    shutil.copy(data / "tokenizer.json", folder)
+    size, folders = (folder / "tokenizer.json").stat().st_size, [folder]
+    for number, piece in enumerate(packed):
+        if size + len(piece) > SHARD:
+            folder, size = shards / str(len(folders)), 0
+            folder.mkdir()
+            folders.append(folder)
+        (folder / f"tokens-{number:02d}-of-{len(packed):02d}.xz").write_bytes(piece)
+        size += len(piece)
+    return folders
+
+
+def _compress(piece: bytes) -> bytes:
+    return lzma.compress(piece, format=lzma.FORMAT_XZ, filters=FILTERS)
+
+
+def unpack(shards: Sequence[Path], data: Path, corpus: Path) -> list[str]:
+    """Take shards into `data`; return the parts that are missing still. When none is, the hashes are checked."""
+    data.mkdir(parents=True, exist_ok=True)
+    for shard in shards:
+        for path in sorted(shard.iterdir()):
+            if path.suffix == ".xz":
+                (data / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+            else:
+                shutil.copy(path, data)
+    found = sorted(data.glob("tokens-*-of-*"))
+    if found:
+        count = int(found[0].name[-2:])
+        wanted = [f"tokens-{number:02d}-of-{count:02d}" for number in range(count)]
+        missing = [name for name in wanted if not (data / name).exists()]
+        if missing:
+            return missing
+        with (data / "tokens.bin").open("wb") as file:
+            for name in wanted:
+                file.write((data / name).read_bytes())
+                (data / name).unlink()
+    check(data, corpus)
+    shutil.copy(corpus, data)
+    return []
+
+
+def check(data: Path, corpus: Path) -> None:
+    """Raise a ValueError where the files in `data` are not those that `corpus` describes."""
+    about = json.loads(corpus.read_text(encoding="utf-8"))
+    for name, wanted in about["sha256"].items():
+        found = hash_file(data / name)
+        if found != wanted:
+            raise ValueError(f"{data / name} has the hash {found}, and {corpus} says {wanted}: unpack all shards again")

@@ -1,0 +1,61 @@
+"""Texts → a BPE tokenizer trained on them, and a file of their tokens, uint16, those held out last."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+VOCAB = 32768
+END = "<|end|>"  # after each file; token 0
+BATCH = 500  # files that are tokenized at once
+SAMPLE = 4  # a file of so many trains the tokenizer
+HELD_OUT = 4  # of 256 files so many are held out, by their hashes
+HELD_OUT_TOKENS = 20 * 64 * 1024 + 1  # 20 batches of 64 windows of 1024 tokens: each evaluation sees each window once
+
+
+def train_tokenizer(texts: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """Train byte-level BPE on the texts that are not held out, by hash."""
+    sample = [text for key, text in texts.items() if not is_held_out(key) and int(key[2:4], 16) % SAMPLE == 0]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def is_held_out(key: str) -> bool:
+    """Whether a text is for evaluation, by its hash."""
+    return int(key[:2], 16) < HELD_OUT
+
+
+def write_tokens(texts: Mapping[str, str], tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[int, int]:
+    """Write the tokens of all texts, in the order of their hashes; return how many are trained on, and held out."""
+    held = sorted(key for key in texts if is_held_out(key))
+    trained = sorted(key for key in texts if not is_held_out(key))
+    with path.open("wb") as file:
+        num_trained = sum(ids.tofile(file) or ids.size for ids in _encode(texts, trained, tokenizer))
+        kept = np.concatenate(list(_encode(texts, held, tokenizer)))[:HELD_OUT_TOKENS]
+        kept.tofile(file)
+    return num_trained, kept.size
+
+
+def _encode(texts: Mapping[str, str], keys: list[str], tokenizer: tokenizers.Tokenizer) -> Iterator[np.ndarray]:
+    end = tokenizer.token_to_id(END)
+    for start in range(0, len(keys), BATCH):
+        some = [texts[key] for key in keys[start : start + BATCH]]
+        for encoding in tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            yield np.array([*encoding.ids, end], dtype=np.uint16)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,142 @@
+"""The convergence study on a toy: two recipes, one of them interrupted; its files, its page, and the data's own way."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from bench import convergence
+from bench._convergence_runs import ENTRIES, Entry, Study, predict_seconds, read_run, read_runs
+from bench._convergence_train import Place, hash_code, train_entry
+from dev.convergence import packages, shards, tokens
+from mezzotint.trainer.settings import TrainConfig
+from mezzotint.trainer.sizes import ModelConfig
+
+STEPS = 20
+TOY = Study(
+    name="toy",
+    model=ModelConfig(hidden=32, ffn=64, heads=2, kv_heads=1, sequence=16, batch=2),
+    train=TrainConfig(
+        steps=STEPS, warmup=2, last=4, log_every=5, eval_every=10, hold_out=0.1, checkpoint_every=0, compile=False
+    ),
+    minutes=1,
+)
+BF16, CURRENT = (Entry(study=TOY, recipe=name) for name in ("bf16", "current"))
+WAITING = Entry(study=TOY, recipe="nvfp4", variant="x", waits_for="a rule")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A data set of 64 words, as `corpus.py` would leave it."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.save(str(folder / "tokenizer.json"))
+    (np.arange(2001) ** 2 % 61).astype(np.uint16).tofile(folder / "tokens.bin")
+    hashes = {name: tokens.hash_file(folder / name) for name in ("tokens.bin", "tokenizer.json")}
+    about = {"sha256": hashes, "tokens": 1744, "held_out_tokens": 257, "vocab": 64}
+    (folder / "corpus.json").write_text(json.dumps(about))
+    return folder
+
+
+def place_of(data: Path, folder: Path) -> Place:
+    return convergence.open_data(data, runs=folder / "runs", scratch=folder / "scratch", device="cpu")
+
+
+def test_runs_leave_files(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = place_of(data, tmp_path)
+    assert convergence.run_study([BF16, WAITING, CURRENT], place) == ["toy-bf16-s1", "toy-current-s1"]
+    assert "toy-nvfp4-x-s1 waits for a rule" in capsys.readouterr().out
+    runs = read_runs(place.runs, [CURRENT, BF16])
+    assert list(runs) == ["toy-current-s1", "toy-bf16-s1"]
+    for run in runs.values():
+        assert len(run.losses) == len(run.norms) == STEPS
+        assert list(run.held_out) == [10, 20]
+        assert run.end is not None
+        assert run.end["final"] == pytest.approx(statistics.fmean(run.losses[-4:]), abs=2e-6)
+        assert run.end["held_out"] == run.held_out[20]
+        assert run.settings["code"] == hash_code()
+        assert run.settings["data"]["held_out_tokens"] == 257
+        assert run.settings["config"]["train"]["recipe"] == run.name.split("-")[1]
+    assert runs["toy-bf16-s1"].losses[0] == pytest.approx(math.log(64), abs=0.1)
+    assert runs["toy-bf16-s1"].losses != runs["toy-current-s1"].losses
+    assert convergence.run_study([BF16, CURRENT], place) == []  # finished
+    assert predict_seconds(runs, BF16) == pytest.approx(1.1 * max(run.end["seconds"] for run in runs.values()))
+
+
+def test_an_interrupted_run_goes_on(data: Path, tmp_path: Path) -> None:
+    whole, cut = place_of(data, tmp_path / "whole"), place_of(data, tmp_path / "cut")
+    assert train_entry(CURRENT, whole)
+    assert not train_entry(CURRENT, replace(cut, deadline=-math.inf))
+    path = cut.runs / "toy-current-s1.jsonl"
+    assert len(read_run(path).losses) == 5
+    assert convergence.run_study([CURRENT], cut) == ["toy-current-s1"]
+    found, wanted = read_run(path), read_run(whole.runs / path.name)
+    assert '"kind": "resumed", "step": 5' in path.read_text()
+    assert (found.losses, found.held_out) == (wanted.losses, wanted.held_out)
+
+
+def test_a_run_without_its_checkpoint_begins_anew(data: Path, tmp_path: Path) -> None:
+    place = place_of(data, tmp_path)
+    assert not train_entry(BF16, replace(place, deadline=-math.inf))
+    assert train_entry(BF16, replace(place, scratch=tmp_path / "elsewhere"))
+    assert len(read_run(place.runs / "toy-bf16-s1.jsonl").losses) == STEPS
+
+
+def test_no_run_begins_that_does_not_fit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = replace(place_of(data, tmp_path), deadline=-math.inf)
+    assert convergence.run_study([BF16], place) == []
+    assert "toy-bf16-s1 needs about 60 s, and 0 s are left: not begun" in capsys.readouterr().out
+    assert not place.runs.exists()
+
+
+def test_the_list_names_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convergence.main(["--list", "--runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [entry.name for entry in ENTRIES]
+
+
+def test_text_of_files() -> None:
+    lines = b"A line of text that people read.\n" * 10
+    page = b"<head><title>no</title></head><p>" + lines + b"a &lt; b<script>no</script></p>"
+    assert packages.as_text("a.rst", lines) == lines.decode()
+    assert packages.as_text("a.html", page) == lines.decode() + "a < b\n"
+    for bad in (b"short", lines + b"\xff", b"x" * 2000, b"0 1 2\n" * 100, lines + b"\0"):
+        assert packages.as_text("a.txt", bad) is None
+
+
+def test_shards_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "PART", 1000)
+    monkeypatch.setattr(shards, "SHARD", 3000)
+    source, target, about = tmp_path / "source", tmp_path / "target", tmp_path / "corpus.json"
+    source.mkdir()
+    np.random.default_rng(0).integers(0, 2**16, 5000, dtype=np.uint16).tofile(source / "tokens.bin")
+    (source / "tokenizer.json").write_text("{}")
+    names = ("tokens.bin", "tokenizer.json")
+    about.write_text(json.dumps({"sha256": {name: tokens.hash_file(source / name) for name in names}}))
+    folders = shards.pack(source, tmp_path / "shards", 1)
+    assert len(folders) == 5
+    assert shards.unpack(folders[1:], target, about) == ["tokens-00-of-05"]
+    assert shards.unpack(folders[:1], target, about) == []
+    assert (target / "tokens.bin").read_bytes() == (source / "tokens.bin").read_bytes()
+    assert sorted(path.name for path in target.iterdir()) == ["corpus.json", "tokenizer.json", "tokens.bin"]
+    (target / "tokens.bin").write_bytes(b"00")
+    with pytest.raises(ValueError, match="unpack all shards again"):
+        shards.unpack([], target, about)
+
+
+def test_tokens_of_held_out_files_are_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "VOCAB", 300)
+    texts = {f"{key:02x}00{key:02x}": f"file number {key} says hello\n" * 3 for key in (9, 2, 5)}
+    tokenizer = tokens.train_tokenizer(texts)
+    assert tokens.write_tokens(texts, tokenizer, tmp_path / "tokens.bin") == (
+        sum(len(tokenizer.encode(texts[key]).ids) + 1 for key in ("050005", "090009")),
+        len(tokenizer.encode(texts["020002"]).ids) + 1,
+    )
+    found = tokenizer.decode(np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist(), skip_special_tokens=False)
+    assert found == "".join(texts[key] + tokens.END for key in ("050005", "090009", "020002"))
