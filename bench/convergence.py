@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bench._convergence_runs import ENTRIES, RUNS, Entry, is_finished, predict_seconds, read_runs
@@ -98,6 +97,10 @@ def main(argv: list[str] | None = None) -> int:
             run_study(entries, place)
     except CommandError as error:
         parser.error(str(error))
+    if args.write:
+        from bench._convergence_report import write_page  # and matplotlib, which training does without
+
+        write_page(args.write, args.runs)
     if args.list:
         list_runs(entries, args.runs)
     return 0

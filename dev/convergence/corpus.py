@@ -9,7 +9,6 @@ DIR has tokens.bin (uint16, held-out tokens last) and tokenizer.json; their hash
 """
 
 import argparse
-import hashlib
 import json
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -25,15 +24,8 @@ CORPUS = Path(__file__).with_name("corpus.json")
 
 
 def read_package(package: Package, folder: Path) -> dict[str, str]:
-    """Return the texts of a package by hash: all, or by the order of the hashes as many as the manifest allows."""
-    found = {hashlib.sha256(text.encode()).hexdigest(): text for text in read_texts(fetch_package(package, folder))}
-    kept, room = {}, (package.megabytes or 10**6) * 10**6
-    for key in sorted(found):
-        room -= len(found[key])
-        if room < 0:
-            break
-        kept[key] = found[key]
-    return kept
+    """Download a package, and return its texts by the hashes of their files."""
+    return read_texts(package, fetch_package(package, folder))
 
 
 def build(data: Path, processes: int) -> None:

@@ -21,10 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANIFEST = Path(__file__).with_name("corpus.toml")
-SUFFIXES = frozenset(
-    ".py .pyi .pyx .pxd .rst .txt .md .c .h .cc .cpp .hpp .cxx .S .pl .pm .pod .t .sh .el .lisp .erl .hs .rs .go .java .js .ts "
-    ".sql .texi .tex .html .htm .sgml .xml .yaml .yml .toml .cfg .f .f90 .r .R .m .tcl .n .1 .2 .3 .4 .5 .6 .7 .8".split()
-)
+# fmt: off
+SUFFIXES = frozenset((
+    ".py", ".pyi", ".pyx", ".pxd", ".rst", ".txt", ".md", ".c", ".h", ".cc", ".cpp", ".hpp", ".cxx", ".S", ".pl", ".pm",
+    ".pod", ".t", ".sh", ".el", ".lisp", ".erl", ".hs", ".rs", ".go", ".java", ".js", ".ts", ".sql", ".texi", ".tex",
+    ".html", ".htm", ".sgml", ".xml", ".yaml", ".yml", ".toml", ".cfg", ".f", ".f90", ".r", ".R", ".m", ".tcl", ".n",
+    ".1", ".2", ".3", ".4", ".5", ".6", ".7", ".8",
+))
+# fmt: on
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
 SMALLEST, LARGEST = 200, 2**18  # bytes of a file: larger ones are tables and what programs wrote
 LONGEST_LINE = 160  # of the mean of a file's lines: longer is minified, or data
@@ -43,13 +47,14 @@ class Package:
     version: str
     file: str
     sha256: str
-    megabytes: int | None = None
+    megabytes: float
 
 
 def read_manifest(path: Path = MANIFEST) -> list[Package]:
     """Return the packages that a manifest lists."""
-    rows = tomllib.loads(path.read_text(encoding="utf-8"))["package"]
-    return [Package(source=row.pop("from"), **row) for row in rows]
+    manifest = tomllib.loads(path.read_text(encoding="utf-8"))
+    usual = {"megabytes": manifest["megabytes"]}
+    return [Package(source=row.pop("from"), **usual | row) for row in manifest["package"]]
 
 
 def fetch_package(package: Package, folder: Path) -> Path:
@@ -74,12 +79,18 @@ def fetch_package(package: Package, folder: Path) -> Path:
     return path
 
 
-def read_texts(path: Path) -> Iterator[str]:
-    """Yield the text of every file of an archive that is text."""
-    for name, data in _members(path.name, path.read_bytes()):
-        text = as_text(name, data)
+def read_texts(package: Package, path: Path) -> dict[str, str]:
+    """Return texts of a package by the hashes of their files: in the order of these, as many as there may be."""
+    found = {hashlib.sha256(data).hexdigest(): (name, data) for name, data in _members(path.name, path.read_bytes())}
+    texts, room = {}, package.megabytes * 10**6
+    for key in sorted(found):
+        text = as_text(*found[key])
         if text is not None:
-            yield text
+            room -= len(text)
+            if room < 0:
+                break
+            texts[key] = text
+    return texts
 
 
 def _members(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:

@@ -1,0 +1,208 @@
+"""The page of the convergence study and its figure, out of the files of its runs: every number names its run.
+
+Chance is what seeds do to BF16: the band is the distance between the lowest and the highest of its runs. A gap is a
+run's loss less that of BF16 with the same seed, which saw the same text in the same order; one that is no larger than
+the band can be chance.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench._convergence_runs import ENTRIES, RUNS, Entry, RunFile, Study, read_runs
+from mezzotint.cli.figure import COLOURS, STYLE, running_mean
+from mezzotint.trainer.memory import plan_step
+from mezzotint.trainer.recipe_names import BF16
+from mezzotint.trainer.recipes import COMMAND_RECIPES
+from mezzotint.trainer.settings import RunConfig
+
+GIB = 2**30
+INTRODUCTION = """\
+# Convergence
+
+Written by `python -m bench convergence --write docs/convergence.md` out of `dev/convergence/runs`, a file for each run.
+The text is sources and documentation of the packages that `dev/convergence/corpus.toml` names, tokenized by a BPE
+tokenizer that was trained on it; `dev/convergence/corpus.py` builds it. Files are held out by their hashes.
+
+A gap is a run's loss less that of BF16 with the same seed, which begins with the same weights and sees the same text in
+the same order. The band of chance is the distance between the lowest and the highest loss of the BF16 runs, whose seeds
+change weights and order. A gap that is no larger than the band is within chance. Losses are in nats a token; held-out
+losses are those of the trained weights in BF16, over all of the held-out tokens.
+"""
+
+
+def write_page(path: Path, folder: Path = RUNS, entries: Sequence[Entry] = ENTRIES) -> None:
+    """Write the page, and beside it a figure for each study of which BF16 has run."""
+    runs = read_runs(folder, entries)
+    parts = [INTRODUCTION]
+    for study in dict.fromkeys(entry.study for entry in entries):
+        own = [entry for entry in entries if entry.study == study]
+        parts.append(_section(study, own, runs, path))
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _section(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile], path: Path) -> str:
+    lines = [f"## {_title(study)}", ""]
+    lines += [_losses(entries, runs)]
+    finished = {entry.name: runs[entry.name] for entry in entries if entry.name in runs and runs[entry.name].losses}
+    if any(run.end is not None for run in finished.values()):
+        lines += ["", _speeds(study, entries, runs)]
+    if f"{study.name}-{BF16}-s1" in finished:
+        figure = path.with_name(f"{path.stem}-{study.name}.png")
+        draw_study(figure, study, entries, finished)
+        lines += ["", f"![losses, and gaps to BF16, of {study.name}]({figure.name})"]
+    lines += ["", _sources(entries, runs)]
+    return "\n".join(lines) + "\n"
+
+
+def _title(study: Study) -> str:
+    model, train = study.model, study.train
+    tokens = model.batch * model.sequence * train.accumulate
+    return (
+        f"{study.name}: {model.layers} layers of {model.hidden}, {train.steps} steps of {tokens:,} tokens, "
+        f"learning rate {train.lr:g}"
+    )
+
+
+def band(entries: Sequence[Entry], runs: Mapping[str, RunFile], key: str) -> float | None:
+    """Return how far apart the finished BF16 runs end; None of less than two."""
+    found = [
+        run.end[key]
+        for entry in entries
+        if entry.recipe == BF16 and (run := runs.get(entry.name)) is not None and run.end and key in run.end
+    ]
+    return max(found) - min(found) if len(found) > 1 else None
+
+
+def in_bands(gap: float, width: float | None) -> str:
+    """Write a gap in units of the band: "+1.7 bands", or that it is within chance."""
+    if width is None:
+        return ""
+    return "within chance" if abs(gap) <= width else f"{gap / width:+.1f} bands"
+
+
+def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
+    last = entries[0].study.train.last
+    head = ["run", f"loss, last {last}", "gap", "chance?", "held-out loss", "gap", "chance?"]
+    lines = [_row(head), "|---|" + "---:|---:|---|" * 2]
+    widths = {key: band(entries, runs, key) for key in ("final", "held_out")}
+    for entry in entries:
+        run = runs.get(entry.name)
+        if run is None or run.end is None or "diverged" in run.end:
+            lines.append(_row([entry.name, _state(entry, run), *[""] * 5]))
+            continue
+        base = runs.get(f"{entry.study.name}-{BF16}-s{entry.seed}")
+        cells = [entry.name]
+        for key, width in widths.items():
+            cells.append(f"{run.end[key]:.4f}")
+            if entry.recipe == BF16 or base is None or not base.end or key not in base.end:
+                cells += ["", ""]
+            else:
+                gap = run.end[key] - base.end[key]
+                cells += [f"{gap:+.4f}", in_bands(gap, width)]
+        lines.append(_row(cells))
+    known = [f"{width:.4f} ({key.replace('_', '-')})" for key, width in widths.items() if width is not None]
+    lines += ["", f"Band of chance: {', '.join(known)}." if known else "Band of chance: not known yet."]
+    return "\n".join(lines)
+
+
+def _state(entry: Entry, run: RunFile | None) -> str:
+    """Write why a run has no result."""
+    if run is None:
+        return f"not run yet: waits for {entry.waits_for}" if entry.waits_for else "not run yet"
+    if run.end is None:
+        return f"not run yet: interrupted after step {len(run.losses)}"
+    return f"diverged at step {run.end['diverged']}"
+
+
+def _speeds(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
+    head = ["run", "tokens/s", "× BF16", "peak memory, compiled"]
+    if study.measures_eager:
+        head += ["peak memory, eager", "`plan` predicts", "eager / predicted"]
+    lines = [_row(head), "|---|" + "---:|" * (len(head) - 1)]
+    base = runs.get(f"{study.name}-{BF16}-s1")
+    for entry in entries:
+        run = runs.get(entry.name)
+        if run is None or run.end is None or "diverged" in run.end:
+            continue
+        speed, memory = run.end["tokens_per_second"], run.end["peak_memory"]
+        ratio = "" if base is None or not base.end else f"{speed / base.end['tokens_per_second']:.2f}"
+        cells = [entry.name, f"{speed:,.0f}", ratio, _gib(memory)]
+        if study.measures_eager:
+            eager = run.end["eager_peak_memory"]
+            config = RunConfig.from_json(run.settings["config"])
+            predicted = plan_step(config.model, COMMAND_RECIPES[config.train.recipe]).peak
+            cells += [_gib(eager), _gib(predicted), f"{eager / predicted:.3f}"]
+        lines.append(_row(cells))
+    return "\n".join(lines)
+
+
+def _sources(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
+    """List what each run was: its machine, its versions, its code, its data."""
+    lines = []
+    for entry in entries:
+        run = runs.get(entry.name)
+        if run is None:
+            continue
+        told = run.settings
+        tokens = told["data"]
+        lines.append(
+            f"- `{run.name}`: {told['device']}, torch {told['versions']['torch']}, {told['started'][:10]}, code "
+            f"`{told['code'][:12]}`, {tokens['tokens']:,} tokens and {tokens['held_out_tokens']:,} held out "
+            f"(`{tokens['sha256']['tokens.bin'][:12]}`)"
+        )
+    return "\n".join(lines)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> None:
+    """Draw losses and gaps in running means, and in both the band of the BF16 runs in grey."""
+    width = min(study.train.last, *(len(run.losses) for run in runs.values()))
+    means = {name: running_mean(run.losses, width) for name, run in runs.items()}
+    seeds = [means[entry.name] for entry in entries if entry.recipe == BF16 and entry.name in means]
+    shared = range(min(map(len, seeds)))
+    low, high = ([pick(mean[i] for mean in seeds) for i in shared] for pick in (min, max))
+    spread = [b - a for a, b in zip(low, high, strict=True)]
+    steps = range(width, width + len(spread))
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
+        left, right = figure.subplots(1, 2)
+        if len(seeds) > 1:
+            label = f"band of {len(seeds)} BF16 runs"
+            left.fill_between(steps, low, high, color="0.8", linewidth=0, label=label)
+            right.fill_between(steps, [-value for value in spread], spread, color="0.85", linewidth=0)
+        for entry in entries:
+            if entry.name in means and (entry.recipe != BF16 or entry.seed == 1):
+                base = means.get(f"{study.name}-{BF16}-s{entry.seed}")
+                _draw_run(left, right, entry, means[entry.name], base, width)
+        left.set(title=f"loss, mean of {width} steps", xlabel="step", ylabel="nats a token")
+        left.set_ylim(min(map(min, means.values())) - 0.1, sorted(means[entries[0].name])[-1])
+        left.legend(frameon=False, fontsize=7)
+        right.set(title=f"gap to BF16 of the same seed, mean of {width} steps", xlabel="step", ylabel="nats a token")
+        figure.savefig(path)
+
+
+def _draw_run(
+    left: Axes, right: Axes, entry: Entry, mean: Sequence[float], base: Sequence[float] | None, width: int
+) -> None:
+    line: Mapping[str, object] = {
+        "color": COLOURS[entry.recipe],
+        "linewidth": 0.9,
+        "linestyle": "--" if entry.variant else "-",
+    }
+    draw: Callable[..., object] = left.plot
+    draw(range(width, width + len(mean)), mean, label=entry.name, **line)
+    if base is not None:
+        gaps = [a - b for a, b in zip(mean, base, strict=False)]  # of one that was interrupted there are less
+        draw = right.plot
+        draw(range(width, width + len(gaps)), gaps, **line)
