@@ -12,8 +12,9 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench._convergence_runs import ENTRIES, RUNS, Entry, RunFile, Study, read_runs
-from mezzotint.cli.figure import COLOURS, STYLE, running_mean
+from bench._convergence_runs import ENTRIES, RUNS, Entry, RunFile, Study, is_finished, read_runs
+from mezzotint.cli.chance import band_width, in_bands
+from mezzotint.cli.figure import COLOURS, STYLE, draw_band, running_mean
 from mezzotint.trainer.memory import plan_step
 from mezzotint.trainer.recipe_names import BF16
 from mezzotint.trainer.recipes import COMMAND_RECIPES
@@ -47,12 +48,13 @@ def write_page(path: Path, folder: Path = RUNS, entries: Sequence[Entry] = ENTRI
 def _section(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile], path: Path) -> str:
     lines = [f"## {_title(study)}", ""]
     lines += [_losses(entries, runs)]
-    finished = {entry.name: runs[entry.name] for entry in entries if entry.name in runs and runs[entry.name].losses}
-    if any(run.end is not None for run in finished.values()):
+    if any(is_finished(runs, entry) for entry in entries):
         lines += ["", _speeds(study, entries, runs)]
-    if f"{study.name}-{BF16}-s1" in finished:
+    drawn = {entry.name: runs[entry.name] for entry in entries if entry.name in runs}
+    drawn = {name: run for name, run in drawn.items() if len(run.losses) >= study.train.last}
+    if f"{study.name}-{BF16}-s1" in drawn:
         figure = path.with_name(f"{path.stem}-{study.name}.png")
-        draw_study(figure, study, entries, finished)
+        draw_study(figure, study, entries, drawn)
         lines += ["", f"![losses, and gaps to BF16, of {study.name}]({figure.name})"]
     lines += ["", _sources(entries, runs)]
     return "\n".join(lines) + "\n"
@@ -74,14 +76,7 @@ def band(entries: Sequence[Entry], runs: Mapping[str, RunFile], key: str) -> flo
         for entry in entries
         if entry.recipe == BF16 and (run := runs.get(entry.name)) is not None and run.end and key in run.end
     ]
-    return max(found) - min(found) if len(found) > 1 else None
-
-
-def in_bands(gap: float, width: float | None) -> str:
-    """Write a gap in units of the band: "+1.7 bands", or that it is within chance."""
-    if width is None:
-        return ""
-    return "within chance" if abs(gap) <= width else f"{gap / width:+.1f} bands"
+    return band_width(found)
 
 
 def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
@@ -167,26 +162,22 @@ def _row(cells: Sequence[str]) -> str:
 
 def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> None:
     """Draw losses and gaps in running means, and in both the band of the BF16 runs in grey."""
-    width = min(study.train.last, *(len(run.losses) for run in runs.values()))
+    width = study.train.last
     means = {name: running_mean(run.losses, width) for name, run in runs.items()}
     seeds = [means[entry.name] for entry in entries if entry.recipe == BF16 and entry.name in means]
-    shared = range(min(map(len, seeds)))
-    low, high = ([pick(mean[i] for mean in seeds) for i in shared] for pick in (min, max))
-    spread = [b - a for a, b in zip(low, high, strict=True)]
-    steps = range(width, width + len(spread))
+    shortest = min(map(len, seeds))  # of one that was interrupted
+    steps = range(width, width + shortest)
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
         left, right = figure.subplots(1, 2)
         if len(seeds) > 1:
-            label = f"band of {len(seeds)} BF16 runs"
-            left.fill_between(steps, low, high, color="0.8", linewidth=0, label=label)
-            right.fill_between(steps, [-value for value in spread], spread, color="0.85", linewidth=0)
+            draw_band(left, right, steps, [mean[:shortest] for mean in seeds], f"{len(seeds)} seeds of BF16")
         for entry in entries:
             if entry.name in means and (entry.recipe != BF16 or entry.seed == 1):
                 base = means.get(f"{study.name}-{BF16}-s{entry.seed}")
                 _draw_run(left, right, entry, means[entry.name], base, width)
         left.set(title=f"loss, mean of {width} steps", xlabel="step", ylabel="nats a token")
-        left.set_ylim(min(map(min, means.values())) - 0.1, sorted(means[entries[0].name])[-1])
+        left.set_ylim(min(map(min, means.values())) - 0.1, max(seeds[0]))  # one that diverges leaves the others room
         left.legend(frameon=False, fontsize=7)
         right.set(title=f"gap to BF16 of the same seed, mean of {width} steps", xlabel="step", ylabel="nats a token")
         figure.savefig(path)

@@ -89,12 +89,19 @@ def compare(
     recipes: Annotated[
         str, typer.Option(help="recipes between commas, or all; BF16 always runs")
     ] = "bf16,delayed,current,mxfp8,nvfp4",
+    seeds: Annotated[
+        int, typer.Option(min=1, max=100, help="runs of BF16, of --seed and the next ones: several show what is chance")
+    ] = 1,
     out: Out = None,
     model: ModelOption = None,
     given: dict[str, Any],
 ) -> None:
-    """Train in several recipes, print a table, draw the losses and their gaps to BF16."""
-    _file("compare").run_compare(recipes=recipes, out=out, model=model, given=given)
+    """Train in several recipes, print a table, draw the losses and their gaps to BF16.
+
+    With --seeds 3 BF16 runs with three seeds. The distance between the lowest and the highest of their losses is the
+    band of chance: it is drawn, and a gap that is no larger is reported as within chance.
+    """
+    _file("compare").run_compare(recipes=recipes, seeds=seeds, out=out, model=model, given=given)
 
 
 @app.command()

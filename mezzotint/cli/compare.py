@@ -1,4 +1,4 @@
-"""`mezzotint compare`: the same model, data and seed in several recipes, side by side."""
+"""`mezzotint compare`: the same model, data and seed in several recipes, side by side, and BF16 with other seeds."""
 
 import gc
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mezzotint.cli.chance import band_width, in_bands
 from mezzotint.cli.figure import draw
 from mezzotint.cli.train import set_threads
 from mezzotint.files import write_json
@@ -26,7 +27,7 @@ from mezzotint.trainer.world import find_world
 ALLOWED = 0.03
 
 
-def run_compare(*, recipes: str, out: str | None, model: str | None, given: dict[str, Any]) -> None:
+def run_compare(*, recipes: str, seeds: int, out: str | None, model: str | None, given: dict[str, Any]) -> None:
     """The command; see `app.py`."""
     if find_world().size > 1:
         raise CommandError("compare runs in one process: start it without torchrun; train runs in several")
@@ -41,29 +42,36 @@ def run_compare(*, recipes: str, out: str | None, model: str | None, given: dict
     set_threads(settings)
     text = read_text(settings.data, settings.tokenizer)
     config = RunConfig(replace(sizes, vocab=text.vocab), settings, text.fingerprint)
+    planned = [replace(settings, seed=settings.seed + number) for number in range(seeds)]
+    planned += [replace(settings, recipe=name) for name in names[1:]]
     folder, console = None, make_console()
     results: list[Result] = []
-    for name in names:
-        chosen = replace(config, train=replace(settings, recipe=name))
-        training = Training(chosen, text)
+    for train in planned:
+        training = Training(replace(config, train=train), text)
         folder = folder or new_folder(out, "compare")  # not before: what cannot be trained leaves none behind
+        name = train.recipe if train.seed == settings.seed else f"{train.recipe}-s{train.seed}"
         try:
             results.append(_run(training, folder / name, console))
         except (Stopped, CommandError) as error:
             if results:
-                console.print(as_table(results, settings, None))
+                console.print(as_table(results[:seeds], results[seeds:], settings, None))
             raise CommandError(f"{name}: {error}; what is finished is in {folder}", error.code) from None
         del training  # before the next is made
         gc.collect()
     assert folder is not None
-    limit = ALLOWED if is_default(config) else None
-    console.print(as_table(results, settings, limit))
+    _report(results[:seeds], results[seeds:], config, folder, console)
+
+
+def _report(baselines: list[Result], others: list[Result], config: RunConfig, folder: Path, console: Console) -> None:
+    """Print, write and draw; an error where a gap is too large. `baselines`: BF16 by seed, the others' first."""
+    settings, limit = config.train, ALLOWED if is_default(config) else None
+    console.print(as_table(baselines, others, settings, limit))
     figure, report = folder / "compare.png", folder / "compare.json"
-    write_json(report, as_report(results, config))
-    draw(figure, title_of(results, settings), results, settings.last)
+    write_json(report, as_report(baselines, others, config))
+    draw(figure, title_of(baselines[0], settings), baselines, others, settings.last)
     console.print(f"losses: {report}", highlight=False, soft_wrap=True)
     console.print(f"figure: {figure}", highlight=False, soft_wrap=True)
-    far = [result.recipe for result in results if limit is not None and not abs(gap(result, results)) <= limit]
+    far = [result.recipe for result in others if limit is not None and not abs(gap(result, baselines)) <= limit]
     if far:
         raise CommandError(f"{', '.join(far)}: farther from BF16 than {limit}; {report} has every loss", 1)
 
@@ -74,9 +82,9 @@ def _run(training: Training, folder: Path, console: Console) -> Result:
     return run_training(training, folder, console)
 
 
-def gap(result: Result, results: Sequence[Result]) -> float:
-    """Final loss over BF16's."""
-    return result.final - results[0].final
+def gap(result: Result, baselines: Sequence[Result]) -> float:
+    """Final loss over BF16's, of the same seed."""
+    return result.final - baselines[0].final
 
 
 def is_default(config: RunConfig) -> bool:
@@ -89,25 +97,30 @@ def is_default(config: RunConfig) -> bool:
     return not config.differences(RunConfig(ModelConfig(), usual, ""))
 
 
-def title_of(results: Sequence[Result], settings: TrainConfig) -> str:
+def title_of(first: Result, settings: TrainConfig) -> str:
     how = "compiled" if settings.compile else "eager"
-    return f"{settings.steps} steps, seed {settings.seed}, {how}, {results[0].device}"
+    return f"{settings.steps} steps, seed {settings.seed}, {how}, {first.device}"
 
 
-def as_table(results: Sequence[Result], settings: TrainConfig, limit: float | None) -> Table:
-    """`limit`: of the gaps, where one is known."""
-    table = Table(title=title_of(results, settings), title_justify="left")
+def as_table(
+    baselines: Sequence[Result], others: Sequence[Result], settings: TrainConfig, limit: float | None
+) -> Table:
+    """`limit`: of the gaps, where one is known. With several seeds of BF16, gaps are also in units of their band."""
+    table = Table(title=title_of(baselines[0], settings), title_justify="left")
     table.add_column("recipe")
     last = min(settings.last, settings.steps)
+    width = band_width([result.final for result in baselines])
     away = "gap to BF16" if limit is None else f"gap to BF16 (±{limit})"
-    for name in (f"loss, last {last}", away, "tokens/s", "peak memory", "graphs", "compile s"):
+    chance = [] if width is None else [f"chance (band {width:.4f})"]
+    for name in (f"loss, last {last}", away, *chance, "tokens/s", "peak memory", "graphs", "compile s"):
         table.add_column(name, justify="right")
-    for result in results:
-        speed = result.tokens_per_second
+    for number, result in enumerate([*baselines, *others]):
+        speed, is_first, is_baseline = result.tokens_per_second, number == 0, number < len(baselines)
         table.add_row(
-            result.recipe,
+            result.recipe if is_first or not is_baseline else f"{result.recipe}, seed {settings.seed + number}",
             f"{result.final:.4f}",
-            "" if result is results[0] else f"{gap(result, results):+.4f}",
+            "" if is_first else f"{gap(result, baselines):+.4f}",
+            *([] if width is None else ["" if is_baseline else in_bands(gap(result, baselines), width)]),
             "" if speed is None else f"{speed:,.0f}",
             as_size(result.peak_memory),
             str(result.graphs),
@@ -116,6 +129,16 @@ def as_table(results: Sequence[Result], settings: TrainConfig, limit: float | No
     return table
 
 
-def as_report(results: Sequence[Result], config: RunConfig) -> dict[str, Any]:
-    rows = [{**asdict(result), "gap": gap(result, results)} for result in results]
-    return {"config": config.as_json(), "results": rows}
+def as_report(baselines: Sequence[Result], others: Sequence[Result], config: RunConfig) -> dict[str, Any]:
+    """`band` is None with one seed of BF16; results of its other seeds are `seeds`."""
+    width = band_width([result.final for result in baselines])
+    rows = [
+        {
+            **asdict(result),
+            "gap": gap(result, baselines),
+            "is_within_chance": None if width is None else abs(gap(result, baselines)) <= width,
+        }
+        for result in (baselines[0], *others)
+    ]
+    seeds = [{"seed": config.train.seed + i, **asdict(result)} for i, result in enumerate(baselines)]
+    return {"config": config.as_json(), "band": width, "seeds": seeds[1:], "results": rows}

@@ -74,7 +74,9 @@ def _map_tokens(path: Path, tokenizer: str | None) -> Text:
     """Tokens that a tokenizer made before, two bytes each, lowest first."""
     if tokenizer is None:
         raise CommandError(f"--data {path} holds tokens: give the tokenizer.json that made them as --tokenizer")
-    size = path.stat().st_size if path.is_file() else 0
+    if not path.is_file():
+        raise CommandError(f"--data {path} does not exist: give a file of uint16 tokens")
+    size = path.stat().st_size
     if size == 0 or size % 2:
         raise CommandError(f"--data {path} has {size} bytes: give a file of uint16 tokens, two bytes each")
     vocab = _open_tokenizer(tokenizer).get_vocab_size(with_added_tokens=True)

@@ -9,6 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from mezzotint.cli import compare as module
+from mezzotint.cli.chance import band_width, in_bands
 from mezzotint.cli.compare import ALLOWED, is_default
 from mezzotint.cli.figure import running_mean
 from mezzotint.trainer.loop import Training
@@ -47,6 +48,38 @@ def test_recipes_side_by_side(capsys: Capture, tmp_path: Path, options: tuple[st
         assert result is results[0] or f"{result['gap']:+.4f}" in row
     assert results[0]["losses"] != results[1]["losses"] != results[2]["losses"]
     assert said.splitlines()[-1] == "figure: runs/compare-001/compare.png"
+
+
+def test_seeds_show_what_is_chance(capsys: Capture, options: tuple[str, ...]) -> None:
+    said = works(capsys, "compare", *options, "--recipes=mxfp8,nvfp4", "--seeds=3", "--seed=5", "--out=made")
+    report = read(Path("made/compare.json"))
+    assert [row["recipe"] for row in report["results"]] == ["bf16", "mxfp8", "nvfp4"]
+    assert [row["seed"] for row in report["seeds"]] == [6, 7]
+    assert [row["losses"] for row in report["seeds"]] == [losses(Path(f"made/bf16-s{seed}")) for seed in (6, 7)]
+    finals = [report["results"][0]["final"], *(row["final"] for row in report["seeds"])]
+    assert len(set(finals)) == 3
+    assert report["band"] == max(finals) - min(finals) > 0
+    assert f"chance (band {report['band']:.4f})" in said
+    assert any(line.startswith("│ bf16, seed 7 ") and f"{finals[2]:.4f}" in line for line in said.splitlines())
+    for row in report["results"][1:]:
+        line = next(line for line in said.splitlines() if line.startswith(f"│ {row['recipe']} "))
+        assert row["is_within_chance"] == (abs(row["gap"]) <= report["band"]) == ("within chance" in line)
+    picture = (torch.from_numpy(imread("made/compare.png"))[..., :3] * 255).round()
+    greys = [(picture == round(255 * shade)).all(-1).sum() for shade in (0.8, 0.85)]
+    assert min(greys) > 50  # pixels of the bands, left and right
+
+
+def test_a_gap_in_units_of_the_band() -> None:
+    assert band_width([1.0]) is None
+    assert band_width([1.0, 0.75, 0.875]) == 0.25
+    assert in_bands(0.5, None) == ""
+    assert [in_bands(gap, 0.25) for gap in (0.25, -0.25, 0.5, -1.0)] == [
+        "within chance",
+        "within chance",
+        "+2.0 bands",
+        "-4.0 bands",
+    ]
+    assert [in_bands(gap, 0.0) for gap in (0.0, 0.5)] == ["within chance", "beyond a band of 0"]
 
 
 def test_the_figure_shows_something(capsys: Capture, options: tuple[str, ...]) -> None:

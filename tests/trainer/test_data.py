@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 
 from mezzotint.trainer import data
 from mezzotint.trainer.console import CommandError
-from mezzotint.trainer.data import Batches, Text, read_bytes, read_text
+from mezzotint.trainer.data import Batches, Text, hold_out, read_bytes, read_text
 
 
 def text_of(length: int) -> Text:
@@ -46,6 +47,39 @@ def test_tokens_of_a_tokenizer(tmp_path: Path) -> None:
     text = read_text(str(tmp_path / "text"), str(tmp_path / "tokenizer.json"))
     assert (text.tokens.tolist(), text.vocab) == ([0, 1, 1, 0, 2], 3)
     assert text.fingerprint != read_text(str(tmp_path / "text")).fingerprint
+
+
+def test_a_file_of_tokens_is_mapped(tmp_path: Path) -> None:
+    vocab = 50_000
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    path, given = tmp_path / "tokens.bin", str(tmp_path / "tokenizer.json")
+    np.array([0, 1, 255, 256, 49_999, 7], dtype="<u2").tofile(path)
+    text = read_text(str(path), given)
+    assert (text.tokens.dtype, text.vocab) == (torch.uint16, vocab)
+    tokens, targets = Batches(text, 5, 1, 0).next()
+    assert (tokens.tolist(), targets.tolist()) == ([[0, 1, 255, 256, 49_999]], [[1, 255, 256, 49_999, 7]])
+    trained, held_out = hold_out(text, 2 / 6)
+    assert (trained.tokens.tolist(), held_out.tokens.tolist()) == ([0, 1, 255, 256], [49_999, 7])
+    np.array([0, 1, 255, 256, 49_999, 8], dtype="<u2").tofile(path)
+    assert read_text(str(path), given).fingerprint != text.fingerprint
+
+
+def test_a_wrong_file_of_tokens_says_what_to_give(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    path, given = tmp_path / "tokens.bin", str(tmp_path / "tokenizer.json")
+    for content, tokenizer, message in (
+        (b"\0\0\1\0", None, "holds tokens: give the tokenizer.json that made them as --tokenizer"),
+        (b"\0\0\1", given, "has 3 bytes: give a file of uint16 tokens, two bytes each"),
+        (b"", given, "has 0 bytes: give a file of uint16 tokens"),
+        (b"\0\0\2\0", given, "has the token 2, and .* has 2: give the tokenizer that made the file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CommandError, match=message):
+            read_text(str(path), tokenizer)
+    with pytest.raises(CommandError, match="does not exist: give a file of uint16 tokens"):
+        read_text(str(tmp_path / "absent.bin"), given)
 
 
 def test_a_long_text_is_tokenized_in_lines() -> None:
