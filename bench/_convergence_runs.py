@@ -87,6 +87,7 @@ class RunFile:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)  # step → loss
+    seconds: float = 0.0  # that it took so far
     end: dict[str, Any] | None = None
 
 
@@ -102,12 +103,13 @@ def read_run(path: Path) -> RunFile:
             del run.losses[row["step"] :], run.norms[row["step"] :]
             run.held_out = {step: loss for step, loss in run.held_out.items() if step <= row["step"]}
         elif kind == "steps":
+            run.seconds = row["seconds"]
             run.losses += row["losses"]
             run.norms += row["norms"]
         elif kind == "held_out":
             run.held_out[row["step"]] = row["loss"]
         else:
-            run.end = row
+            run.end, run.seconds = row, row["seconds"]
     return run
 
 
@@ -123,7 +125,13 @@ def is_finished(runs: Mapping[str, RunFile], entry: Entry) -> bool:
 
 
 def predict_seconds(runs: Mapping[str, RunFile], entry: Entry) -> float:
-    """Return how long a run will take: as long as the slowest of its study, and a tenth more."""
-    study = f"{entry.study.name}-"
-    known = [run.end["seconds"] for run in runs.values() if run.end is not None and run.name.startswith(study)]
-    return 1.1 * max(known) if known else 60 * entry.study.minutes
+    """Return how long a run will take, a tenth added: by its own steps where it was interrupted, else as long as the
+    slowest of its recipe, or of its study, or as the study guesses."""
+    own = runs.get(entry.name)
+    if own is not None and own.losses:
+        return 1.1 * own.seconds * entry.study.train.steps / len(own.losses)
+    for prefix in (f"{entry.study.name}-{entry.recipe}-", f"{entry.study.name}-"):
+        known = [run.seconds for run in runs.values() if run.end is not None and run.name.startswith(prefix)]
+        if known:
+            return 1.1 * max(known)
+    return 60 * entry.study.minutes

@@ -10,7 +10,7 @@ from pathlib import Path
 from dev.convergence.tokens import hash_file
 
 PART = 2**24  # tokens that are compressed together
-SHARD = 60 * 2**20  # bytes of a shard at most
+SHARD = 52 * 2**20  # bytes of a shard at most: with this tree beside it less than 64 MiB
 # The numbers are two bytes each, which xz is told.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**26, "lc": 2, "lp": 1, "pb": 1}]
 
@@ -22,17 +22,16 @@ def pack(data: Path, shards: Path, processes: int = 2) -> list[Path]:
     with ProcessPoolExecutor(processes) as pool:
         packed = list(pool.map(_compress, pieces))
     shutil.rmtree(shards, ignore_errors=True)
-    folder = shards / "0"
-    folder.mkdir(parents=True)
-    shutil.copy(data / "tokenizer.json", folder)
-    size, folders = (folder / "tokenizer.json").stat().st_size, [folder]
-    for number, piece in enumerate(packed):
-        if size + len(piece) > SHARD:
-            folder, size = shards / str(len(folders)), 0
-            folder.mkdir()
-            folders.append(folder)
-        (folder / f"tokens-{number:02d}-of-{len(packed):02d}.xz").write_bytes(piece)
-        size += len(piece)
+    files = {"tokenizer.json.xz": lzma.compress((data / "tokenizer.json").read_bytes())}
+    files |= {f"tokens-{number:02d}-of-{len(packed):02d}.xz": piece for number, piece in enumerate(packed)}
+    folders, room = [], -1
+    for name, content in files.items():
+        if len(content) > room:
+            folders.append(shards / str(len(folders)))
+            folders[-1].mkdir(parents=True)
+            room = SHARD
+        (folders[-1] / name).write_bytes(content)
+        room -= len(content)
     return folders
 
 
@@ -44,11 +43,8 @@ def unpack(shards: Sequence[Path], data: Path, corpus: Path) -> list[str]:
     """Take shards into `data`; return the parts that are missing still. When none is, the hashes are checked."""
     data.mkdir(parents=True, exist_ok=True)
     for shard in shards:
-        for path in sorted(shard.iterdir()):
-            if path.suffix == ".xz":
-                (data / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
-            else:
-                shutil.copy(path, data)
+        for path in sorted(shard.glob("*.xz")):
+            (data / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
     found = sorted(data.glob("tokens-*-of-*"))
     if found:
         count = int(found[0].name[-2:])

@@ -12,6 +12,7 @@ END = "<|end|>"  # after each file; token 0
 BATCH = 500  # files that are tokenized at once
 SAMPLE = 4  # a file of so many trains the tokenizer
 HELD_OUT = 4  # of 256 files so many are held out, by their hashes
+TRAINED_TOKENS = 1600 * 64 * 1024 + 1  # 1600 batches of 64 windows of 1024 tokens: each is seen once
 HELD_OUT_TOKENS = 20 * 64 * 1024 + 1  # 20 batches of 64 windows of 1024 tokens: each evaluation sees each window once
 
 
@@ -37,14 +38,20 @@ def is_held_out(key: str) -> bool:
 
 
 def write_tokens(texts: Mapping[str, str], tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[int, int]:
-    """Write the tokens of all texts, in the order of their hashes; return how many are trained on, and held out."""
-    held = sorted(key for key in texts if is_held_out(key))
-    trained = sorted(key for key in texts if not is_held_out(key))
+    """Write tokens of the texts, in the order of their hashes, as many as are wanted; return how many are trained on,
+    and held out."""
+    counts = []
     with path.open("wb") as file:
-        num_trained = sum(ids.tofile(file) or ids.size for ids in _encode(texts, trained, tokenizer))
-        kept = np.concatenate(list(_encode(texts, held, tokenizer)))[:HELD_OUT_TOKENS]
-        kept.tofile(file)
-    return num_trained, kept.size
+        for is_held, room in ((False, TRAINED_TOKENS), (True, HELD_OUT_TOKENS)):
+            keys, written = sorted(key for key in texts if is_held_out(key) == is_held), 0
+            for ids in _encode(texts, keys, tokenizer):
+                kept = ids[: room - written]
+                kept.tofile(file)
+                written += kept.size
+                if written == room:
+                    break
+            counts.append(written)
+    return counts[0], counts[1]
 
 
 def _encode(texts: Mapping[str, str], keys: list[str], tokenizer: tokenizers.Tokenizer) -> Iterator[np.ndarray]:

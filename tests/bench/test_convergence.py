@@ -66,7 +66,11 @@ def test_runs_leave_files(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert runs["toy-bf16-s1"].losses[0] == pytest.approx(math.log(64), abs=0.1)
     assert runs["toy-bf16-s1"].losses != runs["toy-current-s1"].losses
     assert convergence.run_study([BF16, CURRENT], place) == []  # finished
-    assert predict_seconds(runs, BF16) == pytest.approx(1.1 * max(run.end["seconds"] for run in runs.values()))
+    mine, other = runs["toy-bf16-s1"].seconds, runs["toy-current-s1"].seconds
+    assert predict_seconds(runs, replace(BF16, seed=2)) == 1.1 * mine
+    assert predict_seconds(runs, WAITING) == 1.1 * max(mine, other)
+    runs["toy-bf16-s1"].losses = runs["toy-bf16-s1"].losses[:5]
+    assert predict_seconds(runs, BF16) == 1.1 * mine * STEPS / 5
 
 
 def test_an_interrupted_run_goes_on(data: Path, tmp_path: Path) -> None:
@@ -106,7 +110,7 @@ def write_result(folder: Path, entry: Entry, final: float, held_out: float) -> N
     settings = {"device": "H", "versions": {"torch": "2"}, "started": "2026-01-02T03", "code": "c" * 64}
     settings["data"] = {"tokens": 10**8, "held_out_tokens": 10**6, "sha256": {"tokens.bin": "d" * 64}}
     losses = [final + (STEPS - step) / 10 for step in range(STEPS)]
-    end = {"final": final, "held_out": held_out, "tokens_per_second": 1e6, "peak_memory": 2**31}
+    end = {"final": final, "held_out": held_out, "tokens_per_second": 1e6, "peak_memory": 2**31, "seconds": 2.0}
     rows = [
         {"kind": "settings", "name": entry.name, **settings},
         {"kind": "steps", "step": STEPS, "seconds": 1.0, "losses": losses, "norms": losses},
