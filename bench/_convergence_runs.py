@@ -50,8 +50,8 @@ STUDY_125M = Study(
         hidden=768, ffn=2048, layers=12, heads=12, kv_heads=4, vocab=32768, sequence=1024, batch=64, rope_base=10000.0
     ),
     train=TrainConfig(
-        steps=1600, lr=6e-4, warmup=100, last=100, log_every=20, eval_every=400, eval_batches=20, hold_out=0.01,
-        checkpoint_every=400, keep=1,
+        steps=1536, lr=6e-4, warmup=96, last=96, log_every=16, eval_every=384, eval_batches=20, hold_out=0.01,
+        checkpoint_every=384, keep=1,
     ),
     minutes=8,
 )  # fmt: skip

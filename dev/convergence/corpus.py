@@ -1,7 +1,7 @@
 """The text of the convergence study: built out of packages, packed, and unpacked elsewhere.
 
     python -m dev.convergence.corpus build   --data DIR     download, read, tokenize; writes dev/convergence/corpus.json
-    python -m dev.convergence.corpus pack    --data DIR     DIR/shards/0, 1, …: at most 52 MiB each
+    python -m dev.convergence.corpus pack    --data DIR     DIR/shards/0, 1, …: at most 53 MiB each
     python -m dev.convergence.corpus unpack  --data DIR SHARD …
 
 `corpus.toml` names the packages. A file of text counts once, by its hash, which also says whether it is held out.

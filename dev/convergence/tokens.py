@@ -12,7 +12,7 @@ END = "<|end|>"  # after each file; token 0
 BATCH = 500  # files that are tokenized at once
 SAMPLE = 4  # a file of so many trains the tokenizer
 HELD_OUT = 4  # of 256 files so many are held out, by their hashes
-TRAINED_TOKENS = 1600 * 64 * 1024 + 1  # 1600 batches of 64 windows of 1024 tokens: each is seen once
+TRAINED_TOKENS = 1536 * 64 * 1024 + 1  # 1536 batches of 64 windows of 1024 tokens: each is seen once
 HELD_OUT_TOKENS = 20 * 64 * 1024 + 1  # 20 batches of 64 windows of 1024 tokens: each evaluation sees each window once
 
 
