@@ -4,6 +4,7 @@ import gc
 import hashlib
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Mapping
@@ -51,6 +52,7 @@ def train_entry(entry: Entry, place: Place) -> bool:
     folder = place.scratch / entry.name
     seconds = _resume(training, folder, path)
     if not training.step:
+        shutil.rmtree(folder, ignore_errors=True)  # checkpoints of a run whose file is lost
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         _write(
@@ -58,6 +60,8 @@ def train_entry(entry: Entry, place: Place) -> bool:
         )
     run = _Run(training, path, folder, place.deadline, start - seconds, eager)
     is_whole = run.go()
+    if is_whole:
+        shutil.rmtree(folder, ignore_errors=True)
     del run, training
     gc.collect()
     return is_whole
@@ -95,7 +99,10 @@ def _eager_peak(config: RunConfig, text: Text) -> int:
     training.run_step()
     reset_peak_memory(training.device)
     training.run_step()
-    return peak_memory(training.device)
+    peak = peak_memory(training.device)
+    del training
+    gc.collect()  # it is no part of the memory of what comes next
+    return peak
 
 
 def _resume(training: Training, folder: Path, path: Path) -> float:
