@@ -12,7 +12,7 @@ from dev.convergence.tokens import hash_file
 PART = 2**24  # tokens that are compressed together
 SHARD = 53 * 2**20  # bytes of a shard at most: with this tree beside it less than 64 MiB
 # The numbers are two bytes each, which xz is told.
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 2**26, "lc": 2, "lp": 1, "pb": 1}]
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 2**26, "lc": 2, "lp": 1, "pb": 1}]
 
 
 def pack(data: Path, shards: Path, processes: int = 2) -> list[Path]:
