@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("shards", nargs="*", type=Path, help="folders to unpack")
     parser.add_argument("--data", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--processes", type=int, default=2)
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.verb == "build":
         build(args.data, args.processes)
     elif args.verb == "pack":

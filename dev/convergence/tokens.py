@@ -18,7 +18,7 @@ HELD_OUT_TOKENS = 20 * 64 * 1024 + 1  # 20 batches of 64 windows of 1024 tokens:
 
 def train_tokenizer(texts: Mapping[str, str]) -> tokenizers.Tokenizer:
     """Train byte-level BPE on the texts that are not held out, by hash."""
-    sample = [text for key, text in texts.items() if not is_held_out(key) and int(key[2:4], 16) % SAMPLE == 0]
+    sample = [text for key, text in texts.items() if not is_held_out(key) and int(key[-4:-2], 16) % SAMPLE == 0]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -33,17 +33,18 @@ def train_tokenizer(texts: Mapping[str, str]) -> tokenizers.Tokenizer:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a text is for evaluation, by its hash."""
-    return int(key[:2], 16) < HELD_OUT
+    """Whether a text is for evaluation, by the end of its hash: the beginning says what is taken of large packages."""
+    return int(key[-2:], 16) < HELD_OUT
 
 
 def write_tokens(texts: Mapping[str, str], tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[int, int]:
-    """Write tokens of the texts, in the order of their hashes, as many as are wanted; return how many are trained on,
-    and held out."""
+    """Write tokens of the texts, in the order of their hashes read backwards, as many as are wanted; return how many are
+    trained on, and held out."""
     counts = []
     with path.open("wb") as file:
         for is_held, room in ((False, TRAINED_TOKENS), (True, HELD_OUT_TOKENS)):
-            keys, written = sorted(key for key in texts if is_held_out(key) == is_held), 0
+            keys = sorted((key for key in texts if is_held_out(key) == is_held), key=lambda key: key[::-1])
+            written = 0
             for ids in _encode(texts, keys, tokenizer):
                 kept = ids[: room - written]
                 kept.tofile(file)

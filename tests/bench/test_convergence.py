@@ -175,11 +175,11 @@ def test_shards_come_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_tokens_of_held_out_files_are_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "VOCAB", 300)
-    texts = {f"{key:02x}00{key:02x}": f"file number {key} says hello\n" * 3 for key in (9, 2, 5)}
+    texts = {f"{99 - key:02x}00{key:02x}": f"file number {key} says hello\n" * 3 for key in (9, 2, 5)}
     tokenizer = tokens.train_tokenizer(texts)
     assert tokens.write_tokens(texts, tokenizer, tmp_path / "tokens.bin") == (
-        sum(len(tokenizer.encode(texts[key]).ids) + 1 for key in ("050005", "090009")),
-        len(tokenizer.encode(texts["020002"]).ids) + 1,
+        sum(len(tokenizer.encode(texts[key]).ids) + 1 for key in ("5e0005", "5a0009")),
+        len(tokenizer.encode(texts["610002"]).ids) + 1,
     )
     found = tokenizer.decode(np.fromfile(tmp_path / "tokens.bin", np.uint16).tolist(), skip_special_tokens=False)
-    assert found == "".join(texts[key] + tokens.END for key in ("050005", "090009", "020002"))
+    assert found == "".join(texts[key] + tokens.END for key in ("5e0005", "5a0009", "610002"))
