@@ -38,8 +38,8 @@ def is_held_out(key: str) -> bool:
 
 
 def write_tokens(texts: Mapping[str, str], tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[int, int]:
-    """Write tokens of the texts, in the order of their hashes read backwards, as many as are wanted; return how many are
-    trained on, and held out."""
+    """Write tokens of the texts, in the order of their hashes read backwards, as many as are wanted; return how many
+    are trained on, and held out."""
     counts = []
     with path.open("wb") as file:
         for is_held, room in ((False, TRAINED_TOKENS), (True, HELD_OUT_TOKENS)):

@@ -3,12 +3,14 @@
 import json
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tokenizers
+import torch
 
 from bench import _convergence_report, convergence
 from bench._convergence_runs import ENTRIES, Entry, Study, predict_seconds, read_run, read_runs
@@ -28,6 +30,15 @@ TOY = Study(
 )
 BF16, CURRENT = (Entry(study=TOY, recipe=name) for name in ("bf16", "current"))
 WAITING = Entry(study=TOY, recipe="nvfp4", variant="x", waits_for="a rule")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators this small gain nothing from a second, and wait long for a busy one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
