@@ -56,8 +56,8 @@ def _section(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile]
         figure = path.with_name(f"{path.stem}-{study.name}.png")
         draw_study(figure, study, entries, drawn)
         lines += ["", f"![losses, and gaps to BF16, of {study.name}]({figure.name})"]
-    lines += ["", _sources(entries, runs)]
-    return "\n".join(lines) + "\n"
+    sources = _sources(entries, runs)
+    return "\n".join([*lines, *(["", sources] if sources else [])]) + "\n"
 
 
 def _title(study: Study) -> str:

@@ -86,7 +86,7 @@ def _map_tokens(path: Path, tokenizer: str | None) -> Text:
         raise CommandError(
             f"--data {path} has the token {largest}, and {tokenizer} has {vocab}: give the tokenizer that made the file"
         )
-    return Text(tokens, vocab, _hash(memoryview(tokens.numpy()), vocab))
+    return Text(tokens, vocab, _hash(tokens.numpy().data, vocab))
 
 
 def read_bytes(path: str | None) -> bytes:
