@@ -60,6 +60,7 @@ def test_every_way(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None
     """Whichever `SOURCE_MODES` may name; halves are whole tiles, and rows are cut."""
     monkeypatch.setattr(_jit_source, "SOURCE_MODES", {**SOURCE_MODES, name: dict.fromkeys(SOURCE_MODES[name], how)})
     formats = {"current": "float8", "delayed": "float8_scaled", "rowwise": "float8_rowwise", "block": "float8_block"}
+    formats["blocks of 32"] = "mxfp8"
     variant = variants_of(formats.get(name, name))[0]
     for shape in ((256, 1024), (72, 2048)):
         for case in ("swiglu", "dgelu", "dclamped", "dswiglu", "dswiglu_scaled"):
