@@ -1,7 +1,8 @@
-"""How a leaf op is made: schema, fake, CPU reference and, named by string so that Triton loads late, CUDA launch.
+"""Leaf ops: this module registers an op's schema, fake, CPU reference and CUDA launch.
 
-`Library.define` + `impl` costs about half of what `torch.library.custom_op` does per call. The op is the boundary that
-the compiler does not look into: eager and compiled code run the same bytes through the same kernel.
+The launch is named by a string, so that Triton is imported only when the launch is first called. `Library.define` +
+`impl` costs about half of what `torch.library.custom_op` does per call. The op is the boundary that the compiler does
+not look into: eager and compiled code run the same bytes through the same kernel.
 """
 
 import importlib
@@ -17,7 +18,7 @@ from mezzotint.tracing import eager_only
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
 
-# What a quantization makes, in order: buffer name → (shape, dtype). Pure ints in and out, symbolic ones too.
+# The buffers that a quantization writes, in order: name → (shape, dtype). Sizes are ints, or symbolic ones.
 Buffers = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -31,8 +32,8 @@ def leaf(
 ) -> torch._ops.OpOverload:
     """Define `mezzotint::<schema>` and return its overload.
 
-    `cuda` is "module:function" inside `mezzotint.kernels.triton`; without it, and on GPUs that Triton's FP8 casts do
-    not reach, the plain-torch reference runs on the CUDA tensors.
+    `cuda` is "module:function" inside `mezzotint.kernels.triton`. Without it, and on GPUs that Triton's FP8 casts do
+    not support, the plain-torch reference `cpu` runs on the CUDA tensors.
     """
     return define(schema, fake, cpu, cpu if cuda is None else Late(cuda, cpu), tags)
 
@@ -57,7 +58,7 @@ def define(
 
 
 def composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverload:
-    """Define an op that is made of others, which the compiler sees in its place, and return its overload."""
+    """Define an op that is made of other ops, which the compiler sees in its place, and return its overload."""
     name = schema.split("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, function, "CompositeImplicitAutograd")
@@ -67,23 +68,25 @@ def composite(schema: str, function: Callable[..., Any]) -> torch._ops.OpOverloa
 
 
 def leaf_references() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Return the reference of each leaf op that is defined by now."""
+    """Return the CPU reference of each leaf op that has been defined so far."""
     return {op: cpu for op, (cpu, _) in _IMPLEMENTATIONS.items()}
 
 
 def composites() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Return what the ops that are made of others are made of."""
+    """Return the Python function behind each op that `composite` defined."""
     return dict(_COMPOSITES)
 
 
 def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Have the compiler launch the op's Triton kernels itself: a graph on CUDA holds the launches of the op's CUDA code
-    in its place. (What `torch.library.triton_op` does, for an op that has a reference too.)
+    """Make the compiler launch the op's Triton kernels itself, and return the op. A graph on CUDA then holds the
+    launches of the op's CUDA code in place of the op. (`torch.library.triton_op` does the same, but for an op without a
+    reference.)
 
-    Not while sizes are dynamic, since which kernels run depends on them, nor in `torch.export`. The compiler cannot be
-    told to leave products and sums apart, as all our launches do (`enable_fp_fusion=False`): so the kernels of such an
-    op have none that it could fuse (`tests/kernels/test_triton_ahead.py`). What only backward reads the compiler may
-    leave to backward.
+    The op stays an op while sizes are dynamic, because which kernels run depends on the sizes, and in `torch.export`.
+    All our launches keep products and sums apart (`enable_fp_fusion=False`), which the compiler cannot be told to do:
+    so the kernels of such an op must have no product and sum that could be fused
+    (`tests/kernels/test_triton_ahead.py`). The compiler may move a launch whose result only backward reads into
+    backward.
     """
     launch = _IMPLEMENTATIONS[op][1]
 
@@ -93,7 +96,7 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         is_plain = all(kind in (torch.Tensor, FunctionalTensor) for kind in types)
         if not (is_static and is_plain and hw.has_triton_kernels()) or mode.export:
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
-        # Equal calls are made once, as the compiler does with ops: linears that read one tensor quantize it once.
+        # Equal calls run once, as the compiler does with ops: linears that read one tensor then quantize it once.
         made = vars(mode).setdefault("mezzotint_made", {})
         inner = [arg.from_functional() if isinstance(arg, FunctionalTensor) else arg for arg in args]
         key = (op, *[id(arg) if isinstance(arg, torch.Tensor) else arg for arg in inner]) if is_pure else None
@@ -102,7 +105,7 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
                 result = launch(*args)
             if key is None:
                 return result
-            made[key] = result, inner  # which keeps what the key names alive
+            made[key] = result, inner  # `inner` keeps alive the tensors whose ids are in the key
         return made[key][0]
 
     is_pure = not op._schema.is_mutable
@@ -116,7 +119,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
-    """The op. In plain eager code its implementation itself, which the dispatcher is slower to reach than to run."""
+    """Run the op. In plain eager code this calls its implementation directly, because the dispatcher takes longer to
+    reach it than it takes to run."""
     first = args[0][0] if isinstance(args[0], list) and args[0] else args[0]
     if not is_plain(first) or _has_negative(args):
         return op(*args)
@@ -125,8 +129,9 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
 
 
 def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
-    """Return what runs the op on `x`, whose other tensors are made by this package: in plain eager code the
-    implementation itself, else the op. The caller calls it: nothing stands between the two on the stack."""
+    """Return the callable that runs the op on `x`: in plain eager code the implementation itself, else the op. Only `x`
+    is looked at: the op's other tensors must be made by this package. The caller makes the call, so that no frame
+    stands between the two on the stack."""
     if not is_plain(x) or x.is_neg():
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
@@ -136,8 +141,8 @@ def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
 
 
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
-    """An op that writes into state, of which autograd knows nothing; the way there is that of `run_op`, whether
-    gradients are enabled or not."""
+    """Run an op that writes into state, of which autograd knows nothing. As in `run_op` plain eager code calls the
+    implementation directly, whether gradients are enabled or not."""
     if is_bare(written):
         cpu, cuda = _IMPLEMENTATIONS[op]
         (cuda if written.is_cuda else cpu)(written, *args)
@@ -147,13 +152,15 @@ def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> No
 
 
 def is_plain(x: Any) -> bool:
-    """Whether nothing stands between a call on `x` and its implementation: no graph, no mode, no transform, no fake."""
+    """Return whether nothing stands between a call on `x` and its implementation: no autograd graph, no dispatch mode,
+    no functorch transform, no fake tensor."""
     return not torch.is_grad_enabled() and is_bare(x)
 
 
 @eager_only(in_graph=False)
 def is_bare(x: Any) -> bool:
-    """Return the same but for gradients. A graph is made of ops: below Dynamo its tensors are fake, and say so."""
+    """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not. A compiled graph is made of
+    ops: below Dynamo its tensors are fake, so that their type answers the question."""
     return (
         type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)
@@ -163,8 +170,9 @@ def is_bare(x: Any) -> bool:
 
 
 def _has_negative(args: Sequence[Any]) -> bool:
-    """Whether a tensor is the negative of what its memory holds (`z.conj().imag`), which the dispatcher makes plain."""
-    for arg in args:  # a loop over types: this runs in front of every kernel
+    """Return whether a tensor in `args` is the negative of what its memory holds (`z.conj().imag`), which only the
+    dispatcher resolves."""
+    for arg in args:  # This loop compares types because it runs in front of every kernel.
         kind = type(arg)
         if kind in _PLAIN:
             if arg.is_neg():
@@ -175,7 +183,8 @@ def _has_negative(args: Sequence[Any]) -> bool:
 
 
 class Late:
-    """A CUDA implementation that is imported when it is first called; without a target, the reference."""
+    """A `Late` is a CUDA implementation that is imported when it is first called. Without a target it is the
+    reference."""
 
     def __init__(self, target: str | None, reference: Callable[..., Any]) -> None:
         self.target, self.reference = target, reference
@@ -198,31 +207,32 @@ class Late:
 
 
 def _on_device(device: torch.device, launch: Callable[..., Any], *args: Any) -> Any:
-    """Triton launches on the current device, whatever its arguments."""
+    """Call `launch` with `device` current, because Triton launches on the current device, wherever its arguments
+    are."""
     with torch.cuda.device(device):
         return launch(*args)
 
 
 def load_triton(target: str) -> Callable[..., Any]:
-    """Import "module:function" from the Triton kernels."""
+    """Import a function of the Triton kernels by its name "module:function"."""
     module, function = target.split(":")
     return getattr(importlib.import_module(f"mezzotint.kernels.triton.{module}"), function)
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """The 2-D view (M, K) of a tensor of any rank; a vector is one row."""
+    """Return the 2-D view (M, K) of a tensor with any number of dimensions; a vector is one row."""
     return x if x.dim() == 2 else x.reshape(matrix_shape(x.shape))
 
 
 def as_columns(data: torch.Tensor) -> torch.Tensor:
-    """The 2-D view (K, M) of a column-wise copy (K, d0, …, dn-1)."""
+    """Return the 2-D view (K, M) of a column-wise copy (K, d0, …, dn-1)."""
     if data.dim() == 2:
         return data
     return data.reshape(data.shape[0] if data.dim() > 0 else 1, _leading((*data.shape[1:], 1)))
 
 
 def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """A matrix with zeros up to (rows, cols); itself where there is nothing to add."""
+    """Return a matrix with zeros appended up to (rows, cols), or `x` itself where there is nothing to add."""
     if x.shape[0] == rows and x.shape[1] == cols:
         return x
     return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
@@ -236,5 +246,6 @@ def _leading(shape: Sequence[int]) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(M, K) of a logical shape; one that has no dimensions is (1, 1)."""
+    """Return (M, K) of a logical shape: the product of all sizes but the last, and the last. No dimensions give (1,
+    1)."""
     return _leading(shape), shape[-1] if len(shape) > 0 else 1

@@ -1,20 +1,21 @@
-"""Activations between two GEMMs: FP32 inside, one rounding to the input's dtype at the end.
+"""Activations between two GEMMs: they are computed in FP32 and rounded once, at the end, to the input's dtype.
 
     gelu     x · (0.5 + 0.5 · tanh(x · (0.79788456 + 0.03567741 · x²)))      relu    max(x, 0)
     qgelu    x · sigmoid(1.702 · x)                                          srelu   max(x, 0)²
     silu     x · sigmoid(x)                                                  sigmoid
 
-Gated ones take x = [x1 | x2] along the last dimension and give act(x1) · x2: geglu, qgeglu, swiglu, reglu, sreglu,
-glu (sigmoid). The activation is of the first half; torch's GLU has it the other way round.
+Gated activations take x = [x1 | x2] along the last dimension and give act(x1) · x2: geglu, qgeglu, swiglu, reglu,
+sreglu, glu (sigmoid). The activation is applied to the first half; torch's GLU has it the other way round.
 
     clamped_swiglu (limit, alpha, offset)    a = min(x1, limit);  a · sigmoid(alpha · a) · (clamp(x2, ±limit) + offset)
     situglu (beta1, beta2)                   beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)
 
-`bias` [width of x] is added first and the sum is rounded to x's dtype, as if it had been added before. The gradient
-of the bias is the FP32 sum over rows of the rounded gradient of x.
+`bias` [width of x] is added first and the sum is rounded to x's dtype, as if it had been added before. The gradient of
+the bias is the FP32 sum over rows of the rounded gradient of x.
 
-`scales`, one per row (an expert's probability), multiply what the activation gives once it is rounded, and round it
-again: y = round(round(act(x)) · s). Backward: dx = round(round(dy · s) · act'(x)), ds = sum(round(act(x)) · dy).
+`scales`, one per row (an expert's probability), multiply the rounded output of the activation, and the product is
+rounded again: y = round(round(act(x)) · s). Backward: dx = round(round(dy · s) · act'(x)), ds = sum(round(act(x)) ·
+dy).
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ def _srelu(x: torch.Tensor) -> Pair:
     return positive * positive, 2.0 * positive
 
 
-# Each gives its value and its derivative, FP32.
+# Each function returns its value and its derivative in FP32.
 PLAIN: dict[str, Callable[[torch.Tensor], Pair]] = {
     "gelu": _gelu,
     "qgelu": _qgelu,
@@ -74,7 +75,7 @@ GATED = {
     "reglu": "relu",
     "sreglu": "srelu",
 }
-# Gated ones of their own, with the defaults of their parameters.
+# Gated activations with parameters, and the defaults of these.
 PARAMETERS = {
     "clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
     "situglu": {"beta1": 4.0, "beta2": 25.0},
@@ -83,12 +84,12 @@ ACTIVATIONS = (*(name for name in PLAIN if name != "sigmoid"), *GATED, *PARAMETE
 
 
 def is_gated(name: str) -> bool:
-    """Whether the input is twice as wide as the output."""
+    """Return whether the activation's input is twice as wide as its output."""
     return name in GATED or name in PARAMETERS
 
 
 def _gated(x: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, Pair]:
-    """(value, derivative) of what each half contributes: the output is the product of the values."""
+    """Return (value, derivative) of each half's factor; the output is the product of the two values."""
     x1, x2 = x.chunk(2, -1)
     if name == "clamped_swiglu":
         limit, alpha, offset = params
@@ -106,13 +107,14 @@ def _gated(x: torch.Tensor, name: str, params: Sequence[float]) -> tuple[Pair, P
 
 
 def _input(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """FP32, with the bias added and rounded. Dense, and so is all that is made of it."""
+    """Return x in FP32, with the bias added and rounded to x's dtype. The result is contiguous, and so is all that is
+    computed from it."""
     value = x.contiguous()
     return value.float() if bias is None else (value.float() + bias.float()).to(x.dtype).float()
 
 
 def _scaled(value: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Each row multiplied by its scale and rounded to `dtype`."""
+    """Multiply each row by its scale and round to `dtype`; return `value` itself if there are no scales."""
     if scales is None:
         return value
     return (value.float() * scales.float().reshape(*value.shape[:-1], 1)).to(dtype)
@@ -125,7 +127,7 @@ def activation_forward_reference(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (…, N), or (…, 2N) when gated → (…, N) in x's dtype; scales (…)."""
+    """Return the activation of x (…, N), or (…, 2N) when gated, as (…, N) in x's dtype. `scales` has the shape (…)."""
     value = _input(x, bias)
     if not is_gated(name):
         return _scaled(PLAIN[name](value)[0].to(x.dtype), scales, x.dtype)
@@ -141,7 +143,7 @@ def activation_backward_reference(
     params: Sequence[float],
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of x, in its shape and dtype."""
+    """Return the gradient of x, in its shape and dtype."""
     value, grad = _input(x, bias), _scaled(dy.contiguous(), scales, x.dtype).float()
     if not is_gated(name):
         return (grad * PLAIN[name](value)[1]).to(x.dtype)
@@ -152,12 +154,12 @@ def activation_backward_reference(
 def activation_scale_gradient_reference(
     dy: torch.Tensor, x: torch.Tensor, name: str, params: Sequence[float]
 ) -> torch.Tensor:
-    """The gradient of scales, FP32 (…)."""
+    """Return the gradient of `scales`, FP32 (…)."""
     return (activation_forward_reference(x, None, name, params).float() * dy.contiguous().float()).sum(-1)
 
 
 def column_sum_reference(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x (…, N) → [N]: FP32 sums over all other dimensions, cast once."""
+    """Sum x (…, N) over all dimensions but the last in FP32, and return [N], cast once to `dtype`."""
     return as_matrix(x).sum(0, dtype=torch.float32).to(dtype)
 
 

@@ -1,11 +1,12 @@
-"""Delayed scaling's state: what was seen, and the scale that follows from it.
+"""Delayed scaling's state: this module keeps the amaxes that were seen, and the scales that follow from them.
 
-    history   FP32 (L, n)   row 0 gathers the maxima of this iteration, row L-1 is the last one, row 1 the oldest
+    history   FP32 (L, n)   row 0 collects the amaxes of this iteration; row L-1 is that of the last, row 1 the oldest
     scale     FP32 [n]
 
-Update, slot by slot, with last = history[0]: nothing changes where last is 0. Else amax = max over the column, or last
-for "most_recent"; row 1 goes, the others move up, last becomes row L-1, row 0 is cleared. scale = top / amax, as it was
-where amax is not finite, the largest FP32 where the quotient overflows.
+An update treats each slot (column) on its own, with last = history[0]. Nothing changes where last is 0. Else amax is
+the maximum over the column, or last for "most_recent"; row 1 is dropped, the others move up, last becomes row L-1, row
+0 is cleared. scale = top / amax; it stays as it was where amax is not finite, and is the largest FP32 number where the
+quotient overflows.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from mezzotint.kernels.elements import div
 
 
 def delayed_saw_reference(history: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
-    """Row 0: the maximum of itself and the amaxes, FP32 [1] each, of these slots.
+    """Raise row 0 of `history` to the amaxes, FP32 [1] each, of these slots.
 
-    One launch on CUDA, without waiting for it.
+    On CUDA this is one launch, and the host does not wait for it.
     """
     if amaxes:
         seen = history[0]
@@ -30,7 +31,8 @@ def delayed_saw_reference(history: torch.Tensor, amaxes: Sequence[torch.Tensor],
 def delayed_update_reference(
     scales: Sequence[torch.Tensor], histories: Sequence[torch.Tensor], tops: Sequence[float], most_recent: bool
 ) -> None:
-    """Each state of its own: scale [n], history (L, n), top = the format's largest value · 2^-margin."""
+    """Update each state on its own: scale [n], history (L, n), and top, which is the format's largest value ·
+    2^-margin."""
     for scale, history, top in zip(scales, histories, tops, strict=True):
         last = history[0].clone()
         amax = last if most_recent else history.amax(0)
@@ -52,7 +54,8 @@ def delayed_step_reference(
     top: float,
     most_recent: bool,
 ) -> None:
-    """One state that waits for no other: what was seen enters, and it is updated. One launch on CUDA."""
+    """Enter the amaxes into a state and update it. It is for a state that waits for no other; on CUDA it is one
+    launch."""
     delayed_saw_reference(history, amaxes, slots)
     delayed_update_reference([scale], [history], [top], most_recent)
 
@@ -75,7 +78,7 @@ delayed_saw_ = launch_in_graphs(
     )
 )
 
-# At least one state: without a tensor there is no device.
+# It takes at least one state, because without a tensor there is no device.
 delayed_update_ = define(
     "delayed_update_(Tensor(a!)[] scales, Tensor(b!)[] histories, float[] tops, bool most_recent) -> ()",
     lambda scales, histories, tops, most_recent: None,
@@ -103,12 +106,13 @@ def delayed_step_first_reference(
     top: float,
     most_recent: bool,
 ) -> None:
-    """`delayed_step_` of the first rows of a buffer; those behind them are cleared."""
+    """Run `delayed_step_` on the first `rows` rows of a buffer, and clear the rows behind them."""
     buffer[rows:].zero_()
     write_op(delayed_step_, scale, buffer[:rows], amaxes, slots, top, most_recent)
 
 
-# A view of a buffer that backward writes a graph would save as the buffer, and find changed by another backward.
+# This op takes the whole buffer because a graph would save a view of it as the whole, which backward writes: another
+# backward would then find it changed.
 delayed_step_first_ = leaf(
     "delayed_step_first_(Tensor(a!) scale, Tensor(b!) buffer, Tensor[] amaxes, int[] slots, int rows, float top, "
     "bool most_recent) -> ()",
@@ -120,20 +124,20 @@ delayed_step_first_ = leaf(
 def delayed_take_reference(
     anchor: torch.Tensor, scale: torch.Tensor, buffer: torch.Tensor, rows: int, top: float, most_recent: bool
 ) -> None:
-    """`delayed_step_first_` without amaxes: nothing changes where row 0 is 0."""
+    """Run `delayed_step_first_` without amaxes: the state changes only in slots whose row 0 is not 0."""
     write_op(delayed_step_first_, scale, buffer, [], [], rows, top, most_recent)
 
 
-# In forward, of the state of gradients. It does not say that it writes scale and buffer: a graph whose forward writes
-# what its backward writes, too, gives backward a copy. `anchor` as of `delayed_snapshot_`.
+# Forward runs this op on the state of gradients. Its schema does not say that it writes scale and buffer: a graph whose
+# forward writes what its backward writes, too, would give backward a copy. `anchor` serves as in `delayed_snapshot_`.
 delayed_take_ = leaf(
     "delayed_take_(Tensor(a!) anchor, Tensor scale, Tensor buffer, int rows, float top, bool most_recent) -> ()",
     fake=lambda anchor, scale, buffer, rows, top, most_recent: None,
     cpu=delayed_take_reference,
 )
 
-# A copy that is made in forward: a `clone` that only backward reads a compiler leaves to backward, when the original
-# has changed, and so it does with a kernel. It says that it writes `anchor`, a buffer that forward writes.
+# This op makes a copy in forward. A compiler moves a `clone`, or a kernel, that only backward reads into backward, when
+# the original has changed. So the schema says that the op writes `anchor`, a buffer that forward writes.
 delayed_snapshot_ = leaf(
     "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
     fake=lambda anchor, scale: torch.empty_like(scale),

@@ -1,4 +1,4 @@
-"""The end of a product that a GEMM could not finish: scales and bias on FP32, cast once."""
+"""The end of a product that a GEMM could not finish: this module applies scales and bias in FP32 and casts once."""
 
 import torch
 
@@ -22,8 +22,9 @@ _late = Late("finish:finish", finish_reference)
 
 
 def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: torch.Tensor | None) -> None:
-    """out (R, C) = the FP32 product times each scale, in order, plus bias [C], cast once. Overwrites `product`, which
-    may be `out`. On CUDA in one pass; PyTorch's own, which casts as it writes, has half of the speed of a copy."""
+    """Write into `out` (R, C) the FP32 `product` times each scale, in order, plus bias [C], cast once. This overwrites
+    `product`, which may be `out`. On CUDA it is one pass; PyTorch's own pass, which casts as it writes, has half the
+    speed of a copy."""
     if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None):
         _late(out, product, scales, bias)
     else:

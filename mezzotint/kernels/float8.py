@@ -1,13 +1,13 @@
-"""FP8 with one scale per tensor: current scaling (the scale comes from this tensor's amax) and delayed (it is given).
+"""FP8 with one scale per tensor: current scaling takes the scale from this tensor's amax, delayed scaling is given it.
 
     q         = RNE_fp8(fl32(x * scale))                 uint8 codes, saturating
     scale     = scale_from_amax(max |x|)  or given       FP32
     scale_inv = fl32(1 / scale)                          FP32 [1], what dequantize multiplies by
 
-Row-wise copy `data`: the logical shape. Column-wise copy `transpose`: (K, d0, …, dn-1), the same bytes with the last
-dimension first. Hopper's FP8 GEMM takes only operands that are contiguous along the contraction, hence the copy. No
-padding: any size quantizes; the GEMM pads. Both copies come from one read of x; current scaling reads it once more,
-before, for the amax.
+RNE rounds to nearest even, fl32 to FP32. The row-wise copy `data` has the logical shape. The column-wise copy
+`transpose` is (K, d0, …, dn-1), the same bytes with the last dimension first; it exists because Hopper's FP8 GEMM takes
+only operands that are contiguous along the contraction. There is no padding: any size can be quantized, and the GEMM
+pads. Both copies come from one read of x; current scaling reads it once more, before, for the amax.
 """
 
 from functools import partial
@@ -26,7 +26,8 @@ from mezzotint.kernels.scaled_mm import FP8_PAIRS, as_one_call, multiply_fp8
 
 
 def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: data (shape), transpose (K, *leading), scale_inv [1]; of no dimensions both copies have none."""
+    """Return the buffers of the copies: data (shape), transpose (K, *leading), scale_inv [1]. If the shape has no
+    dimensions, neither copy has any."""
     buffers: Buffers = {}
     if rowwise:
         buffers["data"] = (shape, torch.uint8)
@@ -37,7 +38,7 @@ def float8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> B
 
 
 def float8_amax_reference(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [1]: max |x|, NaN dropped."""
+    """Return max |x| as FP32 [1]; NaN is ignored."""
     return reduce_amax(x).reshape(1)
 
 
@@ -45,7 +46,7 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, colum
     codes = cast_fp8(scaled(x, scale), dtype)
     out = [codes.contiguous()] if rowwise else []
     if columnwise:
-        # A clone, not contiguous(): of one row or column the transpose would be the same memory.
+        # contiguous() would return the same memory for the transpose of a single row or column, so this is a clone.
         transpose = as_matrix(codes).t().clone(memory_format=torch.contiguous_format)
         out.append(transpose.view(x.shape[-1], *x.shape[:-1]))
     return [*out, div(1.0, scale)]
@@ -60,7 +61,8 @@ def float8_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Current scaling; `amax` FP32 [1] is given where it was reduced over a group, else taken here."""
+    """Quantize with current scaling. `amax` FP32 [1] is given if it was reduced over a process group, else computed
+    here."""
     amax = float8_amax_reference(x) if amax is None else amax
     scale = scale_from_amax(amax, FP8_MAX[dtype], pow2=pow2, eps=eps)
     return _cast(x, scale, dtype, rowwise, columnwise)
@@ -69,14 +71,16 @@ def float8_quantize_reference(
 def float8_quantize_scaled_reference(
     x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, columnwise: bool
 ) -> list[torch.Tensor]:
-    """Delayed scaling: `scale` FP32 [1] is given; the last output is this tensor's amax, FP32 [1]."""
+    """Quantize with delayed scaling: `scale` FP32 [1] is given. The last output is the amax of this tensor, FP32
+    [1]."""
     return [*_cast(x, scale.reshape(1), dtype, rowwise, columnwise), float8_amax_reference(x)]
 
 
 def float8_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: `data` is the column-wise copy."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
+    copy."""
     if transposed:
         data = as_columns(data).t().reshape(*data.shape[1:], data.shape[0])
     codes = torch.arange(256, dtype=torch.uint8, device=data.device)
@@ -141,7 +145,7 @@ def _scales(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """By `torch._scaled_mm`, one scale per tensor."""
+    """Write the product by `torch._scaled_mm`, with one scale per tensor."""
     multiply_fp8(out, a, b, *_scales(a, b), bias, fast_accum)
 
 

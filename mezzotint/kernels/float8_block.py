@@ -1,15 +1,18 @@
-"""FP8 with one FP32 scale per 1x128 run or per 128x128 tile, DeepSeek's recipe.
+"""FP8 with one FP32 scale per 1x128 run or per 128x128 tile, which is DeepSeek's recipe.
 
     s = scale_from_amax(max |x| over the block; overflow → the input dtype's max)   q = RNE_fp8(fl32(x · s))
 
-1x128, row-wise:    blocks along K. data (d0, …, K), scale_inv (ceil(K/128), rup(M, 4)), entry [block, row].
-1x128, column-wise: the same on xᵀ. data (K, d0, …), scale_inv (ceil(M/128), rup(K, 4)), entry [block, column];
-                    quantized from x, not from the row-wise codes.
-128x128:            data as above; the column-wise codes and scales are exact transposes. scale_inv row-wise
-                    (ceil(M/128), rup(ceil(K/128), 4)), column-wise (ceil(K/128), rup(ceil(M/128), 4)).
+RNE rounds to nearest even, fl32 to FP32, and rup(n, m) is n rounded up to a multiple of m.
 
-These are the layouts that Hopper's block-scaled GEMM reads: 1x128 scales with the block index outermost, rows of scales
-a multiple of 16 bytes long. A ragged last block counts the elements that exist; scale padding is 0. One read of x.
+    1x128, row-wise      blocks along K. data (d0, …, K), scale_inv (ceil(K/128), rup(M, 4)), entry [block, row]
+    1x128, column-wise   the same on xᵀ. data (K, d0, …), scale_inv (ceil(M/128), rup(K, 4)), entry [block, column];
+                         quantized from x, not from the row-wise codes
+    128x128              data as above; the column-wise codes and scales are exact transposes. scale_inv row-wise
+                         (ceil(M/128), rup(ceil(K/128), 4)), column-wise (ceil(K/128), rup(ceil(M/128), 4))
+
+These are the layouts that Hopper's block-scaled GEMM reads: 1x128 scales have the block index outermost, and rows of
+scales are a multiple of 16 bytes long. The amax of a ragged last block is that of the elements that exist; scale
+padding is 0. x is read once.
 """
 
 from typing import Any
@@ -27,14 +30,14 @@ from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def float8_block_scale_shape(rows: int, cols: int, two_d: bool) -> tuple[int, int]:
-    """Scales of a (rows, cols) matrix that is quantized along its columns."""
+    """Return the shape of the scales of a (rows, cols) matrix that is quantized along its columns."""
     if two_d:
         return cdiv(rows, FP8_BLOCK), rup(cdiv(cols, FP8_BLOCK), 4)
     return cdiv(cols, FP8_BLOCK), rup(rows, 4)
 
 
 def float8_block_buffers(shape: tuple[int, ...], two_d: bool, rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: data in the logical shape and transposed, with the scales of each."""
+    """Return the buffers of the copies: data in the logical shape and transposed, each with its scales."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -47,7 +50,7 @@ def float8_block_buffers(shape: tuple[int, ...], two_d: bool, rowwise: bool, col
 
 
 def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, C) → codes (R, C) and compact scales (R or ceil(R/128), ceil(C/128))."""
+    """Quantize a matrix (R, C) to codes (R, C) and compact scales (R or ceil(R/128), ceil(C/128))."""
     rows, cols = x.shape
     height = FP8_BLOCK if two_d else 1
     tiles = padded(x, rup(rows, height), rup(cols, FP8_BLOCK))
@@ -60,7 +63,8 @@ def _quantize(x: torch.Tensor, dtype: int, pow2: bool, eps: float, two_d: bool) 
 
 
 def _layout(scale_inv: torch.Tensor, two_d: bool) -> torch.Tensor:
-    """Compact scales → the GEMM's layout: 1x128 transposed, the inner size a multiple of 4, zeros in the padding."""
+    """Return compact scales in the GEMM's layout: 1x128 scales are transposed; the inner size is padded with zeros to a
+    multiple of 4."""
     scale_inv = scale_inv if two_d else scale_inv.t()
     return padded(scale_inv, scale_inv.shape[0], rup(scale_inv.shape[1], 4)).contiguous()
 
@@ -95,7 +99,8 @@ def float8_block_dequantize_reference(
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
+    copy."""
     rows, cols = (as_columns(data) if transposed else as_matrix(data)).shape
     scales = scale_inv if two_d else scale_inv.t()
     value = decode_fp8(data.reshape(rows, cols), dtype)
@@ -137,7 +142,7 @@ float8_block_dequantize = leaf(
 
 
 _RUNS, _TILES = "block1d", "block2d"  # 1x128 and 128x128: data codes (R, C), scales of the shape above
-_BLOCK_ROWS = 8  # the GEMM asks for multiples of so many rows of A under 1x128 scales
+_BLOCK_ROWS = 8  # with 1x128 scales the GEMM requires a multiple of this many rows of A
 
 
 def _kind(name: str) -> OperandKind:
@@ -156,11 +161,12 @@ def _kind(name: str) -> OperandKind:
 
 
 def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """1x128 and 128x128 scales on Hopper, promoted to FP32 every 128: `fast_accum` does not apply.
+    """Write the product on Hopper with 1x128 and 128x128 scales. Partial sums are promoted to FP32 every 128 elements,
+    so that `fast_accum` does not apply.
 
     cuBLAS's layouts are ours transposed: 1x128 (rows, ceil(C/128)) with strides (1, rows), 128x128 (L, ceil(rows/128))
-    with strides (1, L), L = rup(ceil(C/128), 4). `_scaled_mm` would take the latter without the padding to 4 and
-    misread it (pytorch/pytorch#166752): `_scaled_mm_v2` does not.
+    with strides (1, L), L = rup(ceil(C/128), 4). This calls `_scaled_mm_v2`, because `_scaled_mm` would take the latter
+    without the padding to 4 and misread it (pytorch/pytorch#166752).
     """
     x, scale_x, recipe_x = _side(a, _BLOCK_ROWS)
     y, scale_y, recipe_y = _side(b, scaled_mm.ALIGN)
@@ -174,7 +180,8 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 def _one_call(
     a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor | None:
-    """Return what `_product` writes, as one call of `_scaled_mm_v2`; None where it is more than one."""
+    """Return the product that `_product` writes, made by one call of `_scaled_mm_v2`; None if it takes more than
+    one."""
     if not scaled_mm.adds_bias_inside(bias, dtype):
         return None
     sides: list[Any] = []
@@ -192,7 +199,7 @@ def _one_call(
 
 
 def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Codes, the scale as the op reads it, and what it is."""
+    """Return the codes, the scale as the op reads it, and the number of its scaling type."""
     assert op.scale is not None
     is_tile = op.kind == _TILES
     height = rup(operand.rows(op), FP8_BLOCK if is_tile else multiple)
@@ -203,7 +210,7 @@ def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _backend(kind_a: str, kind_b: str, why: str) -> Backend:
-    """Block scales take E4M3 alone."""
+    """Return the backend of two kinds; block scales take E4M3 alone."""
     return Backend(
         kind_a=kind_a,
         kind_b=kind_b,
