@@ -1,12 +1,15 @@
-"""FP8 with one FP32 scale per row, and one per column for the column-wise copy.
+"""FP8 with one FP32 scale per row, and one per column for the column-wise copy, which this file quantizes and
+multiplies.
 
     row-wise:     s_r = scale_from_amax(max_k |x[r, k]|)     q[r, k] = RNE_fp8(fl32(x · s_r))    scale_inv [M]
     column-wise:  the same on xᵀ, one scale per column, data transposed (K, d0, …, dn-1)         scale_inv [K]
 
-The column-wise copy is quantized from x, not from the row-wise codes. Scales may be cut to powers of two. No padding.
-Two reads of x where both directions are asked for: row and column amax first, then one cast that writes both. The
-column amax is given where x is some of the rows of a tensor: its columns then have the scales of the whole. So is the
-row amax where x is some of the columns.
+The column-wise copy is quantized from x, not from the row-wise codes. Scales may be cut to powers of two. There is no
+padding. If both directions are wanted, x is read twice: first for the row and column amaxes, then for one cast that
+writes both copies.
+
+The column amaxes are given if x is a shard of a tensor by rows, so that its columns get the scales of the whole tensor.
+The row amaxes are given if x is a shard by columns.
 """
 
 from collections.abc import Sequence
@@ -28,7 +31,7 @@ from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def check_amaxes(row_amax: torch.Tensor | None, col_amax: torch.Tensor | None, shape: Sequence[int]) -> None:
-    """One for each row, and for each column, in FP32."""
+    """Raise ValueError unless the given amaxes are FP32, one for each row [M] and one for each column [K]."""
     rows, cols = matrix_shape(tuple(shape))
     for name, given, count in (("row", row_amax, rows), ("col", col_amax, cols)):
         if given is not None and (tuple(given.shape) != (count,) or given.dtype != torch.float32):
@@ -39,7 +42,8 @@ def check_amaxes(row_amax: torch.Tensor | None, col_amax: torch.Tensor | None, s
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: data in the logical shape and transposed, one FP32 scale per row of each."""
+    """Return the buffers of the copies: data in the logical shape and transposed, with one FP32 scale per row of
+    each."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -52,7 +56,7 @@ def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bo
 
 
 def float8_rowwise_amax_reference(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """FP32 [M], or [K] `columnwise`: max |x| of each row, or column, NaN dropped."""
+    """Return max |x| of each row, FP32 [M], or if `columnwise` of each column, FP32 [K]; NaN is ignored."""
     matrix = as_matrix(x)
     return amax(matrix.t() if columnwise else matrix, 1)
 
@@ -60,7 +64,7 @@ def float8_rowwise_amax_reference(x: torch.Tensor, columnwise: bool) -> torch.Te
 def _quantize_rows(
     x: torch.Tensor, tops: torch.Tensor, dtype: int, pow2: bool, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, C) and the amax of each row [R] → codes (R, C) and scale_inv [R]."""
+    """Quantize (R, C), whose row amaxes `tops` are [R], and return codes (R, C) and scale_inv [R]."""
     scale = scale_from_amax(tops, FP8_MAX[dtype], pow2=pow2, eps=eps)
     return cast_fp8(scaled(x, scale[:, None]), dtype).contiguous(), div(1.0, scale)
 
@@ -75,7 +79,8 @@ def float8_rowwise_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Both directions; amaxes FP32 [M], [K] are given where they were reduced over a group, else taken here."""
+    """Quantize in the wanted directions. Amaxes, FP32 [M] and [K], are given if they were reduced over a process group,
+    else computed here."""
     check_amaxes(row_amax, col_amax, x.shape)
     matrix, out = as_matrix(x), []
     if rowwise:
@@ -93,7 +98,8 @@ def float8_rowwise_quantize_reference(
 def float8_rowwise_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape; `transposed`: the column-wise copy is given."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
+    copy."""
     rows = as_columns(data) if transposed else as_matrix(data)
     value = decode_fp8(rows, dtype).mul_(scale_inv[:, None]).to(out_dtype)
     if transposed:
@@ -146,7 +152,7 @@ def _scales(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """By `torch._scaled_mm`, one scale per row of each operand."""
+    """Write the product by `torch._scaled_mm`, with one scale per row of each operand."""
     scale_a, scale_b = _scales(a, b)
     scale_a = scaled_mm.filled(scale_a.view(1, -1), 1, operand.rows(a)).view(-1, 1)
     scale_b = scaled_mm.filled(scale_b, 1, rup(operand.rows(b), scaled_mm.ALIGN))
@@ -154,13 +160,14 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 
 
 def _product_16(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """As `_product` where the kernel writes 16-bit outputs only."""
+    """Write the product on GPUs whose kernel for row scales writes 16-bit outputs only."""
     fits = out.dtype != torch.float32 and (bias is None or bias.dtype == out.dtype)
     (_product if fits else _product_unit)(out, a, b, bias, fast_accum)
 
 
 def _product_unit(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """As `_product` where no kernel takes a scale per row: codes alone, to FP32, and the scales on the product."""
+    """Write the product on GPUs without a kernel for row scales: multiply the codes alone to FP32, then apply the
+    scales."""
     one = torch.ones(1, dtype=torch.float32, device=out.device)
     product = torch.empty_like(out, dtype=torch.float32)
     scaled_mm.multiply_fp8(product, a, b, one, one, None, fast_accum)
@@ -168,8 +175,9 @@ def _product_unit(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor 
 
 
 def _grouped(a: list[Operand], b: list[Operand], cc: CC, may_copy: bool, fast_accum: bool) -> torch.Tensor | None:
-    """By `torch._scaled_grouped_mm`: E4M3 on Hopper, ragged in the rows of A by 16s. Its weight gradient is slower than
-    GEMM after GEMM."""
+    """Return all groups' products by `torch._scaled_grouped_mm`, or None if it does not fit. It takes E4M3 on Hopper,
+    and groups of different numbers of rows of A that are multiples of 16. It does not serve the weight gradient, for
+    which it is slower than one GEMM after another."""
     if not a[0].dtype == b[0].dtype == E4M3 or cc >= (10, 0):
         return None
     sizes, width = [operand.rows(op) for op in a], operand.codes(a[0])

@@ -1,22 +1,21 @@
-"""The one matrix product: D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ, over operands that say what they are.
+"""The matrix product: this module computes D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ of operands that say what they are.
 
 quantized · quantized: the FP32 product of exact values (`operand.exact_of`), times the scales that stand outside
     of the sum (`operand.factors`), plus bias in FP32, cast once. Scales per tensor and per row stand outside; each
     format's file says which of its scales do.
-high · high: torch.mm in the operands' dtype (FP32 accumulation). Where the output has another dtype or a bias
-    is added, or where it has no fast BF16 product, the CPU multiplies in FP32 and casts once; a GPU writes FP32,
-    or adds the bias inside the GEMM.
-    FP32 operands follow torch's TF32 setting.
+high · high (neither is quantized): torch.mm in the operands' dtype (FP32 accumulation). Where the output has another
+    dtype or a bias is added, or where the CPU has no fast BF16 product, the CPU multiplies in FP32 and casts once;
+    a GPU writes FP32, or adds the bias inside the GEMM. FP32 operands follow torch's TF32 setting.
 high · quantized: the quantized one is dequantized to the other's dtype first.
 
-Which code runs is a row of `hw.gemm_backends()`: PyTorch's scaled GEMMs (`scaled_mm.py`) where the GPU has them,
-else the exact values in BF16 on BF16 tensor cores, else, and on the CPU, the reference. They differ in the order
-of FP32 additions alone: Hopper's block-scaled GEMM promotes every 128 and scales each partial sum, and
-`fast_accum` lets its FP8 tensor cores keep about 14 bits in between. FP8 blocks whose scales are no powers of
-two are rounded to BF16 where they are emulated.
+Which code runs is a row of `hw.gemm_backends()`: PyTorch's scaled GEMMs (`scaled_mm.py`) where the GPU has them, else
+the exact values in BF16 on BF16 tensor cores, else, and on the CPU, the reference. They differ only in the order of
+FP32 additions: Hopper's block-scaled GEMM promotes every 128 elements and scales each partial sum, and `fast_accum`
+lets its FP8 tensor cores keep about 14 bits in between. Where FP8 blocks are emulated, those whose scales are no powers
+of two are rounded to BF16.
 
-`accumulate` is added to in place, as `accumulate += D.to(accumulate.dtype)`. No size is refused: what a GEMM
-asks for is filled up with zero codes. An empty contraction gives zeros (plus bias).
+`accumulate` is added to in place, as `accumulate += D.to(accumulate.dtype)`. No size is refused: operands are padded
+with zero codes to the sizes that a GEMM requires. An empty contraction gives zeros (plus bias).
 """
 
 from collections.abc import Callable
@@ -45,7 +44,7 @@ Product = Callable[[torch.Tensor, Operand, Operand, OptionalTensor, bool], None]
 
 
 def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool = False) -> None:
-    """The specification, in plain torch."""
+    """Write the product as the specification defines it, in plain torch."""
     if a.kind == HIGH or b.kind == HIGH:
         x, y = _same_dtype(a, b)
         if bias is None and out.dtype == x.dtype and not hw.multiplies_slowly(x):
@@ -60,7 +59,7 @@ def gemm_reference(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTens
 
 
 def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
-    """At least one side unquantized, on a GPU."""
+    """Write the product on a GPU where at least one side is not quantized."""
     x, y = _same_dtype(a, b)
     if out.dtype == x.dtype and bias is None:
         torch.mm(x, y.t(), out=out)
@@ -71,7 +70,7 @@ def _plain(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast
 
 
 def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
-    """Both sides quantized, on a GPU that has no GEMM for them."""
+    """Write the product of two quantized operands on a GPU that has no GEMM for them."""
     size = contraction(a, b)
     x = exact_of(a)(a, size, torch.bfloat16)
     y = exact_of(b)(b, size, torch.bfloat16)
@@ -83,7 +82,7 @@ def _emulated(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, f
 
 
 def _mm_fp32(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x · yᵀ written as FP32: to `out` if that is FP32, else to a new tensor."""
+    """Return x · yᵀ in FP32, written to `out` if that is FP32, else to a new tensor."""
     product = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     if x.dtype == torch.float32:
         return torch.mm(x, y.t(), out=product)
@@ -91,7 +90,7 @@ def _mm_fp32(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tenso
 
 
 def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both matrices in the unquantized one's dtype, or in what two unequal ones promote to."""
+    """Return both matrices in the dtype of the unquantized one, or in what two unequal dtypes promote to."""
     if a.kind == b.kind == HIGH and a.data.dtype == b.data.dtype:
         return a.data, b.data
     high = [op.data.dtype for op in (a, b) if op.kind == HIGH]
@@ -100,19 +99,19 @@ def _same_dtype(a: Operand, b: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     return dequantize_operand(a, size, dtype)[:, :size], dequantize_operand(b, size, dtype)[:, :size]
 
 
-# By the names of their rows: products that are of no format.
+# Products that belong to no format, by the names of their rows in `hw.gemm_backends()`.
 GENERAL: dict[str, Product] = {"reference": gemm_reference, "plain": _plain, "emulated": _emulated}
 
 
 def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
-    """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. Operands as stored."""
-    # Inside an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
+    """Write D into `out` (Ra, Rb), contiguous, by the backend of its device. The operands are as they are stored."""
+    # Inside of an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         product_of(out, a, b)(out, a, b, bias, fast_accum)
 
 
 def product_of(out: torch.Tensor, a: Operand, b: Operand) -> Product:
-    """Return what writes D into `out`, for plain eager code: the product of the backend of its device."""
+    """Return the function that writes D into `out` in plain eager code: the product of its device's backend."""
     if out.numel() == 0 or contraction(a, b) == 0:
         return _nothing
     if torch.is_autocast_enabled(out.device.type):
@@ -124,25 +123,25 @@ def product_of(out: torch.Tensor, a: Operand, b: Operand) -> Product:
 
 
 def _nothing(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTensor, fast_accum: bool) -> None:
-    """A product of no rows, or over no elements."""
+    """Write a product that has no rows, or that contracts over no elements."""
     if out.numel():
         finish(out.zero_(), out, [], bias)
 
 
 def _tell(a: Operand, b: Operand) -> None:
-    """Warn that the GPU has no product of these kinds; not where it lacks that of two element types only."""
+    """Warn that the GPU has no product of these kinds; do not warn if it only lacks that of the two element types."""
     cc = capability_of(a.data)
     if HIGH not in (a.kind, b.kind) and hw.gemm_backend(a.kind, b.kind, cc).how != "native":
         hw.tell_emulated(a.kind, b.kind, cc)
 
 
 def capability_of(x: torch.Tensor) -> hw.CC | None:
-    """Of the tensor's device; None for the CPU, and for an AMD GPU."""
+    """Return the compute capability of the tensor's device, or None for the CPU and for an AMD GPU."""
     return hw.capability(x.device.index) if x.is_cuda else None
 
 
 def choose(a: Operand, b: Operand) -> Backend:
-    """The row of these operands on their device."""
+    """Return the backend of these operands on their device."""
     backend = hw.gemm_backend(a.kind, b.kind, capability_of(a.data))
     if backend.pairs and (a.dtype, b.dtype) not in backend.pairs:
         return hw.EMULATED
@@ -197,15 +196,15 @@ def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
     return _gemm_op(*arguments)
 
 
-# In a graph: PyTorch's own product where it is that alone, which a compiled graph calls without going through Python;
-# else the op. A composite: the compiler sees what it is made of.
+# In a graph this calls PyTorch's own product if that is all it takes, which a compiled graph reaches without going
+# through Python; else it calls the op. It is a composite, so that the compiler sees what it is made of.
 _gemm_in_graph_op = composite(
     f"gemm_in_graph({_ARGUMENTS}, ScalarType out_dtype, bool fast_accum) -> Tensor", _gemm_in_graph
 )
 
 
 def flat(op: Operand) -> tuple:
-    """The operand's fields, in the order of the ops' arguments."""
+    """Return the operand's fields in the order of the ops' arguments."""
     return (op.data, op.scale, op.amax, op.kind, op.dtype, op.swizzled, op.e4m3_max, op.transposed)
 
 
@@ -217,7 +216,7 @@ def check_output(
     accumulate: torch.Tensor | None,
     suffix: str = "",
 ) -> None:
-    """Raise ValueError where bias, output dtype or accumulator do not fit D."""
+    """Raise ValueError if bias, output dtype or accumulator do not fit D."""
     if accumulate is None and out_dtype not in HIGH_PRECISION:
         raise ValueError(f"out_dtype is {out_dtype}: expected one of {HIGH_PRECISION}")
     if bias is not None and (tuple(bias.shape) != shape[1:] or bias.device != device):
@@ -238,12 +237,12 @@ def gemm(
     accumulate: torch.Tensor | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ + bias [Rb].
+    """Return D (Ra, Rb) = A (Ra, C) · B (Rb, C)ᵀ + bias [Rb] in `out_dtype`.
 
-    With `accumulate` (Ra, Rb) D takes its dtype instead of `out_dtype`, is added into it, and it is returned.
-    `fast_accum` allows FP8 tensor cores to accumulate with fewer bits; it is a permission, ignored elsewhere.
-    Operands are as storages make them: nothing is checked here (`check_pair`, `check_output`), and plain eager code
-    goes through no op.
+    If `accumulate` (Ra, Rb) is given, D has its dtype instead of `out_dtype` and is added into it, and it is returned.
+    `fast_accum` allows FP8 tensor cores to accumulate with fewer bits; it is a permission, ignored elsewhere. Operands
+    must be as storages make them: nothing is checked here (see `check_pair`, `check_output`). Plain eager code goes
+    through no op.
     """
     if not is_plain(a.data):
         if accumulate is None:
@@ -256,5 +255,5 @@ def gemm(
 
 
 def new_output(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
-    """Return an empty D (Ra, Rb)."""
+    """Return an empty tensor for D (Ra, Rb)."""
     return a.data.new_empty((rows(a), rows(b)), dtype=dtype)

@@ -1,9 +1,9 @@
-"""The bias of grouped linears whose rows are weighted: y + scale of the row · bias of its group.
+"""The bias of grouped linears whose rows are weighted: this module adds the row's scale times the bias of its group.
 
     forward     round(y + s · b)            FP32 inside, s one per row, b [N] of the row's group
     backward    ds = Σ over columns dy · b          db of a group = Σ over its rows s · dy          FP32 sums
 
-`scales` may be what a router gives: the bias of an expert counts as much as its product does.
+`scales` may be a router's probabilities: the bias of an expert then counts as much as its product does.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from mezzotint.kernels._lib import leaf
 def scaled_bias_reference(
     y: torch.Tensor, scales: torch.Tensor, biases: Sequence[torch.Tensor], splits: Sequence[int]
 ) -> torch.Tensor:
-    """y (M, N), scales [M], G biases [N], M = Σ splits → (M, N) in y's dtype."""
+    """Return y (M, N) plus scales [M] times the bias [N] of each row's group, in y's dtype; G biases, M = Σ splits."""
     made = torch.empty_like(y, memory_format=torch.contiguous_format)
     groups = zip(y.split(list(splits)), scales.split(list(splits)), biases, made.split(list(splits)), strict=True)
     for part, s, bias, out in groups:
@@ -27,7 +27,7 @@ def scaled_bias_reference(
 def scaled_bias_backward_reference(
     dy: torch.Tensor, scales: torch.Tensor, biases: Sequence[torch.Tensor], splits: Sequence[int]
 ) -> list[torch.Tensor]:
-    """ds [M] in the scales' dtype, then db [N] of each group in its bias's dtype."""
+    """Return ds [M] in the scales' dtype, then db [N] of each group in its bias's dtype."""
     parts, rows = dy.split(list(splits)), scales.split(list(splits))
     ds = torch.cat([(part.float() * bias.float()).sum(1) for part, bias in zip(parts, biases, strict=True)])
     dbs = [

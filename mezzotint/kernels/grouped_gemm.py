@@ -1,19 +1,18 @@
-"""Many products at once, one for each expert: D_i (Ra_i, Rb) = A_i (Ra_i, C_i) · B_i (Rb, C_i)ᵀ.
+"""Many products at once, one for each expert: this module computes D_i (Ra_i, Rb) = A_i (Ra_i, C_i) · B_i (Rb, C_i)ᵀ.
 
-The groups share kind, element type and Rb; Ra_i and C_i may differ and be 0. Forward and input gradient are
-ragged in Ra_i (tokens), the weight gradient in C_i. The results lie one below the other in one buffer
-(Σ Ra_i, Rb): `grouped_gemm` gives views of it, `grouped_gemm_packed` the buffer. Every element is written: an
-empty contraction gives zeros (plus bias), and no kernel sees an empty group (pytorch/pytorch#172439: Blackwell
-leaves garbage there).
+The groups share kind, element type and Rb; Ra_i and C_i may differ and be 0. In the forward and the input gradient Ra_i
+(tokens) differs by group, in the weight gradient C_i does. The results lie one below the other in one buffer (Σ Ra_i,
+Rb): `grouped_gemm` returns views of it, `grouped_gemm_packed` the buffer. Every element is written: an empty
+contraction gives zeros (plus bias), and no kernel sees an empty group (pytorch/pytorch#172439: Blackwell leaves garbage
+there).
 
-Sizes are known on the host (they are shapes), so no kernel reads past them and nothing waits for the device.
-On a GPU:
+Sizes are known on the host (they are shapes), so no kernel reads past them and nothing waits for the device. On a GPU:
 
     torch._grouped_mm          BF16 in and out, no bias, sizes in multiples of 8, 9.0 ≤ cc < 11.0
     a kind's own               `formats.OperandKind.grouped`: BF16 out, no bias
     one GEMM after another     everything else
 
-The first two want the groups joined in one buffer. Neighbours in memory (a split tensor, a stacked parameter)
+The first two require the groups to be joined in one buffer. Neighbours in memory (a split tensor, a stacked parameter)
 are taken as they lie; others are copied, which pays only while the groups are small (`SMALL_GROUP`).
 """
 
@@ -33,7 +32,7 @@ SMALL_GROUP = 512  # mean Ra_i up to which joining by a copy is worth it
 
 
 def _joined_gemm(a: list[Operand], b: list[Operand], fast_accum: bool) -> torch.Tensor | None:
-    """(Σ Ra_i, Rb) by one grouped kernel, or None where none fits. No group is empty."""
+    """Return the product (Σ Ra_i, Rb) by one grouped kernel, or None if none fits. No group may be empty."""
     cc = capability_of(a[0].data)
     if cc is None or not (9, 0) <= cc < (11, 0):
         return None
@@ -51,7 +50,7 @@ def _joined_gemm(a: list[Operand], b: list[Operand], fast_accum: bool) -> torch.
 
 
 def _fprop(a: list[Operand], b: list[Operand], may_copy: bool) -> torch.Tensor | None:
-    """BF16, ragged in Ra_i: A joined (Σ Ra_i, C), B stacked (G, Rb, C)."""
+    """Return the BF16 product of groups that differ in Ra_i: A is joined to (Σ Ra_i, C), B is stacked to (G, Rb, C)."""
     if len({codes(op) for op in a}) > 1 or codes(a[0]) % 8 or rows(b[0]) % 8:
         return None
     x, y = join_rows([op.data for op in a], may_copy), join_rows([op.data for op in b], may_copy)
@@ -62,7 +61,8 @@ def _fprop(a: list[Operand], b: list[Operand], may_copy: bool) -> torch.Tensor |
 
 
 def _wgrad(a: list[Operand], b: list[Operand]) -> torch.Tensor | None:
-    """BF16, ragged in C_i: A_i and B_i are views (R, C_i) of token matrices (C_i, R), joined by tokens."""
+    """Return the BF16 product of groups that differ in C_i: A_i and B_i are views (R, C_i) of token matrices (C_i, R),
+    which are joined by tokens."""
     if len({rows(op) for op in a}) > 1 or rows(a[0]) % 8 or rows(b[0]) % 8:
         return None
     x, y = join_rows([op.data.t() for op in a], False), join_rows([op.data.t() for op in b], False)
@@ -73,7 +73,8 @@ def _wgrad(a: list[Operand], b: list[Operand]) -> torch.Tensor | None:
 
 
 def join_rows(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor | None:
-    """(Σ R_i, C): a view where each matrix starts where the one before it ends, else a copy, or None."""
+    """Return the matrices as one (Σ R_i, C): a view if each starts where the one before it ends, else a copy, or None
+    if it may not copy."""
     first, end = tensors[0], tensors[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for tensor in tensors:
@@ -85,7 +86,8 @@ def join_rows(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor |
 
 
 def group_ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [G]: where each group ends. From kernel arguments: no copy from the host that waits."""
+    """Return where each group ends, int32 [G]. The sizes travel as kernel arguments: a copy from the host would
+    wait."""
     ends = torch.zeros(len(sizes), dtype=torch.int32, device=device)
     torch._foreach_add_(list(ends.unbind()), list(accumulate_sizes(sizes)))
     return ends
@@ -115,7 +117,7 @@ def _packed_fake(*arguments: Any) -> torch.Tensor:
 
 
 def _packed(*arguments: Any) -> torch.Tensor:
-    """One grouped kernel over the groups that have something to multiply, or one GEMM after another."""
+    """Multiply the groups that have something to multiply by one grouped kernel, or else one GEMM after another."""
     a, b, biases = _split(arguments)
     out_dtype, fast_accum = arguments[-2:]
     kept = [i for i, op in enumerate(a) if rows(op) and codes(op)]
@@ -131,7 +133,7 @@ def _packed(*arguments: Any) -> torch.Tensor:
 
 
 def _spread(product: torch.Tensor, sizes: list[int], kept: set[int]) -> torch.Tensor:
-    """The product of the kept groups with zeros where the others belong."""
+    """Return the product of the kept groups, with zeros in the rows of the others."""
     if sum(sizes) == product.shape[0]:
         return product
     out = product.new_zeros((sum(sizes), product.shape[1]))
@@ -141,7 +143,7 @@ def _spread(product: torch.Tensor, sizes: list[int], kept: set[int]) -> torch.Te
 
 
 def _packed_in_place(outs: list[torch.Tensor], *arguments: Any) -> None:
-    """One GEMM after another: no more than one D_i at a time lives beside the accumulators."""
+    """Add the products one GEMM after another, so that no more than one D_i at a time lives beside the accumulators."""
     for out, x, y, bias in zip(outs, *_split(arguments), strict=True):
         product = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         write_product(product, x, y, bias, arguments[-1])
@@ -161,7 +163,8 @@ _grouped_op_ = leaf(
 
 
 def _flat(side: Sequence[Operand], name: str) -> tuple:
-    """The groups' tensors as lists and the flags that they share."""
+    """Return the groups' tensors as lists, and the flags that they share; raise ValueError if they do not share
+    them."""
     first = side[0]
     flags = (first.kind, first.dtype, first.swizzled, first.e4m3_max, first.transposed)
     for i, op in enumerate(side):
@@ -180,7 +183,8 @@ def _checked(
     bias: Sequence[torch.Tensor] | None,
     accumulate: Sequence[torch.Tensor] | None,
 ) -> tuple:
-    """The ops' arguments up to the bias. Operands are those that storages make: `check_pair` is for others."""
+    """Return the ops' arguments up to the bias, checked. Operands must be as storages make them: `check_pair` is for
+    others."""
     if not a or len(a) != len(b):
         raise ValueError(f"a has {len(a)} groups, b has {len(b)}: expected the same number, at least one")
     for name, given in (("bias", bias), ("accumulate", accumulate)):
@@ -204,7 +208,7 @@ def grouped_gemm_packed(
     bias: Sequence[torch.Tensor] | None = None,
     fast_accum: bool = False,
 ) -> torch.Tensor:
-    """(Σ Ra_i, Rb): every D_i = A_i · B_iᵀ + bias_i, one below the other."""
+    """Return every D_i = A_i · B_iᵀ + bias_i, one below the other, as (Σ Ra_i, Rb)."""
     return _grouped_op(*_checked(a, b, out_dtype, bias, None), out_dtype, fast_accum)
 
 
@@ -217,9 +221,9 @@ def grouped_gemm(
     accumulate: Sequence[torch.Tensor] | None = None,
     fast_accum: bool = False,
 ) -> list[torch.Tensor]:
-    """D_i (Ra_i, Rb) = A_i · B_iᵀ + bias_i [Rb] for each group, as views of one buffer.
+    """Return D_i (Ra_i, Rb) = A_i · B_iᵀ + bias_i [Rb] for each group, as views of one buffer.
 
-    With `accumulate`, tensors (Ra_i, Rb) of one dtype, D_i takes that dtype and is added into them; they are
+    If `accumulate` is given, tensors (Ra_i, Rb) of one dtype, D_i has that dtype and is added into them; they are
     returned.
     """
     arguments = _checked(a, b, out_dtype, bias, accumulate)

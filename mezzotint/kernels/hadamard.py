@@ -13,9 +13,9 @@ RANDOM_SIGN_MASK = 0xD7E8  # the fixed signs + + + - + - - - - - - + - + - -
 
 
 def hadamard16(x: torch.Tensor, sign_mask: int) -> torch.Tensor:
-    """(..., n) with n a multiple of 16 → the same shape and dtype, each run of 16 transformed."""
+    """Transform each run of 16 along the last dimension (..., n), n a multiple of 16; shape and dtype stay the same."""
     signs = [-1.0 if sign_mask >> i & 1 else 1.0 for i in range(16)]
-    # 2^-4 first and 2^2 last, both exact: no partial sum overflows that the result would not.
+    # The factors are 2^-4 first and 2^2 last, both exact: no partial sum overflows unless the result does.
     y = x.float().reshape(-1, 16) * (torch.tensor(signs, dtype=torch.float32, device=x.device) * 0.0625)
     for stage in (1, 2, 4, 8):
         y = y.view(-1, 8 // stage, 2, stage)

@@ -1,4 +1,5 @@
-"""Identity: no quantization. A copy of x, cast where a dtype is given; an op may not return its input."""
+"""Identity: this module quantizes nothing. It copies x, because an op may not return its input, and casts it to a
+dtype."""
 
 import torch
 
@@ -7,7 +8,7 @@ from mezzotint.kernels.quantize_ops import quantize_ops
 
 
 def identity_buffers(shape: tuple[int, ...], dtype: torch.dtype | None) -> Buffers:
-    """Geometry: one buffer in the logical shape."""
+    """Return the one buffer of the copy, in the logical shape."""
     return {"hp_data": (shape, torch.float32 if dtype is None else dtype)}
 
 

@@ -1,15 +1,16 @@
-"""MXFP4: 32 E2M1 elements share one E8M0 scale (OCP MX v1.0). 4.25 bits an element.
+"""MXFP4: 32 E2M1 elements share one E8M0 scale (OCP MX v1.0), which takes 4.25 bits an element.
 
 E2M1 is {0, 0.5, 1, 1.5, 2, 3, 4, 6} and their negatives: max 6, emax 2, no infinity, no NaN. Scale, rounding, NaN,
-layout, padding and tiles (`two_d`) are those of `packed_mx.py`, by the floor rule unless told otherwise. Data: two
-codes a byte, the even index in the low nibble; row-wise (d0, …, ceil(K/2)), column-wise the same on xᵀ,
-(K, ceil(M/2)).
+layout, padding and tiles (`two_d`) are those of `packed_mx.py`, by the floor rule unless told otherwise. Data holds two
+codes a byte, the even index in the low nibble; row-wise it is (d0, …, ceil(K/2)), column-wise the same on xᵀ, (K,
+ceil(M/2)).
 
 - `rht`: the column-wise copy is of the Hadamard-transformed xᵀ (`hadamard.py`), two transforms a block. A ragged M is
   filled with zeros up to a multiple of 16 first, and the column-wise data keeps that size, because the transform mixes.
-- `rng` (seed, offset): stochastic rounding of the codes. The random bytes are those of 16 elements at a time
+- `rng` (seed, offset): the codes are rounded stochastically. The random bytes are drawn for 16 elements at a time
   (`philox.py`), counted along rows whose last block is whole.
-One read of x. A product of two such tensors is exact in BF16 but for the sum: no scale stands outside of it.
+
+x is read once. A product of two such tensors is exact in BF16 but for the sum: no scale stands outside of it.
 """
 
 import torch
@@ -37,12 +38,12 @@ HADAMARD = 16  # elements that one transform mixes
 
 
 def mxfp4_buffers(shape: tuple[int, ...], rht: bool, rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: packed codes and scale bytes of each direction."""
+    """Return the buffers of the copies: packed codes and scale bytes of each direction."""
     return packed_buffers(shape, MXFP4_ELEMENT, rowwise, columnwise, HADAMARD if rht else 1)
 
 
 def _transposed(x: torch.Tensor, rht: bool, sign_mask: int) -> torch.Tensor:
-    """(M, K) → (K, M), or the transformed (K, rup(M, 16))."""
+    """Return xᵀ: (M, K) becomes (K, M), or with `rht` the transformed (K, rup(M, 16))."""
     if not rht:
         return x.t().contiguous()
     rows = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % HADAMARD))
@@ -50,7 +51,7 @@ def _transposed(x: torch.Tensor, rht: bool, sign_mask: int) -> torch.Tensor:
 
 
 def _cast(rng: torch.Tensor | None, direction: int) -> Cast:
-    """Nearest even or, with `rng`, stochastic."""
+    """Return the function that rounds to codes: to nearest even or, with `rng`, stochastically."""
 
     def cast(value: torch.Tensor) -> torch.Tensor:
         if rng is None:
@@ -71,7 +72,7 @@ def mxfp4_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Both directions."""
+    """Quantize in the wanted directions and return their codes and scale bytes."""
     matrix, out = as_matrix(x), []
     if rowwise:
         out += quantize_side(matrix, tuple(x.shape[:-1]), MXFP4_ELEMENT, floor, two_d, swizzled, _cast(rng, 0))
@@ -84,7 +85,7 @@ def mxfp4_quantize_reference(
 def mxfp4_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, swizzled: bool, transposed: bool, cols: int, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """(…, cols), or (cols, R) when `transposed`; a Hadamard transform is not undone."""
+    """Dequantize to (…, cols), or (cols, R) when `transposed`; a Hadamard transform is not undone."""
     return packed_dequantize_reference(data, scale_inv, MXFP4_ELEMENT, swizzled, transposed, cols, out_dtype)
 
 
@@ -110,7 +111,7 @@ mxfp4_dequantize = leaf(
 
 
 def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Exact in BF16."""
+    """Dequantize an operand; the result is exact in BF16."""
     assert op.scale is not None
     data, scale = op.data.contiguous(), op.scale.contiguous()
     return mxfp4_dequantize(data, scale, op.swizzled, False, codes(op), dtype)[:, :size]

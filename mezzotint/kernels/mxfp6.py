@@ -1,13 +1,14 @@
-"""MXFP6: 32 elements of 6 bits share one E8M0 scale (OCP MX v1.0). 6.25 bits an element.
+"""MXFP6: 32 elements of 6 bits share one E8M0 scale (OCP MX v1.0), which takes 6.25 bits an element.
 
     E3M2    max 28, emax 4, least normal 0.25, least subnormal 0.0625
     E2M3    max 7.5, emax 2, least normal 1, least subnormal 0.125
 
 Neither has an infinity or a NaN. Scale, rounding, NaN, layout, padding and tiles (`two_d`) are those of `packed_mx.py`,
-by the floor rule unless told otherwise. Data: four codes in three bytes, code i in bits 6i..6i+5 of the little-endian
-number that they are; row-wise (d0, …, ceil(K/4), 3), column-wise the same on xᵀ, (K, ceil(M/4), 3). So a block of 32 is
-24 bytes, and the bytes of a row lie as those of a dense bit stream.
-One read of x. A product of two such tensors is exact in BF16 but for the sum: no scale stands outside of it.
+by the floor rule unless told otherwise. Data holds four codes in three bytes, code i in bits 6i..6i+5 of the
+little-endian number that they are; row-wise it is (d0, …, ceil(K/4), 3), column-wise the same on xᵀ, (K, ceil(M/4), 3).
+So a block of 32 is 24 bytes, and the bytes of a row lie as those of a dense bit stream.
+
+x is read once. A product of two such tensors is exact in BF16 but for the sum: no scale stands outside of it.
 """
 
 import torch
@@ -31,14 +32,14 @@ MXFP6_ELEMENTS = {E3M2: Element(exponent=3, mantissa=2), E2M3: Element(exponent=
 
 
 def mxfp6_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: that of either element."""
+    """Return the buffers of the copies, which are the same for both element types."""
     return packed_buffers(shape, MXFP6_ELEMENTS[E3M2], rowwise, columnwise)
 
 
 def mxfp6_quantize_reference(
     x: torch.Tensor, dtype: int, floor: bool, two_d: bool, swizzled: bool, rowwise: bool, columnwise: bool
 ) -> list[torch.Tensor]:
-    """Both directions."""
+    """Quantize in the wanted directions and return their codes and scale bytes."""
     matrix, element, out = as_matrix(x), MXFP6_ELEMENTS[dtype], []
     for wanted, side, leading in (
         (rowwise, matrix, tuple(x.shape[:-1])),
@@ -58,7 +59,7 @@ def mxfp6_dequantize_reference(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(…, cols), or (cols, R) when `transposed`."""
+    """Dequantize to (…, cols), or (cols, R) when `transposed`."""
     return packed_dequantize_reference(data, scale_inv, MXFP6_ELEMENTS[dtype], swizzled, transposed, cols, out_dtype)
 
 
@@ -84,7 +85,7 @@ mxfp6_dequantize = leaf(
 
 
 def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Exact in BF16. The operand's data is (R, bytes)."""
+    """Dequantize an operand, whose data is (R, bytes); the result is exact in BF16."""
     assert op.scale is not None
     rows, width = op.data.shape
     data, scale = op.data.contiguous().view(rows, width // 3, 3), op.scale.contiguous()

@@ -4,13 +4,13 @@
     floor:    b = floor(log2 amax) - emax (8 for E4M3, 15 for E5M2): OCP's own rule; the top of a block saturates
     q = RNE_fp8(fl32(x · 2^(127-b)));  a zero block has b = 0
 
-Row-wise: blocks along K. Column-wise: blocks along M, quantized from x; its data is NOT transposed. Both in the logical
-shape. Scale bytes: row-wise (rup(M, 128), rup(ceil(K/32), 4)), entry [row, block]; column-wise
-(rup(ceil(M/32), 4), rup(K, 128)), entry [block, column]; padding 0. With `two_d` one b serves a 32x32 tile and is
-written for each of its rows and columns: both directions then hold the same codes. A ragged last block counts what
-exists. One read of x.
+Row-wise blocks run along K. Column-wise blocks run along M and are quantized from x; the column-wise data is NOT
+transposed. Both copies have the logical shape. Scale bytes are row-wise (rup(M, 128), rup(ceil(K/32), 4)), entry [row,
+block]; column-wise (rup(ceil(M/32), 4), rup(K, 128)), entry [block, column]; padding is 0. With `two_d` one b serves a
+32x32 tile and is written for each of its rows and columns: both directions then hold the same codes. The amax of a
+ragged last block is that of the elements that exist. x is read once.
 
-`swizzled`: the same bytes in the order that Blackwell's GEMM reads (tiles of 128x4 scales, 512 bytes each; see
+With `swizzled` the same bytes are in the order that Blackwell's GEMM reads (tiles of 128x4 scales, 512 bytes each; see
 `swizzle.py`).
 """
 
@@ -37,14 +37,15 @@ from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 
 def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool) -> tuple[int, int]:
-    """Scale bytes of a (rows, cols) matrix."""
+    """Return the shape of the scale bytes of a (rows, cols) matrix in one direction."""
     if columnwise:
         return rup(cdiv(rows, MX_BLOCK), 4), rup(cols, 128)
     return rup(rows, 128), rup(cdiv(cols, MX_BLOCK), 4)
 
 
 def mxfp8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: data twice in the logical shape, scale bytes padded for the GEMM."""
+    """Return the buffers of the copies: data of each direction in the logical shape, and scale bytes padded for the
+    GEMM."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -57,7 +58,7 @@ def mxfp8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Bu
 
 
 def _scale_byte(top: torch.Tensor, dtype: int, floor: bool) -> torch.Tensor:
-    """Block amax (FP32, no NaN) → E8M0 byte."""
+    """Return the E8M0 byte of a block whose amax is `top` (FP32, no NaN)."""
     if floor:
         return ((top.view(torch.int32) >> 23) - FP8_EMAX[dtype]).clamp_min_(0).to(torch.uint8)
     reciprocal = torch.tensor(1.0 / FP8_MAX[dtype], dtype=torch.float32, device=top.device)
@@ -65,7 +66,7 @@ def _scale_byte(top: torch.Tensor, dtype: int, floor: bool) -> torch.Tensor:
 
 
 def _quantize(x: torch.Tensor, dtype: int, floor: bool, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(M, K) → codes (M, K), bytes (ceil(M/height), ceil(K/width)): blocks of height x width."""
+    """Quantize (M, K) by blocks of height x width; return codes (M, K) and bytes (ceil(M/height), ceil(K/width))."""
     rows, cols = x.shape
     full = rup(rows, height), rup(cols, width)
     tiles = padded(x, *full).view(full[0] // height, height, full[1] // width, width)
@@ -103,11 +104,11 @@ def mxfp8_dequantize_reference(
     columnwise: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(2^(b-127) · code)) in the logical shape, from either direction."""
+    """Return dtype(fl32(2^(b-127) · code)) in the logical shape, from either direction."""
     matrix = as_matrix(data)
     scale = e8m0_decode(unswizzle(scale_inv, columnwise) if swizzled else scale_inv)
     height, width = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
-    # Times a power of two nothing rounds but the result: BF16, which has FP32's exponents, needs no FP32 between.
+    # A power of two rounds nothing but the result: BF16, which has FP32's exponents, needs no FP32 in between.
     work = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     value = mul_blocks_(decode_fp8(matrix, dtype, work), scale.to(work), height, width)
     return value.to(out_dtype).reshape(data.shape)
@@ -132,7 +133,7 @@ mxfp8_dequantize = leaf(
 
 
 def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Exact in BF16, but below 2^-133."""
+    """Dequantize an operand; the result is exact in BF16, except below 2^-133."""
     assert op.scale is not None
     data, scale = op.data.contiguous(), op.scale.contiguous()
     value = callee(mxfp8_dequantize, data)(data, scale, op.dtype, op.swizzled, op.transposed, dtype)
@@ -140,7 +141,7 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """By `torch._scaled_mm`. Not run on real hardware; tests on the CPU read its layouts."""
+    """Write the product by `torch._scaled_mm`. It has not run on real hardware; tests on the CPU read its layouts."""
     x, scale_x = _side(a)
     y, scale_y = _side(b)
     target, dtype, inside, after = scaled_mm.plan_output(out, x, y, bias)
@@ -149,7 +150,8 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 
 
 def _side(op: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (R, C) and swizzled scale bytes. cc 10.x reads either order of the codes, 12.x does not."""
+    """Return codes (R, C) and swizzled scale bytes. GPUs of cc 10.x read either order of the codes, those of 12.x do
+    not."""
     assert op.scale is not None
     height, width = rup(operand.rows(op), scaled_mm.ALIGN), rup(operand.codes(op), MX_BLOCK)
     if op.transposed:
