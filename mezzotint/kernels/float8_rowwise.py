@@ -1,5 +1,4 @@
-"""FP8 with one FP32 scale per row, and one per column for the column-wise copy, which this file quantizes and
-multiplies.
+"""FP8 with one FP32 scale per row, and one per column for the column-wise copy: quantization and product.
 
     row-wise:     s_r = scale_from_amax(max_k |x[r, k]|)     q[r, k] = RNE_fp8(fl32(x · s_r))    scale_inv [M]
     column-wise:  the same on xᵀ, one scale per column, data transposed (K, d0, …, dn-1)         scale_inv [K]

@@ -1,5 +1,4 @@
-"""Identity: this module quantizes nothing. It copies x, because an op may not return its input, and casts it to a
-dtype."""
+"""Identity: this module quantizes nothing. It copies x and casts it to a dtype; an op may not return its input."""
 
 import torch
 

@@ -1,7 +1,8 @@
 """MXFP8: 32 FP8 elements share one power-of-two scale, an E8M0 byte b that stands for 2^(b-127).
 
-    roundup:  b = the smallest power of two ≥ fl32(amax · fl32(1/fp8_max)), so that nothing saturates (Blackwell, TE)
-    floor:    b = floor(log2 amax) - emax (8 for E4M3, 15 for E5M2): OCP's own rule; the top of a block saturates
+    roundup:  2^(b-127) = the smallest power of two ≥ fl32(amax · fl32(1/fp8_max)): nothing saturates (Blackwell, TE)
+    floor:    b = floor(log2 amax) - emax + 127 (emax 8 for E4M3, 15 for E5M2), at least 0: OCP's own rule; the top
+              of a block saturates
     q = RNE_fp8(fl32(x · 2^(127-b)));  a zero block has b = 0
 
 Row-wise blocks run along K. Column-wise blocks run along M and are quantized from x; the column-wise data is NOT

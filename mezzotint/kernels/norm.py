@@ -1,12 +1,12 @@
-"""LayerNorm and RMSNorm: FP32 inside, one rounding to the input's dtype at the end.
+"""LayerNorm and RMSNorm: they are computed in FP32 and rounded once, at the end, to the input's dtype.
 
     LayerNorm   mu = mean(x)    rs = rsqrt(mean((x - mu)²) + eps)    y = g · (rs · (x - mu)) + b
     RMSNorm     mu is not used  rs = rsqrt(mean(x²) + eps)           y = g · (rs · x)
 
-g is gamma, or 1 + gamma (in FP32) when `zero_centered`. mu and rs are FP32 [rows]; RMSNorm has mu of size 0. The
-normalised dimension is the last one. Statistics and what is made of them are two ops, so that a quantization can
-take the second one in (`quantize_ops.py`). The statistics can take in the residual's sum before the norm, the backward
-the sum with the gradient that comes past the norm.
+g is gamma, or 1 + gamma (in FP32) when `zero_centered`. mu and rs are FP32 [rows]; RMSNorm has mu of size 0. The last
+dimension is normalised. Computing the statistics and applying them are two ops, so that a quantization can take in the
+second one (`quantize_ops.py`). The statistics can take in the residual sum before the norm, and backward the sum with
+the gradient that comes past the norm.
 """
 
 import torch
@@ -16,7 +16,7 @@ from mezzotint.kernels.pointwise import add_reference
 
 
 def norm_stats_reference(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (…, K) → mu [M], or [0] for RMSNorm, and rs [M]."""
+    """Return mu [M], or [0] for RMSNorm, and rs [M] of x (…, K)."""
     value = as_matrix(x).float()
     width = max(value.shape[1], 1)
     if rms:
@@ -28,18 +28,19 @@ def norm_stats_reference(x: torch.Tensor, eps: float, rms: bool) -> tuple[torch.
 def norm_add_stats_reference(
     x: torch.Tensor, branch: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """round(x + (branch + bias)), in x's shape and dtype, and its statistics. branch: x's shape, bias [K]."""
+    """Return round(x + (branch + bias)), in x's shape and dtype, and its statistics. `branch` has x's shape, `bias` is
+    [K]."""
     total = add_reference(x, branch if bias is None else branch.float() + bias.float())
     return total, *norm_stats_reference(total, eps, rms)
 
 
 def gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
-    """What the normalised value is multiplied by, FP32 [K]."""
+    """Return the factor of the normalised value, FP32 [K]."""
     return gamma.float() + 1.0 if zero_centered else gamma.float()
 
 
 def _normalised(x: torch.Tensor, mu: torch.Tensor, rs: torch.Tensor, rms: bool) -> torch.Tensor:
-    """FP32 (M, K): rs · (x - mu), a new tensor, dense as all that is made of it."""
+    """Return rs · (x - mu) as a new FP32 tensor (M, K), contiguous as all that is computed from it."""
     value = as_matrix(x).contiguous().float()
     return rs[:, None] * (value if rms else value - mu[:, None])
 
@@ -53,7 +54,7 @@ def norm_apply_reference(
     zero_centered: bool,
     rms: bool,
 ) -> torch.Tensor:
-    """y in x's shape and dtype."""
+    """Return y, the norm's output, in x's shape and dtype."""
     y = _normalised(x, mu, rs, rms).mul_(gain(gamma, zero_centered))
     if beta is not None:
         y.add_(beta.float())
@@ -70,7 +71,7 @@ def norm_backward_reference(
     rms: bool,
     has_beta: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx in x's shape and dtype; dgamma and dbeta in gamma's (dbeta is empty where there is no beta).
+    """Return dx in x's shape and dtype, and dgamma and dbeta in gamma's (dbeta is empty if there is no beta).
 
     With h = rs · (x - mu) and d = g · dy: dx = rs · (d - mean(d) - h · mean(d · h)), without mean(d) for RMSNorm.
     """
@@ -96,7 +97,8 @@ def norm_backward_add_reference(
     has_beta: bool,
     residual: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same with round(dx + residual), in x's shape, for dx, which was rounded before."""
+    """Return what `norm_backward_reference` does, but round(dx + residual) in place of dx, which is rounded before.
+    `residual` has x's shape."""
     dx, dgamma, dbeta = norm_backward_reference(dy, x, mu, rs, gamma, zero_centered, rms, has_beta)
     return add_reference(dx, residual), dgamma, dbeta
 

@@ -1,24 +1,26 @@
 """NVFP4: 16 E2M1 elements share one E4M3 scale, under one FP32 amax per tensor and direction.
 
-    S_enc = min(fl32(6·E / amax), FLT_MAX)   1 when amax is 0 or infinite;   S_dec = fl32(1 / S_enc)     E = 448
+    S_enc = min(fl32(6·E / amax), FLT_MAX)   1 when amax is 0 or infinite;   S_dec = fl32(1 / S_enc)
     sf    = RNE_e4m3(min(fl32(block_amax · fl32(S_enc · fl32(1/6))), FLT_MAX))
     enc   = min(fl32(1 / fl32(sf · S_dec)), FLT_MAX)
     q     = RNE_e2m1(fl32(x · enc))                               value back: q · fl32(fl32(sf · amax) · fl32(1/(6·E)))
 
-Two codes a byte, the even index in the low nibble. Row-wise: blocks along K, data (d0, …, ceil(K/2)), sf
-(rup(M, 128), rup(ceil(K/16), 4)). Column-wise: the same on xᵀ, data (K, ceil(M/2)), sf
-(rup(K, 128), rup(ceil(M/16), 4)). amax: FP32 [1] for each direction. Padding is 0.
+E is `e4m3_max` (448, or 256 in some recipes), sf is the scale of a block. Data holds two codes a byte, the even index
+in the low nibble. Row-wise blocks run along K: data is (d0, …, ceil(K/2)), sf (rup(M, 128), rup(ceil(K/16), 4)).
+Column-wise is the same on xᵀ: data is (K, ceil(M/2)), sf (rup(K, 128), rup(ceil(M/16), 4)). The amax of each direction
+is FP32 [1]. Padding is 0.
 
-Options, all of one function over rows:
-- `two_d`: one sf per 16x16 tile, repeated for its 16 rows; both directions hold the same values.
+These options all belong to one function that quantizes rows:
+- `two_d`: one sf serves a 16x16 tile and is repeated for its 16 rows; both directions hold the same values.
 - `rht`: the column-wise copy is of the Hadamard-transformed xᵀ (`hadamard.py`), and so is its amax. A ragged M is
   filled with zeros up to a multiple of 16 first, and the column-wise data keeps that size, because the transform mixes.
-- `rng` (seed, offset): stochastic rounding of the codes; sf is still rounded to nearest.
-- `row_scaled`: one amax per row, [M] and [K]; S_enc follows.
-- `four_over_six`: each block also tries to map its amax to 4 instead of 6 and keeps what errs less
+- `rng` (seed, offset): the codes are rounded stochastically; sf is still rounded to nearest.
+- `row_scaled`: there is one amax per row, [M] and [K], and one S_enc for each.
+- `four_over_six`: each block also tries to map its amax to 4 instead of 6 and keeps what has the smaller error
   (1: sum |d|, 2: sum d²).
-- `swizzled`: scale bytes in the GEMM's order (`swizzle.py`).
-Two reads of x: the amax, then one cast that writes both directions.
+- `swizzled`: scale bytes are in the GEMM's order (`swizzle.py`).
+
+x is read twice: for the amax, then for one cast that writes both directions.
 """
 
 import torch
@@ -50,12 +52,12 @@ MAE, MSE = 1, 2
 
 
 def nvfp4_scale_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Scale bytes of a (rows, cols) matrix that is quantized along its columns."""
+    """Return the shape of the scale bytes of a (rows, cols) matrix that is quantized along its columns."""
     return rup(rows, 128), rup(cdiv(cols, NVFP4_BLOCK), 4)
 
 
 def nvfp4_buffers(shape: tuple[int, ...], rht: bool, row_scaled: bool, rowwise: bool, columnwise: bool) -> Buffers:
-    """Geometry: packed codes, scale bytes and amax of each direction."""
+    """Return the buffers of the copies: packed codes, scale bytes and amax of each direction."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -72,7 +74,7 @@ def nvfp4_buffers(shape: tuple[int, ...], rht: bool, row_scaled: bool, rowwise: 
 
 
 def _transposed(x: torch.Tensor, rht: bool, sign_mask: int) -> torch.Tensor:
-    """(M, K) → (K, M), or the transformed (K, rup(M, 16))."""
+    """Return xᵀ: (M, K) becomes (K, M), or with `rht` the transformed (K, rup(M, 16))."""
     if not rht:
         return x.t().contiguous()
     rows = torch.nn.functional.pad(x, (0, 0, 0, rup(x.shape[0], NVFP4_BLOCK) - x.shape[0]))
@@ -82,7 +84,7 @@ def _transposed(x: torch.Tensor, rht: bool, sign_mask: int) -> torch.Tensor:
 def nvfp4_amax_reference(
     x: torch.Tensor, rht: bool, sign_mask: int, row_scaled: bool, rowwise: bool, columnwise: bool
 ) -> list[torch.Tensor]:
-    """FP32 amax of each wanted direction: [1], or [M] and [K] when `row_scaled`."""
+    """Return the FP32 amax of each wanted direction: [1], or [M] and [K] when `row_scaled`."""
     matrix, out = as_matrix(x), []
     if rowwise:
         out.append(amax(matrix, 1) if row_scaled else amax(matrix).reshape(1))
@@ -98,7 +100,7 @@ def _encode_scale(tensor_amax: torch.Tensor, e4m3_max: int) -> torch.Tensor:
 
 
 def _block_factor(sf: torch.Tensor, decode_scale: torch.Tensor) -> torch.Tensor:
-    """Scale byte → the FP32 factor that its elements are multiplied by."""
+    """Return the FP32 factor by which a block's elements are multiplied, from its scale byte."""
     return div(1.0, decode_fp8(sf, E4M3) * decode_scale).clamp_max_(FP32_MAX)
 
 
@@ -109,7 +111,8 @@ def _sixth(device: torch.device) -> torch.Tensor:
 def _map_to_six(
     blocks: torch.Tensor, top: torch.Tensor, s_enc: torch.Tensor, rng_bytes: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """blocks (R, B, 16) FP32, top (R, B), s_enc (R|1, 1) → codes (R, B, 16), scale bytes (R, B)."""
+    """Quantize blocks (R, B, 16) in FP32, with amaxes top (R, B) and s_enc (R or 1, 1), so that each amax maps to 6;
+    return codes (R, B, 16) and scale bytes (R, B)."""
     sf = cast_fp8((top * (s_enc * _sixth(top.device))).clamp_max_(FP32_MAX), E4M3)
     scaled = blocks * _block_factor(sf, div(1.0, s_enc))[..., None]
     return cast_e2m1(scaled) if rng_bytes is None else round_e2m1_stochastic(scaled, rng_bytes), sf
@@ -124,7 +127,7 @@ def _map_to_four_or_six(
     error: int,
     two_d: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_map_to_six`, choosing for each block (or 16x16 tile) between amax → 4 and amax → 6."""
+    """Quantize like `_map_to_six`, but choose for each block (or 16x16 tile) whether its amax maps to 4 or to 6."""
     base = torch.div(top, torch.full_like(top, 6.0)) * s_enc
     tries = []
     for factor in (1.5, 1.0):
@@ -143,7 +146,7 @@ def _map_to_four_or_six(
 
 
 def _tile_sum(error: torch.Tensor) -> torch.Tensor:
-    """(R, B) row errors → the sum over each 16 rows, as a tree, given back to all of them."""
+    """Sum the errors (R, B) over each 16 rows, as a tree, and return the sum for each of the rows."""
     rows = error.view(error.shape[0] // NVFP4_BLOCK, NVFP4_BLOCK, error.shape[1])
     for half in (8, 4, 2, 1):
         rows = rows[:, :half] + rows[:, half : 2 * half]
@@ -159,7 +162,8 @@ def _quantize_rows(
     four_over_six: int,
     e4m3_max: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, C) and its amax [1] or [R] → packed codes (R, ceil(C/2)), scale bytes (R or rup(R, 16), ceil(C/16))."""
+    """Quantize (R, C), whose amax is [1] or [R], and return packed codes (R, ceil(C/2)) and scale bytes (R or rup(R,
+    16), ceil(C/16))."""
     rows, cols = x.shape
     full = rup(rows, NVFP4_BLOCK) if two_d else rows
     padded = x
@@ -194,7 +198,8 @@ def nvfp4_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Both directions; amax FP32 is given where it was reduced over a group, else taken here."""
+    """Quantize in the wanted directions. The FP32 amaxes are given if they were reduced over a process group, else
+    computed here."""
     matrix = as_matrix(x)
     data, top = [], []
     for wanted, columns, given in ((rowwise, False, amax_rowwise), (columnwise, True, amax_columnwise)):
@@ -224,7 +229,7 @@ def nvfp4_dequantize_reference(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(code · fl32(fl32(sf · amax) · fl32(1/(6E))))), (R, cols), or (cols, R) when `transposed`.
+    """Return dtype(fl32(code · fl32(fl32(sf · amax) · fl32(1/(6E))))) as (R, cols), or (cols, R) when `transposed`.
 
     `cols` is the logical size along the packed dimension. A Hadamard transform is not undone.
     """
@@ -283,7 +288,8 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 def _exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """amax = 6E cancels the unit 1/(6E): dequantize then gives code · block scale, 6 bits wide, exact in BF16."""
+    """Return code · block scale, which has 6 bits and is exact in BF16: it dequantizes with amax = 6E, which cancels
+    the unit 1/(6E)."""
     assert op.scale is not None
     data, scale, bf16 = op.data.contiguous(), op.scale.contiguous(), torch.bfloat16
     unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
@@ -298,8 +304,8 @@ def _factor(op: Operand) -> torch.Tensor:
 
 
 def _pair_factors(a: Operand, b: Operand) -> list[torch.Tensor | float]:
-    """alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). Row-scaled, the unit comes first and then the
-    amaxes, as one product where one of them is a scalar."""
+    """Return alpha = (amax_a · amax_b) · unit with unit = fl32(1/(36·E_a·E_b)). If an operand is row-scaled, return the
+    unit first and then the amaxes, as one product if one of them is a scalar."""
     assert a.amax is not None
     assert b.amax is not None
     unit = 1.0 / (FP4_MAX * FP4_MAX * a.e4m3_max * b.e4m3_max)
@@ -312,11 +318,11 @@ def _pair_factors(a: Operand, b: Operand) -> list[torch.Tensor | float]:
 
 
 def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """By `_scaled_mm_v2`, one E4M3 scale per 16 codes and one factor on the product. Not run on real hardware; tests on
-    the CPU read its layouts.
+    """Write the product by `_scaled_mm_v2`, with one E4M3 scale per 16 codes and one factor on the product. It has not
+    run on real hardware; tests on the CPU read its layouts.
 
-    cuBLAS's factor is the product of the two given ones: (amax_a · amax_b) and the unit, so that it rounds as
-    the format says. Row-scaled operands and FP16 outputs go through FP32.
+    cuBLAS's factor is the product of the two that are given: (amax_a · amax_b) and the unit, so that it rounds as the
+    format says. Row-scaled operands and FP16 outputs go through FP32.
     """
     assert a.amax is not None
     assert b.amax is not None
@@ -338,7 +344,7 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 
 
 def _side(op: Operand, height: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed codes (height, size bytes) and swizzled scale bytes."""
+    """Return packed codes (height, size bytes) and swizzled scale bytes."""
     assert op.scale is not None
     x = scaled_mm.filled(op.data, height, size).view(torch.float4_e2m1fn_x2)
     scale = op.scale.contiguous()

@@ -1,9 +1,11 @@
-"""One side of a matrix product: a matrix that says how it is quantized.
+"""One side of a matrix product: an `Operand` is a matrix that says how it is quantized.
 
-`data` is (R, C), C contracted. What `data` and `scale` hold is said by the operand's kind (`formats.OperandKind`), of
-which the format's file tells: "high" is FP32, FP16 or BF16 and has no scale, all others are codes in torch.uint8.
+`data` is (R, C), and the product contracts over C. The operand's kind (`formats.OperandKind`) says what `data` and
+`scale` hold; the format's file explains it. "high" is FP32, FP16 or BF16 and has no scale, all others are codes in
+torch.uint8.
 
-`data` may be a view with any strides. A column-wise copy that is stored untransposed comes so, with `transposed`.
+`data` may be a view with any strides. A column-wise copy that is stored untransposed is given as it is, with
+`transposed`.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from mezzotint.formats import HIGH, KINDS
 
 @dataclass(slots=True)
 class Operand:
-    """A matrix (R, C) and how to read it."""
+    """An `Operand` holds a matrix (R, C) and how to read it."""
 
     data: torch.Tensor
     scale: torch.Tensor | None = None
@@ -30,12 +32,12 @@ class Operand:
 
 
 def rows(op: Operand) -> int:
-    """R."""
+    """Return R, the number of rows."""
     return op.data.shape[1 if op.transposed else 0]
 
 
 def codes(op: Operand) -> int:
-    """C as stored: an odd size of packed codes, or one that a Hadamard transform filled up, counts its zero codes."""
+    """Return C as stored: zero codes that pad an odd number of packed codes, or a Hadamard transform, are counted."""
     size = op.data.shape[0 if op.transposed else 1]
     if op.kind == HIGH:
         return size
@@ -44,12 +46,13 @@ def codes(op: Operand) -> int:
 
 
 def contraction(a: Operand, b: Operand) -> int:
-    """The size along which A·Bᵀ contracts. Packed codes may be longer by zero padding: the shorter one counts."""
+    """Return the size along which A·Bᵀ contracts. Packed codes may be longer by zero padding: the shorter one
+    counts."""
     return min(codes(a), codes(b))
 
 
 def check_operand(op: Operand, name: str) -> None:
-    """Raise ValueError where the operand contradicts itself; `name` is the argument's."""
+    """Raise ValueError if the operand contradicts itself; `name` is that of the argument."""
     if op.kind != HIGH and op.kind not in KINDS:
         raise ValueError(f"{name}.kind is {op.kind!r}: expected one of {', '.join((HIGH, *KINDS))}")
     if op.data.dim() != 2:
@@ -78,12 +81,12 @@ def check_operand(op: Operand, name: str) -> None:
 
 
 def scale_shape(op: Operand) -> tuple[int, ...]:
-    """What the shape of `op.scale` must be."""
+    """Return the shape that `op.scale` must have."""
     return KINDS[op.kind].scale_shape(rows(op), codes(op), op.transposed)
 
 
 def check_pair(a: Operand, b: Operand, name_a: str = "a", name_b: str = "b") -> None:
-    """Raise ValueError where A·Bᵀ makes no sense."""
+    """Raise ValueError if A·Bᵀ makes no sense."""
     check_operand(a, name_a)
     check_operand(b, name_b)
     multiple = max(1 if op.kind == HIGH else KINDS[op.kind].multiple for op in (a, b))
@@ -97,27 +100,28 @@ def check_pair(a: Operand, b: Operand, name_a: str = "a", name_b: str = "b") -> 
 
 
 def dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(R, size) in `dtype`, as the format's own dequantize gives it."""
+    """Return the operand as (R, size) in `dtype`, as its format dequantizes it."""
     return op.data.to(dtype) if op.kind == HIGH else KINDS[op.kind].dequantize(op, size, dtype)
 
 
 def exact_of(op: Operand) -> Callable[[Operand, int, torch.dtype], torch.Tensor]:
-    """Return what reads an operand as (R, size) in BF16 or FP32, without what `factors` puts on the product.
+    """Return the function that reads an operand as (R, size) in BF16 or FP32, without the factors that `factors` puts
+    on the product.
 
-    In BF16 most kinds are exact. Block scales in FP32 that are no powers of two round once: to FP32 in the reference,
-    to BF16 where emulated.
+    In BF16 most kinds are exact. FP32 block scales that are no powers of two round once: to FP32 in the reference, to
+    BF16 where the product is emulated.
     """
     kind = KINDS[op.kind]
     return kind.exact or kind.dequantize
 
 
 def codes_alone(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """FP8 codes in `dtype`: what is exact of a kind whose scales stand outside of the sum."""
+    """Return the FP8 codes in `dtype`, which is the exact part of a kind whose scales stand outside of the sum."""
     return op.data.view(FP8_TORCH[op.dtype]).to(dtype)
 
 
 def factors(a: Operand, b: Operand) -> list[torch.Tensor | float]:
-    """What multiplies the FP32 product of the exact values, in order: scalars, (Ra, 1), (1, Rb)."""
+    """Return the factors of the FP32 product of the exact values, in order: scalars, (Ra, 1), (1, Rb)."""
     kind = KINDS[a.kind]
     if a.kind == b.kind and kind.pair_factors is not None:
         return kind.pair_factors(a, b)

@@ -1,4 +1,4 @@
-"""One step of Adam and of SGD, for many contiguous FP32 tensors of one device, by PyTorch's fused kernels.
+"""One step of Adam and of SGD: PyTorch's fused kernels update many contiguous FP32 tensors of one device.
 
     Adam   m = β₁ m + (1 - β₁) g,  v = β₂ v + (1 - β₂) g²,  p -= lr · (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)
            weight decay λ: decoupled p *= 1 - lr · λ before, else g += λ p before
@@ -8,8 +8,8 @@
 
 Where the one-element FP32 `found_inf` is 1, nothing changes.
 
-They are leaf ops because the compiler cannot functionalize the fused kernels, which are given an empty list that they
-say they write. So eager and compiled code run the same kernel.
+They are leaf ops because the compiler cannot functionalize the fused kernels: their schema says that they write a list
+which is given empty. So eager and compiled code run the same kernel.
 """
 
 from typing import Any
@@ -81,7 +81,7 @@ def _sgd(
         torch._foreach_mul_(buffers, _unless(found_inf, momentum, 1.0))
         for buffer, grad, step in zip(buffers, grads, steps, strict=True):
             kept = torch.where(step > 0, 1.0 - dampening, 1.0)
-            # Not grad · 0 where nothing is to change: a gradient that is not finite is why.
+            # grad · 0 would not be 0: nothing may change because a gradient is not finite.
             buffer.add_(grad * kept if found_inf is None else torch.where(found_inf == 1, 0.0, grad * kept))
         grads, buffers, momentum, dampening, weight_decay = buffers, [], 0.0, 0.0, 0.0
     torch._fused_sgd_(
@@ -104,11 +104,11 @@ def _unless(found_inf: torch.Tensor | None, value: Any, otherwise: float) -> Any
 
 
 def _join(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """BF16 parameter and int16 remainder → FP32 master: bits of the first · 2¹⁶ + the second."""
+    """Return the FP32 master of a BF16 parameter and its int16 remainder: the bits of the first · 2¹⁶ + the second."""
     return ((param.contiguous().view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-# A leaf op, because Inductor cannot give a view of other bits to an op that writes to it.
+# This is a leaf op, because Inductor cannot give a view of other bits to an op that writes to it.
 join_master = leaf(
     "join_master(Tensor param, Tensor remainder) -> Tensor",
     fake=lambda param, remainder: torch.empty_like(remainder, dtype=torch.float32),

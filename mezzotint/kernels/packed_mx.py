@@ -1,24 +1,24 @@
-"""What MX formats with elements of 4 and 6 bits share: 32 elements under one E8M0 scale, codes packed into bytes.
+"""MX formats with elements of 4 and 6 bits: they share 32 elements under one E8M0 scale, and codes packed into bytes.
 
-The conversion of the OCP Microscaling specification (MX v1.0, section 6.3). The scale of a block is a byte b that
-stands for 2^(b-127); the element type has a largest value `max` and that value's exponent `emax`:
+The conversion is that of the OCP Microscaling specification (MX v1.0, section 6.3). The scale of a block is a byte b
+that stands for 2^(b-127); the element type has a largest value `max` and that value's exponent `emax`:
 
     floor:    b = floor(log2 amax) - emax + 127, at least 0: OCP's own rule; the top of a block saturates
     roundup:  one more where amax > max · 2^(floor(log2 amax) - emax), so that nothing saturates
     q = RNE(fl32(x · 2^(127-b))), saturating; the sign of zero is kept. Back: q · 2^(b-127), exact in BF16 and in FP32
 
-A block of zeros has b = 0. Infinity counts as 2^128: b is what that asks for, the element saturates, and what comes
-back is infinity under the floor rule. The element types have no NaN, but the scale has: a block with a NaN in it
-has b = 255 and the largest code everywhere, so that all of it comes back as NaN.
+A block of zeros has b = 0. Infinity counts as 2^128: b is what that requires, the element saturates, and under the
+floor rule it comes back as infinity. The element types have no NaN, but the scale has: a block with a NaN in it has b =
+255 and the largest code everywhere, so that all of it comes back as NaN.
 
-Row-wise: blocks along K. Column-wise: the same on xᵀ, from x, hence stored transposed. Scale bytes: (rup(R, 128),
-rup(ceil(C/32), 4)) for R rows of C, entry [row, block]; padding 0. `two_d`: one b for a 32x32 tile, written for each of
-its rows; both directions then hold the same values. A ragged last block counts what exists. `swizzled`: scale bytes in
-the order of Blackwell's GEMM (`swizzle.py`).
+Row-wise blocks run along K. Column-wise is the same on xᵀ, from x, hence stored transposed. Scale bytes are (rup(R,
+128), rup(ceil(C/32), 4)) for R rows of C, entry [row, block]; padding is 0. With `two_d` one b serves a 32x32 tile and
+is written for each of its rows; both directions then hold the same values. The amax of a ragged last block is that of
+the elements that exist. With `swizzled` the scale bytes are in the order of Blackwell's GEMM (`swizzle.py`).
 
-Packing, along a row: the least codes that fill whole bytes make a group, the first code in the lowest bits, bytes in
-little-endian order. Two codes of 4 bits are a byte, (…, ceil(C/2)); four of 6 bits are three, (…, ceil(C/4), 3). What a
-group has beyond C is 0.
+Codes are packed along a row: the fewest codes that fill whole bytes make a group, with the first code in the lowest
+bits and the bytes in little-endian order. Two codes of 4 bits are a byte, (…, ceil(C/2)); four of 6 bits are three
+bytes, (…, ceil(C/4), 3). Codes of a group beyond C are 0.
 """
 
 import math
@@ -41,19 +41,20 @@ Cast = Callable[[torch.Tensor], torch.Tensor]  # scaled FP32 → codes
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A float of a sign, `exponent` and `mantissa` bits, with subnormals and without infinity and NaN."""
+    """An `Element` is a float type of a sign, `exponent` and `mantissa` bits. It has subnormals, but no infinity and no
+    NaN."""
 
     exponent: int
     mantissa: int
 
     @property
     def width(self) -> int:
-        """Bits of a code."""
+        """Return the number of bits of a code."""
         return 1 + self.exponent + self.mantissa
 
     @property
     def top(self) -> int:
-        """The code of the largest value."""
+        """Return the code of the largest value."""
         return (1 << self.width - 1) - 1
 
     @property
@@ -62,7 +63,7 @@ class Element:
 
     @property
     def emax(self) -> int:
-        """The exponent of the largest value."""
+        """Return the exponent of the largest value."""
         return (1 << self.exponent) - 1 - self.bias
 
     @property
@@ -71,7 +72,7 @@ class Element:
 
     @property
     def group(self) -> int:
-        """How many codes fill whole bytes."""
+        """Return how many codes fill whole bytes."""
         return math.lcm(8, self.width) // self.width
 
     @property
@@ -79,7 +80,7 @@ class Element:
         return math.lcm(8, self.width) // 8
 
     def values(self) -> list[float]:
-        """What each code stands for."""
+        """Return the value that each code stands for."""
         magnitudes = []
         for code in range(self.top + 1):
             field, fraction = code >> self.mantissa, code % (1 << self.mantissa)
@@ -89,11 +90,12 @@ class Element:
 
 
 def encode(value: torch.Tensor, element: Element) -> torch.Tensor:
-    """FP32 → uint8 codes: nearest even, saturating; the sign of zero is kept, NaN → the largest positive code."""
+    """Cast FP32 to uint8 codes: round to nearest even, saturate, keep the sign of zero, turn NaN into the largest
+    positive code."""
     a = value.abs().clamp_max_(element.max)
     bits, drop = a.view(torch.int32), 23 - element.mantissa
     normal = (bits + ((1 << drop - 1) - 1) + (bits >> drop & 1) >> drop) - (127 - element.bias << element.mantissa)
-    # Subnormal codes count units of the last place of this power of two: adding it rounds to them.
+    # Subnormal codes are multiples of the last place of this power of two: adding it rounds to them.
     unit = torch.tensor(2.0 ** (24 - element.bias - element.mantissa), device=value.device)
     subnormal = (a + unit).view(torch.int32) - unit.view(torch.int32)
     code = torch.where(a < 2.0 ** (1 - element.bias), subnormal, normal)
@@ -102,13 +104,14 @@ def encode(value: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, element: Element, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 codes → FP32 or BF16, exact."""
+    """Decode uint8 codes to FP32 or BF16; this is exact."""
     table = torch.tensor(element.values(), dtype=dtype, device=codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 def pack(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """(..., n) codes → the bytes of their groups: (..., ceil(n/group)), and a last dimension where these are many."""
+    """Pack codes (..., n) into the bytes of their groups: (..., ceil(n/group)), with a last dimension if a group has
+    several."""
     size, count = codes.shape[-1], element.group
     if size % count:
         codes = torch.nn.functional.pad(codes, (0, rup(size, count) - size))
@@ -122,7 +125,7 @@ def pack(codes: torch.Tensor, element: Element) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, element: Element, size: int) -> torch.Tensor:
-    """The bytes of `pack` → (..., size) codes."""
+    """Unpack the bytes that `pack` made into (..., size) codes."""
     word = packed.int()
     if element.group_bytes > 1:
         parts = word
@@ -135,12 +138,12 @@ def unpack(packed: torch.Tensor, element: Element, size: int) -> torch.Tensor:
 
 
 def packed_scale_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Scale bytes of a (rows, cols) matrix with blocks along its rows."""
+    """Return the shape of the scale bytes of a (rows, cols) matrix with blocks along its rows."""
     return rup(rows, 128), rup(cdiv(cols, MX_BLOCK), 4)
 
 
 def packed_shape(leading: tuple[int, ...], size: int, element: Element) -> tuple[int, ...]:
-    """The packed bytes of rows of `size` codes."""
+    """Return the shape of the packed bytes of rows of `size` codes."""
     bytes_each = () if element.group_bytes == 1 else (element.group_bytes,)
     return (*leading, cdiv(size, element.group), *bytes_each)
 
@@ -148,7 +151,8 @@ def packed_shape(leading: tuple[int, ...], size: int, element: Element) -> tuple
 def packed_buffers(
     shape: tuple[int, ...], element: Element, rowwise: bool, columnwise: bool, multiple: int = 1
 ) -> Buffers:
-    """Geometry: packed codes and scale bytes of each direction. `multiple`: column-wise, rows are filled up to it."""
+    """Return the buffers of the copies: packed codes and scale bytes of each direction. Rows of the column-wise data
+    are filled up to a multiple of `multiple` codes."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -161,7 +165,8 @@ def packed_buffers(
 
 
 def scale_byte(top: torch.Tensor, element: Element, floor: bool) -> torch.Tensor:
-    """The largest bits of |x| in a block, int32 → E8M0 byte. As integers magnitudes are ordered, NaN above all."""
+    """Return the E8M0 byte of a block, from the largest bits of |x| in it, int32. As integers magnitudes are ordered,
+    with NaN above all."""
     # A mantissa above that of `max` carries into the exponent.
     carry = 0 if floor else (1 << 23 - element.mantissa) - 1
     byte = ((top + carry >> 23) - element.emax).clamp_min_(0)
@@ -171,7 +176,7 @@ def scale_byte(top: torch.Tensor, element: Element, floor: bool) -> torch.Tensor
 def quantize_rows(
     x: torch.Tensor, element: Element, floor: bool, two_d: bool, cast: Cast
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(R, C) → codes (R, C), scale bytes (R, ceil(C/32)). `cast` takes (tiles, height, blocks, 32)."""
+    """Quantize (R, C) to codes (R, C) and scale bytes (R, ceil(C/32)). `cast` takes (tiles, height, blocks, 32)."""
     rows, cols = x.shape
     height = MX_BLOCK if two_d else 1
     full = rup(rows, height), rup(cols, MX_BLOCK)
@@ -184,7 +189,7 @@ def quantize_rows(
 def quantize_side(
     x: torch.Tensor, leading: tuple[int, ...], element: Element, floor: bool, two_d: bool, swizzled: bool, cast: Cast
 ) -> list[torch.Tensor]:
-    """One direction of x (R, C), where R is the product of `leading`: packed codes and padded scale bytes."""
+    """Quantize one direction, x (R, C) with R the product of `leading`, to packed codes and padded scale bytes."""
     codes, byte = quantize_rows(x, element, floor, two_d, cast)
     byte = padded(byte, *packed_scale_shape(*x.shape)).contiguous()
     return [pack(codes.view(*leading, x.shape[1]), element), swizzle(byte) if swizzled else byte]
@@ -199,17 +204,18 @@ def packed_dequantize_reference(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`; `cols`: along the packed dimension."""
+    """Return dtype(q · 2^(b-127)) as (…, cols), or (cols, R) when `transposed`; `cols` is the size along the packed
+    dimension."""
     codes = unpack(data, element, cols)
     scale = e8m0_decode(unswizzle(scale_inv) if swizzled else scale_inv)
-    # Nothing rounds but the result: BF16, which has FP32's exponents, needs no FP32 between.
+    # Nothing rounds but the result: BF16, which has FP32's exponents, needs no FP32 in between.
     work = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     value = mul_blocks_(decode(as_matrix(codes), element, work), scale.to(work), 1, MX_BLOCK).to(out_dtype)
     return value.t().contiguous() if transposed else value.reshape(codes.shape)
 
 
 def packed_dequantized_shape(data: torch.Tensor, element: Element, transposed: bool, cols: int) -> tuple[int, ...]:
-    """The shape of what `packed_dequantize_reference` gives."""
+    """Return the shape of what `packed_dequantize_reference` returns."""
     leading = data.shape[:-1] if element.group_bytes == 1 else data.shape[:-2]
     return (cols, *leading) if transposed else (*leading, cols)
 
@@ -217,9 +223,10 @@ def packed_dequantized_shape(data: torch.Tensor, element: Element, transposed: b
 def register_packed(
     name: str, kind: str, elements: dict[int, Element], dequantize: Callable[[Operand, int, torch.dtype], torch.Tensor]
 ) -> QuantizedFormat:
-    """Register a packed MX format: one kind of operand, whose elements (by their numbers of `DType`) have one width.
+    """Register a packed MX format: one kind of operand, whose `elements` (by their numbers of `DType`) have one width.
 
-    An operand has its codes as bytes (R, bytes), and E8M0 scales of `packed_scale_shape`. No GPU multiplies it.
+    An operand has its codes as bytes (R, bytes), and E8M0 scales of `packed_scale_shape`. No GPU multiplies it
+    directly.
     """
     first = next(iter(elements.values()))
     return register_format(

@@ -1,4 +1,4 @@
-"""Random numbers for stochastic rounding and dropout: Philox4x32-10, keyed by (seed, offset), counted by block.
+"""Random numbers for stochastic rounding and dropout: this module runs Philox4x32-10, keyed by a seed.
 
 One call gives 16 bytes, one for each element of a 16-block, so the bytes depend on nothing but the seed, the offset,
 the direction and the position in the tensor: computing them again, on another device or in another tiling, repeats
@@ -21,13 +21,13 @@ DROPOUT = 2  # its direction
 
 
 def _mul(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of a 32x32-bit product, in int64 (the product wraps, its 64 bits are right)."""
+    """Return the high and the low word of a 32x32-bit product, in int64 (the product wraps, its 64 bits are right)."""
     product = b * a
     return (product >> 32) & _MASK, product & _MASK
 
 
 def philox_words(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor:
-    """`rng` int64 [2] = (seed, offset) → int64 (blocks, 4), words of 32 bits."""
+    """Return int64 (blocks, 4), words of 32 bits, for `rng` int64 [2] = (seed, offset)."""
     seed, offset = rng[0], rng[1] & _MASK
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     index = torch.arange(blocks, dtype=torch.int64, device=rng.device)
@@ -42,7 +42,7 @@ def philox_words(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor
 
 
 def philox_bytes(rng: torch.Tensor, blocks: int, direction: int) -> torch.Tensor:
-    """`rng` int64 [2] = (seed, offset) → uint8 (blocks, 16)."""
+    """Return uint8 (blocks, 16) for `rng` int64 [2] = (seed, offset)."""
     words = philox_words(rng, blocks, direction)
     shifts = torch.arange(0, 32, 8, device=rng.device)
     return ((words[..., None] >> shifts) & 0xFF).to(torch.uint8).reshape(blocks, 16)
@@ -52,7 +52,7 @@ def _draw(x: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 2**31 - 1, (2,), dtype=torch.int64, device=x.device)
 
 
-# A leaf, so that eager and compiled code draw the same numbers from the same generator.
+# This is a leaf op, so that eager and compiled code draw the same numbers from the same generator.
 draw_rng = leaf(
     "draw_rng(Tensor x) -> Tensor",
     fake=lambda x: x.new_empty((2,), dtype=torch.int64),

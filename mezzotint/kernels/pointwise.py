@@ -1,4 +1,4 @@
-"""What stands between two GEMMs and is no norm or activation: FP32 inside, one rounding at the end of each step.
+"""Pointwise ops other than norms and activations: they compute in FP32 and round each step once.
 
     add         round(x + y)
     scale       round(x · factor)
@@ -7,13 +7,13 @@
     l2norm      rs = 1 / sqrt(sum(x²) + eps)        y = round(x · rs)        over the last dimension
                 with h = x · rs:  dx = round(rs · (dy - h · sum(dy · h)))
 
-`round` is to x's dtype, in which the result is, dense. `y` has x's shape or is a vector [N] along x's last dimension;
-its dtype may be another one. `factor` is taken as an FP32 number.
+`round` is to x's dtype, which the result has; the result is contiguous. `y` has x's shape or is a vector [N] along x's
+last dimension; its dtype may be another one. `factor` is taken as an FP32 number.
 
-Dropout keeps element i (of x in row-major order) where the upper 24 bits of its Philox word (`philox.py`) are not
-less than round(p · 2^24). The same call on dy, with the same `rng`, is its backward.
+Dropout keeps element i (of x in row-major order) where the upper 24 bits of its Philox word (`philox.py`) are not less
+than round(p · 2^24). The same call on dy, with the same `rng`, is its backward.
 
-Compilers fuse what they see and leave out the roundings in between; these ops they do not look into.
+These are leaf ops because compilers fuse the operations that they see and leave out the roundings in between.
 """
 
 import torch
@@ -28,7 +28,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
 
 
 def add_reference(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x (…, N), y of the same shape or [N] → x's shape and dtype."""
+    """Return x (…, N) plus y, which has the same shape or is [N], in x's shape and dtype."""
     return (_dense(x) + _dense(y)).to(x.dtype)
 
 
@@ -37,43 +37,44 @@ def scale_reference(x: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def scale_add_reference(x: torch.Tensor, factor: float, y: torch.Tensor) -> torch.Tensor:
-    """x (…, N), y of the same shape or [N] → x's shape and dtype."""
+    """Return x (…, N) times `factor` plus y, which has the same shape or is [N], in x's shape and dtype."""
     return add_reference(scale_reference(x, factor), y)
 
 
 def keep_limit(p: float) -> int:
-    """What 24 random bits of an element that is kept reach: none do where p is 1, all where it is 0."""
+    """Return the limit which the 24 random bits of a kept element must reach: none reaches it if p is 1, all do if p is
+    0."""
     return round(p * 2**24)
 
 
 def keep_factor(p: float) -> float:
-    """What a kept element is multiplied by, so that the expectation stays."""
+    """Return the factor of a kept element, which preserves the expectation."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
 def dropout_reference(x: torch.Tensor, rng: torch.Tensor, p: float) -> torch.Tensor:
-    """`rng` int64 [2] = (seed, offset), as `draw_rng` gives it."""
+    """Drop elements of x with probability p; `rng` is int64 [2] = (seed, offset), as `draw_rng` returns it."""
     count = x.numel()
     words = philox_words(rng, cdiv(count, 4), DROPOUT).view(-1)[:count].view(x.shape)
     return torch.where(words >> 8 >= keep_limit(p), _dense(x) * keep_factor(p), 0.0).to(x.dtype)
 
 
 def l2norm_reference(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (…, K) → y in x's shape and dtype, rs FP32 (…)."""
+    """Return y, x (…, K) divided by its L2 norm, in x's shape and dtype, and rs FP32 (…)."""
     value = _dense(x)
     rs = value.square().sum(-1).add_(eps).rsqrt_()
     return (value * rs[..., None]).to(x.dtype), rs
 
 
 def l2norm_backward_reference(dy: torch.Tensor, x: torch.Tensor, rs: torch.Tensor) -> torch.Tensor:
-    """The gradient of x, in its shape and dtype."""
+    """Return the gradient of x, in its shape and dtype."""
     grad, scale = _dense(dy), rs.contiguous()[..., None]
     h = _dense(x) * scale
     return ((grad - h * (grad * h).sum(-1, keepdim=True)) * scale).to(x.dtype)
 
 
 # Torch's own CUDA kernels of these two widen what they read to FP32 and round what they write, once, in one launch.
-# Detached, because `out` is refused where a gradient could be asked for.
+# The inputs are detached, because `out` is refused where a gradient could be asked for.
 
 
 def _add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

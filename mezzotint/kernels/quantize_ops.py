@@ -1,11 +1,11 @@
-"""The ops of one quantization: of a tensor that exists, into given buffers, and of what a producer would write.
+"""The ops of one quantization: it takes a tensor that exists, given buffers to write, or what a producer would write.
 
-A norm, an activation or its backward in front of a GEMM need not write its result in high precision: the quantization
-takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. What it gives is, bit for
-bit, what the two ops one after the other give: the producer's result is rounded to its dtype in between.
+A norm, an activation or its backward in front of a GEMM (a source) need not write its result in high precision: the
+quantization takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. Its result is,
+bit for bit, that of the two ops one after the other: the producer's result is rounded to its dtype in between.
 
-`name_groups` does the same to each of many tensors, in as many launches as one takes where the format can. What a call
-for one is given as a tensor is a list there, empty where nothing is given.
+`name_groups` does the same to each of many tensors, in as many launches as one tensor takes if the format can do that.
+An option that is a tensor in the call for one tensor is a list there, empty if nothing is given.
 
 On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`SourceCall`) where it would read x. For
 the others, and where Triton does not run, the producer's own op writes x first.
@@ -36,7 +36,8 @@ __all__ = ["SOURCES", "SourceCall", "fused", "of_groups", "quantize_ops"]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A producer: its arguments, what it makes, and its ops. `sums`: its last argument asks for column sums too."""
+    """A `Source` is a producer: it holds the producer's arguments, their number, its reference, its op and the shape of
+    its result. With `sums` its last argument requests column sums, too."""
 
     arguments: str
     count: int
@@ -78,7 +79,8 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class SourceCall:
-    """What a source would make of its arguments. `sums`: where the column sums of that go, in this tensor's dtype."""
+    """A `SourceCall` stands for the tensor that a source would make of its arguments. The column sums of that tensor
+    are written to `sums`, in the dtype of `sums`."""
 
     source: str
     args: tuple[Any, ...]
@@ -93,28 +95,29 @@ class SourceCall:
         return SOURCES[self.source].shape(*self.args)
 
     def tensor(self) -> torch.Tensor:
-        """Made, by the source's own op, and summed."""
+        """Make the tensor by the source's own op, write its column sums, and return it."""
         made = SOURCES[self.source].op(*self.args)
         if self.sums is not None:
             self.sums.copy_(column_sum(made, self.sums.dtype))
         return made
 
 
-# Quantization → source → the op of both.
+# This maps a quantization and a source to the op that does both.
 _FUSED: dict[torch._ops.OpOverload, dict[str, torch._ops.OpOverload]] = {}
 
 
 def fused(op: torch._ops.OpOverload, source: str) -> torch._ops.OpOverload:
-    """The op that quantizes what `source` makes, as `op` quantizes a tensor."""
+    """Return the op that quantizes what `source` makes, as `op` quantizes a tensor."""
     return _FUSED[op][source]
 
 
-# Quantization → the op that does it to many tensors.
+# This maps a quantization to the op that does it to many tensors.
 _GROUPS: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 
 
 def of_groups(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The op that quantizes each of many tensors as `op` quantizes one: G times the buffers, tensor by tensor."""
+    """Return the op that quantizes each of many tensors as `op` quantizes one; it returns the buffers tensor by
+    tensor."""
     return _GROUPS[op]
 
 
@@ -128,14 +131,14 @@ def quantize_ops(
     cuda_groups: str | None = None,
     in_graphs: bool = False,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
-    """`name(x, options) -> buffers`, and `name_(x, buffers, noop, options)` in place; `fused`, `of_groups` find the
-    others.
+    """Define `name(x, options) -> buffers` and its in-place form `name_(x, buffers, noop, options)`, and return both.
+    `fused` and `of_groups` find the other ops that are defined with them.
 
-    `geometry(shape, *options)` describes every buffer: it feeds the fake and the real allocation.
-    `reference(x, *options)` gives new buffers. The launch, `cuda`, writes into given ones:
-    `launch(x, out, noop, *options)`; nothing is written where the one-element `noop` is 1. That of many tensors,
-    `cuda_groups`, takes lists: `launch(xs, outs, *options)`; without it they go one after another. `in_graphs`: the
-    compiler launches the kernels of `cuda` itself.
+    `geometry(shape, *options)` describes every buffer, for the fake and for the real allocation. `reference(x,
+    *options)` returns new buffers. The launch, `cuda`, writes into given ones: `launch(x, out, noop, *options)`;
+    nothing is written if the one-element `noop` is 1. The launch for many tensors, `cuda_groups`, takes lists:
+    `launch(xs, outs, *options)`; without it the tensors are quantized one after another. With `in_graphs` the compiler
+    launches the kernels of `cuda` itself.
     """
 
     def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
@@ -176,7 +179,7 @@ def _groups_op(
     late: Callable[..., None],
     cuda_groups: str | None,
 ) -> torch._ops.OpOverload:
-    """`name(xs, options) -> buffers` of each, where a tensor among the options has become a list."""
+    """Define `name(xs, options) -> buffers`, tensor by tensor, where an option that is a tensor has become a list."""
     kinds = [option.split()[0] for option in options.split(", ")]
     tensors = sum(kind.startswith("Tensor") for kind in kinds)  # they come first
     listed = ", ".join(
@@ -184,7 +187,7 @@ def _groups_op(
     )
 
     def each(xs: list[torch.Tensor], args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-        """What the op of one tensor takes."""
+        """Yield the arguments of the op of one tensor, for each tensor."""
         for i, x in enumerate(xs):
             yield x, *[given[i] if given else None for given in args[:tensors]], *args[tensors:]
 
@@ -227,12 +230,13 @@ def _fused_op(
     reference: Callable[..., "list[torch.Tensor]"],
     launch: Callable[..., None],
 ) -> torch._ops.OpOverload:
-    """Buffers of what the source makes; with `sums`, its FP32 column sums in that dtype behind them."""
+    """Define the op that returns the buffers of what the source makes. If the source has `sums`, its FP32 column sums
+    follow them, in the dtype that is given."""
     source = SOURCES[key]
     count = source.count
 
     def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        """The source's arguments, the dtype of the sums, the options."""
+        """Return the source's arguments, the dtype of the sums, and the options."""
         return args[: count - source.sums], args[count - 1] if source.sums else None, args[count:]
 
     def fake(*args: Any) -> list[torch.Tensor]:

@@ -1,15 +1,16 @@
-"""Pairs of a head's channels, turned: FP32 inside, rounded once.
+"""Rotary position embedding: pairs of a head's channels are rotated in FP32 and rounded once.
 
     forward    y1 = x1 · c1 - x2 · s1        y2 = x2 · c2 + x1 · s2
     inverse    x1 = y1 · c1 + y2 · s2        x2 = y2 · c2 - y1 · s1          the gradient of forward
 
-t is [a, b, h, d] with any strides but the last, cos and sin FP32 [a or 1, b or 1, D], D ≤ d. A pair is (i, i + D/2), or
-(2i, 2i + 1) interleaved. Channels from D on pass. The result is dense, in t's dtype.
+t is [a, b, h, d] with any strides but the last, cos and sin are FP32 [a or 1, b or 1, D], D ≤ d. A pair is (i, i +
+D/2), or (2i, 2i + 1) if interleaved. Channels from D on are copied. The result is contiguous, in t's dtype.
 
-`rope_split` takes queries, keys and values out of what one projection wrote, mixed [a, b, blocks · (q + k + v) · d],
-the heads of a block side by side: its queries, its keys, its values. One block has all heads, or each group of queries
-is a block with its key and its value. Queries and keys are turned, values copied. `rope_join`, its gradient, turns back
-and puts together. `angles` are cos and sin, or those of queries and then those of keys, all of one shape.
+`rope_split` takes queries, keys and values out of what one projection wrote, mixed [a, b, blocks · (q + k + v) · d].
+The heads of a block lie side by side: its queries, its keys, its values. Either one block has all heads, or each group
+of queries is a block with its key and its value. Queries and keys are rotated, values are copied. `rope_join`, its
+gradient, rotates back and joins them. `angles` are cos and sin, or those of queries and then those of keys, all of one
+shape.
 """
 
 import torch
@@ -31,7 +32,7 @@ def rope_reference(
 
 
 def _quarter_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """(first, second) of each pair → (-second, first)."""
+    """Return (-second, first) for (first, second) of each pair."""
     if interleaved:
         first, second = x[..., ::2], x[..., 1::2]
         return torch.stack((-second, first), -1).flatten(-2)
@@ -40,7 +41,7 @@ def _quarter_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 def heads_of(mixed: torch.Tensor, heads: int, kv_heads: int, blocks: int) -> tuple[torch.Tensor, ...]:
-    """Views [a, b, blocks, heads of a block, d] of mixed [a, b, width]: queries, keys, values."""
+    """Return views [a, b, blocks, heads of a block, d] of mixed [a, b, width]: queries, keys, values."""
     channels = mixed.shape[-1] // (heads + 2 * kv_heads)
     sizes = (heads // blocks, kv_heads // blocks, kv_heads // blocks)
     return mixed.view(*mixed.shape[:-1], blocks, sum(sizes), channels).split(sizes, -2)

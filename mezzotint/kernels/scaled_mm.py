@@ -1,11 +1,12 @@
-"""PyTorch's scaled GEMMs and what they ask for: sizes filled up with zero codes. The formats' files call them.
+"""PyTorch's scaled GEMMs: this module calls them for the formats, padded with zero codes to the sizes that they
+require.
 
-All take A (Ra, C) and B (Rb, C) row-major along the contraction and write D = A·Bᵀ into `out`.
-`torch._scaled_mm` asks for C and Rb in multiples of 16. Some scales go through `_scaled_mm_v2`, which is told what they
-are; `_scaled_mm` guesses it from their shapes.
+All take A (Ra, C) and B (Rb, C), row-major along the contraction, and write D = A·Bᵀ into `out`. `torch._scaled_mm`
+requires C and Rb to be multiples of 16. Some scales go through `_scaled_mm_v2`, which is told what they are;
+`_scaled_mm` guesses it from their shapes.
 
-Bias is added by the GEMM where it has the output's 16-bit dtype; else the product is FP32 first. FP32
-accumulation; with `fast_accum` Hopper's tensor cores keep fewer bits (per-tensor and per-row scales only).
+The GEMM adds the bias if that has the output's 16-bit dtype; else the product is FP32 first. Accumulation is in FP32;
+with `fast_accum` Hopper's tensor cores keep fewer bits (with scales per tensor and per row only).
 """
 
 from collections.abc import Callable
@@ -20,25 +21,26 @@ from mezzotint.kernels.operand import Operand, codes, rows
 
 ALIGN = 16  # elements along the contraction, rows of B; bytes where codes and scales start
 
-# torch.nn.functional.ScalingType and SwizzleType, as the op takes them
+# These are torch.nn.functional.ScalingType and SwizzleType as the op takes them.
 PER_TENSOR, BLOCK_1X16, BLOCK_1X128, BLOCK_128X128 = 0, 2, 4, 5
 NO_SWIZZLE, SWIZZLE_32_4_4 = 0, 1
 
-# Element types of A and B: no GPU multiplies E5M2 by E5M2.
+# These are the element types of A and B: no GPU multiplies E5M2 by E5M2.
 FP8_PAIRS = frozenset({(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)})
 
 OptionalTensor = torch.Tensor | None
 
 
 def scaled_mm(*args: Any, out: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
-    """`torch._scaled_mm`, into `out` where given."""
+    """Call `torch._scaled_mm`, which writes into `out` if given."""
     if out is None:
         return torch._scaled_mm(*args, **kwargs)
     return torch._scaled_mm(*args, **kwargs, out=out)
 
 
 def scaled_mm_v2(*args: Any, out: torch.Tensor | None) -> torch.Tensor:
-    """`aten::_scaled_mm_v2`, into `out` where given. (`torch.nn.functional.scaled_mm` takes no `out`.)"""
+    """Call `aten::_scaled_mm_v2`, which writes into `out` if given. (`torch.nn.functional.scaled_mm` takes no
+    `out`.)"""
     if out is None:
         return torch.ops.aten._scaled_mm_v2.default(*args)
     return torch.ops.aten._scaled_mm_v2.out(*args, out=out)
@@ -52,7 +54,8 @@ def as_one_call(
     dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor | None:
-    """Return what `multiply_fp8` writes, as one call of `torch._scaled_mm`; None where it is more than one."""
+    """Return the product that `multiply_fp8` writes, by one call of `torch._scaled_mm`; None if it takes more than
+    one."""
     if not (adds_bias_inside(bias, dtype) and is_as_stored(a, 1, ALIGN) and is_as_stored(b, ALIGN, ALIGN)):
         return None
     x, y = a.data.view(FP8_TORCH[a.dtype]), b.data.view(FP8_TORCH[b.dtype])
@@ -60,13 +63,13 @@ def as_one_call(
 
 
 def adds_bias_inside(bias: OptionalTensor, dtype: torch.dtype) -> bool:
-    """Whether the GEMM writes this dtype, and adds the bias to it."""
+    """Return whether the GEMM writes a 16-bit dtype and adds the bias, if there is one, itself."""
     return dtype != torch.float32 and (bias is None or bias.dtype == dtype)
 
 
 def is_as_stored(op: Operand, rows_multiple: int, size_multiple: int) -> bool:
-    """Whether a GEMM takes an operand as it is stored; not where a size that decides about it is unknown while a graph
-    is made."""
+    """Return whether a GEMM takes an operand as it is stored. It is False if a size that decides this is unknown while
+    a graph is made."""
     height, width = op.data.shape
     if type(height) is not int or type(width) is not int or height == 0 or width == 0:
         return False
@@ -86,7 +89,7 @@ def multiply_fp8(
     bias: OptionalTensor,
     fast_accum: bool,
 ) -> None:
-    """FP8 codes with scales that stand outside of the sum, as `torch._scaled_mm` takes them."""
+    """Multiply FP8 codes by `torch._scaled_mm`, with scales that stand outside of the sum, as it takes them."""
     size = rup(codes(a), ALIGN)
     x, y = fp8_codes(a, rows(a), size), fp8_codes(b, rup(rows(b), ALIGN), size)
     target, dtype, inside, after = plan_output(out, x, y, bias)
@@ -97,7 +100,8 @@ def multiply_fp8(
 def plan_output(
     out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, bias: OptionalTensor
 ) -> tuple[torch.Tensor | None, torch.dtype, OptionalTensor, OptionalTensor]:
-    """What the GEMM writes into (None: a new tensor), its dtype, the bias that it adds, the bias left to add."""
+    """Return the tensor that the GEMM writes (None: a new one), its dtype, the bias that it adds, and the bias left to
+    add."""
     is_inside = bias is not None and out.dtype != torch.float32 and bias.dtype == out.dtype
     after = None if is_inside else bias
     dtype = torch.float32 if after is not None else out.dtype
@@ -109,13 +113,14 @@ def plan_output(
 
 
 def cut_to(out: torch.Tensor, product: torch.Tensor, bias: OptionalTensor) -> None:
-    """What was filled up is cut off, the bias that the GEMM did not add is added."""
+    """Write the product into `out` without its padding, plus the bias that the GEMM did not add."""
     if product is not out or bias is not None:
         finish(out, product[: out.shape[0], : out.shape[1]], [], bias)
 
 
 def filled(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """A contiguous (height, width) that starts at a multiple of 16 bytes, with zeros where x has nothing."""
+    """Return x as a contiguous (height, width) that starts at a multiple of 16 bytes, with zeros where x has no
+    elements."""
     if x.shape[0] == height and x.shape[1] == width:
         x = x.contiguous()
         return x if x.data_ptr() % ALIGN == 0 else x.clone()
@@ -123,5 +128,5 @@ def filled(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def fp8_codes(op: Operand, height: int, width: int) -> torch.Tensor:
-    """The codes as they are stored, filled up to (height, width)."""
+    """Return the codes as they are stored, padded to (height, width)."""
     return filled(op.data, height, width).view(FP8_TORCH[op.dtype])

@@ -1,12 +1,13 @@
-"""What quantization does to a matrix, counted: the leaf op under every figure of `mezzotint.inspect`.
+"""Statistics of a quantization: this module counts what it does to a matrix. `mezzotint.inspect` builds on its leaf op.
 
-The op compares x (R, C) with x̂, what its quantized copy stands for, and gives FP64 (16, 256). In rows of `SUMS` there
-are numbers that add up, in rows of `MAXIMA` those of which the largest counts: so two results, of micro-batches or of
-ranks, are one again by adding the first and taking maxima of the second. Counts are whole numbers, exact below 2^53.
+The op compares x (R, C) with x̂, the values of its quantized copy, and returns FP64 (16, 256). The numbers in the rows
+of `SUMS` add up, of those in the rows of `MAXIMA` the largest counts: so two results, of microbatches or of ranks, are
+joined by adding the first rows and taking the maximum of the second. Counts are whole numbers, exact below 2^53.
 
 All rows but the two histograms are a map: the matrix is cut into 16 by 16 cells of ceil(R/16) by ceil(C/16) elements,
-cell (i, j) at 16·i + j. The figure of the whole is the sum, or the maximum, of its row. Where nothing was seen a sum is
-0 and a maximum -inf. x is finite where it is neither NaN nor an infinity; "compared" are finite x whose x̂ is finite.
+cell (i, j) at 16·i + j. The figure of the whole matrix is the sum, or the maximum, of its row. Where nothing was seen a
+sum is 0 and a maximum -inf. x is finite if it is neither NaN nor an infinity; "compared" are finite x whose x̂ is
+finite.
 
     count       elements
     nan         NaN in x;  posinf, neginf: infinities
@@ -19,10 +20,10 @@ cell (i, j) at 16·i + j. The figure of the whole is the sum, or the maximum, of
                 2^(b-126), bin 0 what is below 2^-126;  quantized: the same of x̂
     amax        max |x| without NaN
     relative    max |x - x̂| / |x| of what is compared and not 0
-    scale       the largest scale, and of the next row the smallest one with a minus in front
+    scale       the largest scale, and in the next row the negative of the smallest one
 
-The scale of an element is what its code is multiplied with. Its `edge` is the largest value of the element type and
-half of the step that leads there: what is above would round to a larger value, if there were one.
+The scale of an element is the factor of its code. `edge` is the largest value of the element type plus half of the step
+that leads there: what is above it would round to a larger value, if there were one.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,7 @@ NONFINITE = ("nan", "posinf", "neginf")
 MAXIMA = ("amax", "relative", "scale", "negative_scale")
 ROWS = len(SUMS) + len(MAXIMA)
 
-# Element type → the code of 1, the bits of a code, and the largest value with half of the step that leads there.
+# Each element type has the code of 1, the bits of a code, and the largest value plus half of the step that leads there.
 ELEMENTS: dict[int, tuple[int, int, float]] = {
     int(DType.kFloat8E4M3): (0x38, 8, 448.0 + 16.0),
     int(DType.kFloat8E5M2): (0x3C, 8, 57344.0 + 4096.0),
@@ -55,7 +56,7 @@ ELEMENTS: dict[int, tuple[int, int, float]] = {
 
 
 def cell_shape(rows: int, cols: int) -> tuple[int, int]:
-    """Rows and columns of a cell, at least one."""
+    """Return the rows and the columns of a cell, at least one each."""
     return max(1, cdiv(rows, SIDE)), max(1, cdiv(cols, SIDE))
 
 
@@ -66,8 +67,8 @@ def _like_result(x: torch.Tensor) -> torch.Tensor:
 def tensor_statistics_reference(
     x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None, edge: float
 ) -> torch.Tensor:
-    """The table (16, 256) of x (R, C) against what its copy stands for, FP32 (R, C); `scale` FP32 (R, C), or None where
-    there is none: then nothing is saturated."""
+    """Return the table (16, 256) of x (R, C) against the values of its copy, FP32 (R, C). `scale` is FP32 (R, C), or
+    None if there is none: then nothing is saturated."""
     a, b = x.double(), quantized.double()
     finite, held = a.isfinite(), b.isfinite()
     compared, size = finite & held, a.abs()
@@ -101,7 +102,7 @@ def tensor_statistics_reference(
 
 
 def _cells(value: torch.Tensor, empty: float, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """(R, C) → [256]: each cell reduced."""
+    """Reduce each cell of (R, C), padded with `empty`, and return [256]."""
     rows, cols = value.shape
     high, wide = cell_shape(rows, cols)
     whole = torch.nn.functional.pad(value, (0, SIDE * wide - cols, 0, SIDE * high - rows), value=empty)
@@ -109,7 +110,7 @@ def _cells(value: torch.Tensor, empty: float, reduce: Callable[..., torch.Tensor
 
 
 def _exponents(value: torch.Tensor) -> torch.Tensor:
-    """FP32 → [256]: how many finite values that are not 0 have these exponent bits."""
+    """Return [256]: how many finite FP32 values that are not 0 have each of the exponents."""
     bits = value.contiguous().view(torch.int32).reshape(-1)
     is_counted = value.isfinite().reshape(-1) & (value != 0).reshape(-1)
     counts = torch.zeros(CELLS, dtype=torch.int64, device=value.device)
@@ -135,9 +136,9 @@ def operand_statistics_reference(
     swizzled: bool,
     e4m3_max: int,
 ) -> torch.Tensor:
-    """The table of x (R, C) and its quantized copy, whose fields are those of an `Operand`.
+    """Return the table of x (R, C) and its quantized copy, whose fields are those of an `Operand`.
 
-    Its scales are what codes that all stand for 1 are read as.
+    The scales are found by dequantizing codes that all stand for 1.
     """
     size = x.shape[1]
     op = Operand(data, scale, amax, kind, dtype, swizzled, e4m3_max)
@@ -147,7 +148,7 @@ def operand_statistics_reference(
 
 
 def _ones_like(data: torch.Tensor, kind: str, dtype: int) -> torch.Tensor:
-    """Codes, packed as `data` are, that all stand for 1."""
+    """Return codes, packed as `data` is, that all stand for 1."""
     code, bits, _ = ELEMENTS[dtype]
     count, width = KINDS[kind].packed
     group = sum(code << bits * i for i in range(count)).to_bytes(width, "little")
@@ -180,7 +181,8 @@ statistics_add_ = leaf(
 
 
 def statistics_whole_reference(seen: torch.Tensor) -> torch.Tensor:
-    """A table (16, 256) → [16]: the figures of the whole; of a histogram, how many it counts."""
+    """Return [16], the figures of the whole matrix, of a table (16, 256); that of a histogram is how many values it
+    counts."""
     count = len(SUMS)
     return torch.cat([seen[:count].sum(1), seen[count:].amax(1)])
 
@@ -205,7 +207,7 @@ nonfinite_add_ = leaf(
 
 
 def empty_statistics(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """A table (16, …) in which nothing was seen."""
+    """Return a table (16, …) in which nothing was seen."""
     table = torch.zeros(shape, dtype=torch.float64, device=device)
     table[len(SUMS) :] = -float("inf")
     return table

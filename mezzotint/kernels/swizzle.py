@@ -1,7 +1,9 @@
-"""The order in which Blackwell's block-scaled GEMM reads its scale bytes: 512-byte tiles of 128 rows by 4 blocks.
+"""Swizzled scales: Blackwell's block-scaled GEMM reads scale bytes in 512-byte tiles of 128 rows by 4 blocks.
 
 For a logical scale matrix with outer index i (not contracted) and block index j (along the contraction):
+
     byte = ((i // 128) · ceil(#j / 4) + j // 4) · 512 + (i % 32) · 16 + (i % 128 // 32) · 4 + j % 4
+
 Row-wise scales are stored [i, j]. MXFP8's column-wise scales are stored [j, i]. Sizes are padded already: i to 128, j
 to 4. The swizzled bytes keep the shape of the compact ones.
 """
@@ -10,7 +12,7 @@ import torch
 
 
 def swizzle(scale: torch.Tensor, columnwise: bool = False) -> torch.Tensor:
-    """Compact (I, J), or (J, I) when `columnwise`, → the same shape in the GEMM's byte order."""
+    """Return compact scales (I, J), or (J, I) when `columnwise`, in the same shape but in the GEMM's byte order."""
     if columnwise:
         j, i = scale.shape
         tiles = scale.view(j // 4, 4, i // 128, 4, 32).permute(2, 0, 4, 3, 1)
@@ -21,7 +23,7 @@ def swizzle(scale: torch.Tensor, columnwise: bool = False) -> torch.Tensor:
 
 
 def unswizzle(scale: torch.Tensor, columnwise: bool = False) -> torch.Tensor:
-    """The inverse of `swizzle`."""
+    """Undo `swizzle`: return swizzled scales in their compact order."""
     if columnwise:
         j, i = scale.shape
         return scale.view(i // 128, j // 4, 32, 4, 4).permute(1, 4, 0, 3, 2).reshape(j, i)
