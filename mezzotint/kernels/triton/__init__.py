@@ -1,1 +1,1 @@
-"""CUDA kernels in Triton and their launches, one file per format; loaded when the first CUDA tensor arrives."""
+"""CUDA kernels in Triton and their launches: each format has one file, loaded when the first CUDA tensor arrives."""

@@ -1,9 +1,9 @@
-"""FP8 codes with FP32 scales back to high precision, for every format whose scale is one per tensor, row or block.
+"""Dequantization of FP8 codes with FP32 scales: it serves every format with one scale per tensor, row or block.
 
     out = dtype(fl32(code · scale))      scale = scale_inv[r // high · along + c // 128 · across]
 
-(r, c) count the matrix as it is stored. A program reads one tile, no wider than a 128-block, multiplies by a column of
-scales, and writes it as it is or transposed back into the logical shape.
+(r, c) are row and column of the matrix as it is stored. A program reads one tile, no wider than a 128-block, multiplies
+it by a column of scales, and writes it as it is or transposed back into the logical shape.
 """
 
 import torch
@@ -16,7 +16,7 @@ from mezzotint.kernels.triton._launch import Fast
 
 
 def tile_config() -> dict[str, int]:
-    """Tile of the two-dimensional dequantization. BN divides 128."""
+    """Return the tile of the two-dimensional dequantization; BN divides 128."""
     return {"BM": 64, "BN": 128, "num_warps": 4}
 
 
@@ -61,7 +61,7 @@ def dequantize_tiles(
     across: int,
     high: int = 1,
 ) -> torch.Tensor:
-    """`data`, contiguous, (d0, …, K) or, `transposed`, (K, d0, …) → the logical shape."""
+    """Dequantize `data`, which is contiguous, (d0, …, K) or if `transposed` (K, d0, …), into the logical shape."""
     shape = (*data.shape[1:], data.shape[0]) if transposed else data.shape
     out = data.new_empty(shape, dtype=out_dtype)
     if out.numel() == 0:

@@ -1,7 +1,7 @@
-"""What the FP8 kernels share: amax, scales, casts, E8M0 bytes, the order of tiles and of rows within a tile.
+"""Shared parts of the FP8 kernels: amax, scales, casts, E8M0 bytes, the order of tiles and of rows are computed here.
 
-Every function gives the bits of its namesake in `kernels/elements.py`; where the way there differs, a comment says why
-the result does not.
+Every function gives the bits of its namesake in `kernels/elements.py`. Where it computes them in another way, a comment
+says why the result is the same.
 """
 
 import math
@@ -18,8 +18,8 @@ _E5M2 = tl.constexpr(E5M2)
 _E4M3_MAX, _E5M2_MAX = tl.constexpr(FP8_MAX[E4M3]), tl.constexpr(FP8_MAX[E5M2])
 _E4M3_EMAX, _E5M2_EMAX = tl.constexpr(FP8_EMAX[E4M3]), tl.constexpr(FP8_EMAX[E5M2])
 
-# PTX spells out what Triton's own cast leaves open: before 3.7 the latter goes through FP16, toward zero, on sm_89, and
-# so rounds twice. `satfinite` saturates, infinity too; NaN becomes 0x7F.
+# The casts are PTX because Triton's own cast before 3.7 goes through FP16, toward zero, on sm_89, and so rounds twice.
+# `satfinite` saturates, infinity too; NaN becomes 0x7F.
 _CAST_E4M3 = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
     " mov.b32 $0, {a, b}; }"
@@ -29,7 +29,8 @@ _CAST_E5M2 = tl.constexpr(_CAST_E4M3.value.replace("e4m3", "e5m2"))
 # Triton's interpreter knows no inline assembly.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# To 16 bits, and back, two at a time: one by one a conversion takes a quarter of the multiprocessor's units.
+# These convert to 16 bits, and back, two numbers at a time: one by one they would use a quarter of the multiprocessor's
+# units.
 NARROW_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 NARROW_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 _ROUNDED_BF16 = tl.constexpr(
@@ -43,13 +44,15 @@ _ROUNDED_FP16 = tl.constexpr(
 
 @triton.jit
 def drop_nan(amax):
-    """A maximum of `abs` that `tl.max` took. It passes over NaN, as PTX `max` does, unless there is nothing else."""
+    """Return an amax that `tl.max` took of `abs`, with 0 for NaN. `tl.max` passes over NaN, as PTX `max` does, unless
+    there is nothing else."""
     return tl.where(amax == amax, amax, 0.0)
 
 
 @triton.jit
 def raise_amax(amax, value):
-    """amax[0] = max(amax[0], |value|), NaN dropped. FP32 that are not negative are ordered as their bits are."""
+    """Raise amax[0] to max(amax[0], |value|), ignoring NaN. FP32 that are not negative are ordered as their bits
+    are."""
     top = drop_nan(tl.max(tl.abs(value)))
     bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(bits, top.to(tl.int32, bitcast=True), sem="relaxed")
@@ -57,14 +60,14 @@ def raise_amax(amax, value):
 
 @triton.jit
 def cast_fp8(value, DTYPE: tl.constexpr):
-    """FP32 → uint8 codes: nearest even, saturating, NaN → 0x7F."""
+    """Cast FP32 to uint8 codes: round to nearest even, saturate, turn NaN into 0x7F."""
     asm: tl.constexpr = _CAST_E5M2 if DTYPE == _E5M2 else _CAST_E4M3
     return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [value], dtype=tl.uint8, is_pure=True, pack=4)
 
 
 @triton.jit
 def narrow(value, TYPE: tl.constexpr):
-    """FP32 → TYPE, nearest even."""
+    """Cast FP32 to TYPE, rounding to nearest even."""
     if INTERPRETED or tl.float32 == TYPE:
         return value.to(TYPE)
     elif tl.bfloat16 == TYPE:
@@ -75,7 +78,7 @@ def narrow(value, TYPE: tl.constexpr):
 
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
-    """FP32 → FP32, as if it had been written as TYPE."""
+    """Return FP32 as if it had been written as TYPE and read again."""
     if INTERPRETED or tl.float32 == TYPE:
         return value.to(TYPE).to(tl.float32)
     else:
@@ -85,14 +88,14 @@ def rounded(value, TYPE: tl.constexpr):
 
 @triton.jit
 def decode_fp8(code, DTYPE: tl.constexpr):
-    """uint8 codes → FP32, exact."""
+    """Decode uint8 codes to FP32; this is exact."""
     fp8: tl.constexpr = tl.float8e5 if DTYPE == _E5M2 else tl.float8e4nv
     return code.to(fp8, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def scale_from_amax(amax, eps, DTYPE: tl.constexpr, POW2: tl.constexpr, FOR_INF: tl.constexpr):
-    """The FP32 factor that brings `amax` to the format's maximum: 1 for 0, infinity and NaN."""
+    """Return the FP32 factor that brings `amax` to the format's largest value: 1 for 0, infinity and NaN."""
     if eps is not None:
         eps = tl.cast(eps, tl.float32)
         amax = tl.where(amax < eps, eps, amax)
@@ -113,7 +116,7 @@ def scale_from_amax(amax, eps, DTYPE: tl.constexpr, POW2: tl.constexpr, FOR_INF:
 
 @triton.jit
 def inverse(scale, POW2: tl.constexpr):
-    """fl32(1 / scale)."""
+    """Return fl32(1 / scale)."""
     if POW2:
         # 2^k → 2^-k by its exponent; 2^127 has the subnormal inverse 2^-127.
         bits = 0x7F000000 - scale.to(tl.int32, bitcast=True)
@@ -124,7 +127,8 @@ def inverse(scale, POW2: tl.constexpr):
 
 @triton.jit
 def e8m0_from_amax(amax, DTYPE: tl.constexpr, FLOOR: tl.constexpr):
-    """Block amax (no NaN) → E8M0 byte as int32, by OCP's floor rule or rounded up so that nothing saturates."""
+    """Return the E8M0 byte, as int32, of a block's amax (no NaN), by OCP's floor rule or rounded up so that nothing
+    saturates."""
     if FLOOR:
         emax: tl.constexpr = _E5M2_EMAX if DTYPE == _E5M2 else _E4M3_EMAX
         return tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - emax, 0)
@@ -135,7 +139,8 @@ def e8m0_from_amax(amax, DTYPE: tl.constexpr, FLOOR: tl.constexpr):
 
 @triton.jit
 def e8m0_up(value):
-    """FP32 ≥ 0, no NaN → E8M0 byte, as int32, of the smallest power of two that is not less, saturating."""
+    """Return the E8M0 byte, as int32, of the smallest power of two that is not less than `value` (FP32 ≥ 0, no NaN),
+    saturating."""
     bits = value.to(tl.int32, bitcast=True)
     byte = tl.minimum((bits + 0x7FFFFF) >> 23, 254)
     return tl.where(bits <= 0x400000, 0, byte)  # up to the subnormal 2^-127
@@ -143,26 +148,27 @@ def e8m0_up(value):
 
 @triton.jit
 def e8m0_decode(byte):
-    """E8M0 byte (int32) → FP32 2^(b-127); 0 is the subnormal 2^-127, 255 is NaN."""
+    """Decode an E8M0 byte b (int32) to FP32 2^(b-127); 0 is the subnormal 2^-127, 255 is NaN."""
     bits = tl.where(byte == 0, 0x00400000, byte << 23)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e8m0_inverse(byte):
-    """E8M0 byte (int32, at most 254) → FP32 2^(127-b)."""
+    """Return 2^(127-b) in FP32 for an E8M0 byte b (int32, at most 254)."""
     return tl.where(byte == 254, 0x00400000, (254 - byte) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def swizzled(i, j, tiles):
-    """Byte index of the scale (outer i, block j) in the order of Blackwell's GEMM; `tiles` = padded blocks / 4."""
+    """Return the byte index of the scale (outer i, block j) in the order of Blackwell's GEMM; `tiles` = padded blocks /
+    4."""
     return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
 
 @triton.jit
 def tile_of(pid, M, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Program → (row, column) of its tile, int64. GROUP rows of tiles are walked together, column by column."""
+    """Return (row, column), int64, of a program's tile. GROUP rows of tiles are walked together, column by column."""
     down = tl.cdiv(M, BM)
     across = tl.cdiv(K, BN)
     if GROUP == 1:
@@ -179,7 +185,7 @@ def tile_of(pid, M, K, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def spread(BM: tl.constexpr, SPAN: tl.constexpr):
-    """The rows of a tile, ordered so that one thread holds SPAN neighbours.
+    """Return the rows of a tile, ordered so that one thread holds SPAN neighbours.
 
     A layout deals rows to threads round robin. Counted this way, the bytes that a thread holds of one column are
     neighbours in the transposed output, and move through shared memory as a vector instead of one by one.
@@ -193,7 +199,7 @@ def spread(BM: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def transposed(tile, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
-    """(BM, BN) with its rows as `spread` orders them → (BN, BM) with its columns in order."""
+    """Transpose (BM, BN), whose rows are ordered as by `spread`, into (BN, BM) with its columns in order."""
     if SPAN == 1:
         return tl.trans(tile)
     else:
@@ -203,9 +209,9 @@ def transposed(tile, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def eights(index, zero):
-    """`index`, of which the compiler shall believe that runs of 8 are all that is aligned.
+    """Return `index`, but let the compiler believe that no more than runs of 8 are aligned.
 
-    A thread holds as many neighbours as its widest access wants: 16 for stores of codes, which is two loads of 16-bit
+    A thread holds as many neighbours as its widest access needs: 16 for stores of codes, which is two loads of 16-bit
     elements, each of half a sector. With stores of 8 bytes it holds 8, and loads take whole sectors. `zero` is 0, and
     an argument that is not specialized.
     """
@@ -214,11 +220,11 @@ def eights(index, zero):
 
 @triton.jit
 def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr, ONCE: tl.constexpr):
-    """x[r, c] as FP32, 0 outside of (M, K).
+    """Return x[r, c] as FP32, 0 outside of (M, K).
 
-    EVEN: no tile is cut. Loads without a mask all go out at once.
-    ONCE: mark what is read as first to leave the cache. It rarely pays, because a thread that holds 16 columns takes
-    half a sector at a time and finds the other half there.
+    EVEN says that no tile is cut: loads without a mask all go out at once. ONCE marks what is read as first to leave
+    the cache. That rarely pays, because a thread that holds 16 columns takes half a sector at a time and finds the
+    other half there.
     """
     policy: tl.constexpr = "evict_first" if ONCE else ""
     at = x + r[:, None] * stride + c[None, :]
@@ -231,7 +237,7 @@ def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr, ONCE: tl.constexpr):
 
 @triton.jit
 def store_tile(out, tile, r, c, M, K, EVEN: tl.constexpr):
-    """out[r, c] of an (M, K) matrix."""
+    """Store a tile as out[r, c] of an (M, K) matrix."""
     at = out + r[:, None] * K + c[None, :]
     if EVEN:
         tl.store(at, tile)
@@ -250,29 +256,31 @@ def store_transposed(
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """The (M, K) view, copied only where the elements of a row are not neighbours."""
+    """Return the (M, K) view of x, copied only if the elements of a row are not neighbours."""
     x = as_matrix(x)
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 def for_inf(dtype: torch.dtype, pow2: bool) -> float:
-    """The scale where the quotient overflows: the maximum of `dtype`, or the power of two below it."""
+    """Return the scale for a quotient that overflows: the largest number of `dtype`, or with `pow2` the power of two
+    below it."""
     maximum = torch.finfo(dtype).max
     return 2.0 ** (math.frexp(maximum)[1] - 1) if pow2 else maximum
 
 
 def natural_span(BM: int, BN: int, num_warps: int, width: int = 16) -> int:
-    """Rows of a tile that one thread holds when it holds `width` columns: the SPAN that transposes cheapest."""
+    """Return how many rows of a tile one thread holds when it holds `width` columns: the SPAN that transposes
+    cheapest."""
     return max(1, BM * BN // (32 * width * num_warps))
 
 
 def ahead(
     kernel: Any, pointers: str, given: str | None = None, /, **constexprs: Any
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """A case of ahead-of-time compilation: the kernel's other arguments are counts (i32) or, by name, numbers (fp32).
+    """Return a case of ahead-of-time compilation: the kernel, its signature and its constants.
 
-    `pointers`: element types of the leading arguments in order; "-" is None. `given`: the types of that tuple, "*" in
-    front of a pointer's.
+    `pointers` has the element types of the leading arguments in order; "-" is None. The other arguments are counts
+    (i32) or, by name, numbers (fp32). `given` has the types of the tuple of that name, "*" in front of a pointer's.
     """
     signature: dict[str, Any] = {}
     types = pointers.split()
@@ -297,7 +305,7 @@ def ahead(
 
 
 def ahead_of_groups(kernel: Any, pointers: str, **constexprs: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The same of a launch for two groups; "=" in front of a type is one pointer for both."""
+    """Return a case as `ahead` does, for a launch with two groups; "=" in front of a type is one pointer for both."""
     made = ahead(kernel, pointers.replace("=", ""), **constexprs, ALIGNED=True)
     single = [each.startswith("=") for each in pointers.split()]
     signature: dict[str, Any] = {}

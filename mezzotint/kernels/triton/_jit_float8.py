@@ -29,12 +29,13 @@ from mezzotint.kernels.triton.float8_amax import PARTIALS, PARTIALS_EACH
 
 
 def flat_config() -> dict[str, int]:
-    """Elements per program of the 1-D kernels."""
+    """Return how many elements a program of the 1-D kernels takes."""
     return {"BLOCK": 4096, "num_warps": 4}
 
 
 def tile_config(rowwise: bool, wide: bool = False) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone; a smaller one where a program reads two of x."""
+    """Return the tile of the two-way cast, or of the transposed one alone; if `wide`, a smaller one, because a program
+    reads two tiles of x."""
     if wide:
         return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
@@ -61,7 +62,8 @@ def _scale(
     SCALED: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """The scale: `source` holds it (SCALED), or the amax (BP = 0), or `count` partial maxima; BP < 0: of `value`."""
+    """Return the scale. `source` holds it (SCALED), or the amax (BP = 0), or `count` partial amaxes (BP > 0); if BP < 0
+    the amax is that of `value`."""
     if SCALED:
         return tl.load(source)
     else:

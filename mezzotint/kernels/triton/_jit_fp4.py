@@ -1,12 +1,12 @@
-"""What the NVFP4 kernels share: E2M1 codes, their stochastic rounding, block scales, Philox and the Hadamard transform.
+"""Shared parts of the NVFP4 kernels: E2M1 codes, block scales, Philox and the Hadamard transform are computed here.
 
 A 16-block is sixteen tensors of one shape, element i of every block in tensor i: rounding, packing, the transform and
 the sums of errors are then elementwise, in registers. Each function gives the bits of `kernels/elements.py`,
-`philox.py` or `hadamard.py`; where the way there differs, a comment says why the result does not.
+`philox.py` or `hadamard.py`. Where it computes them in another way, a comment says why the result is the same.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# In a kernel a tuple grows: its type does, too.
+# In a kernel a tuple grows, and its type with it.
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ def _asm(*lines: str) -> tl.constexpr:
     return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
 
 
-# Eight FP32 → eight E2M1 codes in one word. FP16 with the value 1.0 at its smallest normal, 2^-14, is E2M1 with nine
+# This rounds eight FP32 to eight E2M1 codes in one word. FP16 with 1.0 at its smallest normal, 2^-14, is E2M1 with nine
 # more mantissa bits, subnormals included, so after a truncating conversion (two values an instruction) the code is
 # (bits + 256) >> 9: up at and above the middle between two codes. To be nearest even, the middles that go down to an
 # even code (0.25, 1.25, 2.5, 5) must first fall below themselves, those that go up to one (0.75, 1.75, 3.5) must not:
@@ -44,13 +44,13 @@ _NEAREST = _asm(
     "shr.u32 e, e, 4; lop3.b32 $0, o, e, 0xF0F0F0F0, 0xE4;",
 )
 
-# Eight FP32 and eight random bytes → eight codes. fl32(|v| + byte·step/256) reaches the next code if and only if the
-# exact sum of |v|, 2^-26 and byte·step/256 does: from 0.25 on the sum of the first and the last is exact below the next
-# code, and a multiple of 2^-25; under 0.25 the only code in reach is 0.5, and fl32 rounds up to it from 0.5 - 2^-26. So
-# the sum is taken in the truncated FP16 bits, where a step is 512 and the byte counts twice. 0x0E00 is 6: nothing above
-# it matters. Truncating twice is truncating once, so |v| + 2^-26 may be truncated with the factor 2^-14 in one FMA,
-# which knows no |v|: the multiplication before it takes |x|. The signs come from elsewhere, as words p: the pairs of
-# _PAIRS or, in `natural` order, of neighbours.
+# This turns eight FP32 and eight random bytes into eight codes. fl32(|v| + byte·step/256) reaches the next code if and
+# only if the exact sum of |v|, 2^-26 and byte·step/256 does: from 0.25 on the sum of the first and the last is exact
+# below the next code, and a multiple of 2^-25; under 0.25 the only code in reach is 0.5, and fl32 rounds up to it from
+# 0.5 - 2^-26. So the sum is taken in the truncated FP16 bits, where a step is 512 and the byte counts twice. 0x0E00 is
+# 6: nothing above it matters. Truncating twice is truncating once, so |v| + 2^-26 may be truncated with the factor
+# 2^-14 in one FMA, which has no |v|: the multiplication before it takes |x|. The signs come from elsewhere, as words p:
+# the pairs of _PAIRS or, in `natural` order, of neighbours.
 
 
 def _stochastic(natural: bool) -> tl.constexpr:
@@ -83,8 +83,8 @@ def _stochastic(natural: bool) -> tl.constexpr:
 _STOCHASTIC, _STOCHASTIC_NATURAL = _stochastic(False), _stochastic(True)
 
 
-# E4M3 there and back, then a reciprocal. `satfinite` saturates, infinity too; PTX, because Triton's own cast before 3.7
-# goes through FP16 on sm_89. The reciprocal is what rcp.rn does, one Newton step on the hardware's approximation, but
+# This rounds to E4M3 and back, then takes a reciprocal. `satfinite` saturates, infinity too; it is PTX because Triton's
+# own cast before 3.7 goes through FP16 on sm_89. The reciprocal is rcp.rn's, a Newton step on the approximation, but
 # without its branch for subnormals, which would keep blocks from overlapping: $5, a power of two, keeps them away from
 # the approximation, which flushes them. 1/0 ends as NaN, which min drops: FLT_MAX, as for infinity. No value · s_dec
 # reaches 2^126, where the approximation would fail.
@@ -122,7 +122,7 @@ _ABSMAX_FP16 = tl.constexpr("max.xorsign.abs.f16x2 $0, $1, $2;")
 
 @triton.jit
 def cast_e2m1(value):
-    """FP32 → int32 codes 0..15, nearest even, saturating; the sign of zero is kept, NaN → 7."""
+    """Cast FP32 to int32 codes 0..15: round to nearest even, saturate, keep the sign of zero, turn NaN into 7."""
     a = tl.abs(value)
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
     code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
@@ -132,14 +132,15 @@ def cast_e2m1(value):
 
 @triton.jit
 def decode_e2m1(code):
-    """int32 codes 0..15 → FP32, exact: the code's bits on top of a subnormal are the value times 2^-126."""
+    """Decode int32 codes 0..15 to FP32, exactly: the code's bits on top of a subnormal are the value times 2^-126."""
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
 @triton.jit
 def decode_e4m3(code):
-    """int32 codes 0..255 → FP32, exact, likewise: E4M3 ends where 2^-120 would; 0x7F is NaN."""
+    """Decode int32 codes 0..255 to FP32, exactly: the code's bits on top of a subnormal are the value times 2^-120;
+    0x7F is NaN."""
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -162,7 +163,7 @@ def cast_e2m1_stochastic(value, byte):
 
 @triton.jit
 def pack8(codes):
-    """Eight tensors of codes → int32, element i in nibble i."""
+    """Pack eight tensors of codes into int32, element i in nibble i."""
     word = codes[0]
     for i in tl.static_range(1, 8):
         word |= codes[i] << (4 * i)
@@ -171,7 +172,7 @@ def pack8(codes):
 
 @triton.jit
 def round8(v):
-    """Eight FP32 tensors → int32, eight E2M1 codes each."""
+    """Round eight FP32 tensors to int32, eight E2M1 codes each."""
     if INTERPRETED:
         codes = ()
         for i in tl.static_range(8):
@@ -190,9 +191,11 @@ def round8(v):
 
 @triton.jit
 def round8_stochastic(x, factor, low, high, signs, NATURAL: tl.constexpr):
-    """As `round8` of x · factor, with the random bytes of elements 0..3 in `low` and of 4..7 in `high`.
+    """Round x · factor as `round8` does, but stochastically, with the random bytes of elements 0..3 in `low` and of
+    4..7 in `high`.
 
-    `signs`: four words that hold the signs of x, where x is NaN none: see `sign_pairs` and, NATURAL, `neighbours`.
+    `signs` are four words that hold the signs of x, and no sign where x is NaN: see `sign_pairs` and, if NATURAL,
+    `neighbours`.
     """
     if INTERPRETED:
         codes = ()
@@ -222,7 +225,7 @@ def _upper_halves(a, b):
 
 @triton.jit
 def sign_pairs(v):
-    """Eight FP32 products, whose NaN has no sign, → the words of their signs."""
+    """Return the words of the signs of eight FP32 products, whose NaN has no sign."""
     return (
         _upper_halves(v[0], v[2]),
         _upper_halves(v[4], v[6]),
@@ -233,7 +236,8 @@ def sign_pairs(v):
 
 @triton.jit
 def neighbours(x):
-    """16-bit (…, 8) → int32 of the same shape: the pair (0, 1), twice, the pair (2, 3), twice, …; NaN has no sign."""
+    """Return pairs of 16-bit elements (…, 8) as int32 of the same shape: the pair (0, 1) twice, (2, 3) twice, …; NaN
+    has no sign."""
     if INTERPRETED:
         return x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
@@ -244,7 +248,8 @@ def neighbours(x):
 
 @triton.jit
 def block_scale(d, s_dec):
-    """FP32 d ≥ 0 → its E4M3 byte (int32), the byte's value, the factor min(fl32(1 / fl32(value · s_dec)), FLT_MAX)."""
+    """Return, for FP32 d ≥ 0, its E4M3 byte (int32), the byte's value, and the factor min(fl32(1 / fl32(value ·
+    s_dec)), FLT_MAX)."""
     if INTERPRETED:
         # The interpreter's own cast to FP8 is not to be trusted. Below 2^-6 a step is 2^-9, the last bit of 2^14.
         d = tl.minimum(d, 448.0)
@@ -266,7 +271,7 @@ def block_scale(d, s_dec):
 
 @triton.jit
 def encode_scale(amax, TOP: tl.constexpr):
-    """FP32 amax → S_enc = min(fl32(TOP / amax), FLT_MAX), 1 for zero and infinity, and S_dec = fl32(1 / S_enc)."""
+    """Return S_enc = min(fl32(TOP / amax), FLT_MAX), 1 for an amax of zero or infinity, and S_dec = fl32(1 / S_enc)."""
     scale = tl.div_rn(TOP, amax)
     scale = tl.where(scale > _FLT_MAX, _FLT_MAX, scale)
     scale = tl.where((amax == 0.0) | (scale == 0.0), 1.0, scale)
@@ -275,7 +280,7 @@ def encode_scale(amax, TOP: tl.constexpr):
 
 @triton.jit
 def widen(x):
-    """→ FP32. BF16 two at a time: Triton would first take a pair apart."""
+    """Convert to FP32. BF16 is converted two at a time, because Triton would first take a pair apart."""
     if x.dtype != tl.bfloat16:
         return x.to(tl.float32)
     elif INTERPRETED:  # it loses subnormals
@@ -287,7 +292,7 @@ def widen(x):
 
 @triton.jit
 def _narrow(x, TYPE: tl.constexpr):
-    """FP32 → TYPE, nearest even."""
+    """Cast FP32 to TYPE, rounding to nearest even."""
     if INTERPRETED and tl.bfloat16 == TYPE:  # it truncates
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -298,7 +303,7 @@ def _narrow(x, TYPE: tl.constexpr):
 
 @triton.jit
 def _narrow_pair(low, high, like):
-    """Two FP32 tensors → int32, both in the 16-bit type of `like`, nearest even; NaN has no sign."""
+    """Return two FP32 tensors as int32, both in the 16-bit type of `like`, rounded to nearest even; NaN has no sign."""
     if INTERPRETED:
         low = _narrow(low, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
         high = _narrow(high, like.dtype).to(tl.int16, bitcast=True).to(tl.int32)
@@ -310,7 +315,8 @@ def _narrow_pair(low, high, like):
 
 @triton.jit
 def narrow_pairs(y, like):
-    """Sixteen FP32 tensors → eight words of two, paired as `round8_stochastic` wants the signs of each eight."""
+    """Return sixteen FP32 tensors as eight words of two, paired as `round8_stochastic` takes the signs of each
+    eight."""
     words = ()
     for i in tl.static_range(0, 16, 8):
         words += (
@@ -324,7 +330,7 @@ def narrow_pairs(y, like):
 
 @triton.jit
 def _widen_pair(word, like):
-    """int32 → the two FP32 tensors it was narrowed from, as rounded."""
+    """Return the two FP32 tensors, as rounded, that a word of int32 was narrowed from."""
     if like.dtype == tl.bfloat16:
         return (word << 16).to(tl.float32, bitcast=True), (word & -65536).to(tl.float32, bitcast=True)
     else:
@@ -334,7 +340,8 @@ def _widen_pair(word, like):
 
 @triton.jit
 def widen_pairs(words, like):
-    """The words of `narrow_pairs`, eight or the four of one half → FP32 tensors in the order of the elements."""
+    """Return the words of `narrow_pairs`, eight or the four of one half, as FP32 tensors in the order of the
+    elements."""
     values = ()
     for i in tl.static_range(0, len(words), 4):
         v0, v2 = _widen_pair(words[i], like)
@@ -347,7 +354,7 @@ def widen_pairs(words, like):
 
 @triton.jit
 def absmax_pairs(words, like):
-    """FP32 max |y| over the words of `narrow_pairs`, NaN dropped."""
+    """Return max |y| in FP32 over the words of `narrow_pairs`; NaN is ignored."""
     if INTERPRETED:
         return absmax(widen_pairs(words, like))
     else:
@@ -361,7 +368,7 @@ def absmax_pairs(words, like):
 
 @triton.jit
 def _absmax2(a, b):
-    """max(|a|, |b|) but for its sign; of NaN and a number, the number. 16-bit types two at a time."""
+    """Return max(|a|, |b|) with any sign; of NaN and a number, the number. 16-bit types are taken two at a time."""
     if INTERPRETED or a.dtype == tl.float32:
         return tl.maximum(tl.abs(widen(a)), tl.abs(widen(b)))
     else:
@@ -371,7 +378,7 @@ def _absmax2(a, b):
 
 @triton.jit
 def absmax(x):
-    """FP32 max |x| over a tuple of tensors, NaN dropped."""
+    """Return max |x| in FP32 over a tuple of tensors; NaN is ignored."""
     top = x[0]
     for i in tl.static_range(1, len(x)):
         top = _absmax2(top, x[i])
@@ -380,7 +387,7 @@ def absmax(x):
 
 @triton.jit
 def absmax16(low, high):
-    """Two tensors (A, B, 8) → FP32 (A, B), max |x| over both and over the last dimension, NaN dropped."""
+    """Return FP32 (A, B), max |x| over two tensors (A, B, 8) and their last dimension; NaN is ignored."""
     A: tl.constexpr = low.shape[0]
     B: tl.constexpr = low.shape[1]
     top = _absmax2(low, high)
@@ -393,7 +400,7 @@ def absmax16(low, high):
 
 @triton.jit
 def _first_stage(x, SIGN_MASK: tl.constexpr, SCALE: tl.constexpr):
-    """Sixteen tensors → sixteen FP32: the sums and differences of neighbours, signed and scaled."""
+    """Return the sums and differences of neighbours of sixteen tensors, signed and scaled, as sixteen FP32 tensors."""
     y = ()
     for i in tl.static_range(0, 16, 2):
         first, second = widen(x[i]), widen(x[i + 1]) * (-SCALE if SIGN_MASK >> (i + 1) & 1 else SCALE)
@@ -417,7 +424,8 @@ def _stage(y, STAGE: tl.constexpr):
 
 @triton.jit
 def hadamard16(x, SIGN_MASK: tl.constexpr):
-    """Sixteen tensors → sixteen FP32: the butterfly of `kernels/hadamard.py`, not yet rounded to the type of x."""
+    """Transform sixteen tensors to sixteen FP32 tensors by the butterfly of `kernels/hadamard.py`, not yet rounded to
+    the type of x."""
     y = _stage(_stage(_stage(_first_stage(x, SIGN_MASK, 0.0625), 1), 2), 3)
     z = ()
     for i in tl.static_range(16):
@@ -427,7 +435,8 @@ def hadamard16(x, SIGN_MASK: tl.constexpr):
 
 @triton.jit
 def hadamard16_small(x, SIGN_MASK: tl.constexpr):
-    """`hadamard16` where no |x| reaches 2^127, so that half of sixteen do not overflow when the scale is applied first.
+    """Transform as `hadamard16` does, where no |x| reaches 2^127, so that half of sixteen do not overflow when the
+    scale is applied first.
 
     Powers of two commute with the roundings: x is a multiple of 2^-133, and FP32 has those of 2^-149.
     """
@@ -436,7 +445,7 @@ def hadamard16_small(x, SIGN_MASK: tl.constexpr):
 
 @triton.jit
 def hadamard_absmax(x, SIGN_MASK: tl.constexpr):
-    """Sixteen tensors → FP32 max |y| over the transformed, NaN dropped.
+    """Return max |y| in FP32 over the transform of sixteen tensors; NaN is ignored.
 
     Of a + b and a - b, rounded, the larger magnitude is |a| + |b|, rounded; and the roundings and 4 · are monotonic.
     """
@@ -449,7 +458,7 @@ def hadamard_absmax(x, SIGN_MASK: tl.constexpr):
 
 @triton.jit
 def narrow_absmax(top, TYPE: tl.constexpr):
-    """The maxima that `hadamard_absmax` found, scaled and rounded as the transformed are."""
+    """Return the amaxes that `hadamard_absmax` found, scaled and rounded as the transform is."""
     top = _narrow(top * 4.0, TYPE)
     if INTERPRETED and tl.bfloat16 == TYPE:  # it loses subnormals
         return (top.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -459,16 +468,18 @@ def narrow_absmax(top, TYPE: tl.constexpr):
 
 @triton.jit
 def philox_key(rng):
-    """rng int64 [2] = (seed, offset) → three uint32: the key and the counter's last word."""
+    """Return three uint32 of rng int64 [2] = (seed, offset): the key and the counter's last word."""
     seed, offset = tl.load(rng), tl.load(rng + 1)
     return (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32), (offset & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
 def philox16(key, low, high, like, DIRECTION: tl.constexpr):
-    """`philox_key`, block index as two uint32 → four uint32 words, the bytes of the block's 16 elements.
+    """Return four uint32 words, the bytes of a block's 16 elements, for a `philox_key` and the block index as two
+    uint32.
 
-    `like`: a tensor that threads hold as they shall hold the words. Else Triton lays Philox out anew and moves them.
+    `like` is a tensor that threads hold as they shall hold the words. Without it Triton chooses another layout for
+    Philox, and moves the words.
     """
     k0, k1, c3 = key
     if INTERPRETED:
@@ -496,7 +507,7 @@ def philox16(key, low, high, like, DIRECTION: tl.constexpr):
 
 @triton.jit
 def split8(x):
-    """(A, B, 8) → eight tensors (A, B). The eight are one thread's: no data moves."""
+    """Split (A, B, 8) into eight tensors (A, B). One thread holds the eight, so that no data moves."""
     A: tl.constexpr = x.shape[0]
     B: tl.constexpr = x.shape[1]
     even, odd = tl.split(tl.reshape(x, [A, B, 4, 2]))
@@ -511,7 +522,8 @@ def split8(x):
 
 @triton.jit
 def wide_product(a, b):
-    """a, of 32 bits, and the number b → int64 a · b, neither negative: one multiplication where b has 32 bits, too."""
+    """Return a · b as int64, for `a` of 32 bits and the number b, neither negative: one multiplication if b has 32
+    bits, too."""
     if (a * b).dtype == tl.int64:
         return a.to(tl.int64) * b
     else:
@@ -520,7 +532,7 @@ def wide_product(a, b):
 
 @triton.jit
 def scale_index(i, j, tiles, SWIZZLED: tl.constexpr):
-    """Byte index of the scale (outer i, block j); `tiles` = padded blocks / 4."""
+    """Return the byte index of the scale (outer i, block j); `tiles` = padded blocks / 4."""
     if SWIZZLED:
         return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
     else:
@@ -529,10 +541,10 @@ def scale_index(i, j, tiles, SWIZZLED: tl.constexpr):
 
 @triton.jit
 def scale_index_in(i0, i, j0, j, tiles, SIZE: tl.constexpr, SWIZZLED: tl.constexpr):
-    """`scale_index` of (i0 + i, j0 + j): uint32 numbers and int32 tensors.
+    """Return `scale_index` of (i0 + i, j0 + j), where i0 and j0 are uint32 numbers, i and j int32 tensors.
 
     i stays below SIZE, a power of two that i0 is a multiple of, and so it is with j: what the scales of a tile have in
-    common is then counted once, in numbers.
+    common is then computed once, in numbers.
     """
     if SWIZZLED:
         common = (wide_product(i0 >> 7, tiles) + (j0 >> 2)) * 512

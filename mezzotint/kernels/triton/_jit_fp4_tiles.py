@@ -1,10 +1,10 @@
-"""NVFP4 over 16x16 tiles, and the choice between mapping a block's amax to 4 or to 6.
+"""NVFP4 over 16x16 tiles: this module also chooses between mapping a block's amax to 4 or to 6.
 
-A tensor (A, B) here has one entry per block; 16 neighbours along B are a tile's.
+A tensor (A, B) here has one entry per block; 16 neighbours along B belong to one tile.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# In a kernel a tuple grows: its type does, too.
+# In a kernel a tuple grows, and its type with it.
 
 import triton
 import triton.language as tl
@@ -14,7 +14,8 @@ from mezzotint.kernels.triton._jit_fp4 import block_scale, decode_e2m1, round8
 
 @triton.jit
 def _tiles(t, SPAN: tl.constexpr):
-    """(A, B) → (A, B/16, 16). With SPAN, entry t along B stands for the block t % (B/SPAN) · SPAN + t // (B/SPAN)."""
+    """Return (A, B) as (A, B/16, 16). With SPAN, entry t along B stands for the block t % (B/SPAN) · SPAN + t //
+    (B/SPAN)."""
     A: tl.constexpr = t.shape[0]
     B: tl.constexpr = t.shape[1]
     if SPAN == 1:
@@ -26,7 +27,7 @@ def _tiles(t, SPAN: tl.constexpr):
 
 @triton.jit
 def _from_tiles(t, SPAN: tl.constexpr):
-    """(A, B/16) → (A, B), an entry given to each of its 16."""
+    """Return (A, B/16) as (A, B), each entry repeated for its 16 blocks."""
     A: tl.constexpr = t.shape[0]
     B: tl.constexpr = t.shape[1] * 16
     if SPAN == 1:
@@ -37,13 +38,14 @@ def _from_tiles(t, SPAN: tl.constexpr):
 
 @triton.jit
 def tile_max(t, SPAN: tl.constexpr):
-    """(A, B) → the maximum of each tile, at each of its 16 entries."""
+    """Return the maximum of each tile of (A, B), at each of its 16 entries."""
     return _from_tiles(tl.max(_tiles(t, SPAN), axis=2), SPAN)
 
 
 @triton.jit
 def _tile_sum(t):
-    """(A, B) → the sum over each tile, the upper half on the lower four times over, at each of its 16 entries."""
+    """Return the sum over each tile of (A, B), at each of its 16 entries; four times the upper half is added to the
+    lower."""
     rest = _tiles(t, 1)
     for stage in tl.static_range(4):
         pairs = tl.reshape(rest, [rest.shape[0], rest.shape[1], 2, 8 >> stage])
@@ -54,7 +56,8 @@ def _tile_sum(t):
 
 @triton.jit
 def _try(x, d, s_dec, amax, E4M3_MAX: tl.constexpr, ERROR: tl.constexpr):
-    """One scale → codes (two words), scale byte and the summed error, in the order of the elements."""
+    """Quantize with one scale; return codes (two words), scale byte and the error, summed in the order of the
+    elements."""
     sf, value, factor = block_scale(tl.minimum(d, 448.0), s_dec)
     v = ()
     for i in tl.static_range(16):
@@ -79,7 +82,7 @@ def four_over_six(
     ERROR: tl.constexpr,
     TWO_D: tl.constexpr,
 ):
-    """Codes and scale of what errs less, ties to 6; ERROR 1 sums |d|, 2 sums d²."""
+    """Return codes and scale of the choice with the smaller error, 6 if they are equal; ERROR 1 sums |d|, 2 sums d²."""
     if TWO_D:
         top = tile_max(top, 1)
     base = tl.div_rn(top, tl.full(top.shape, 6.0, tl.float32)) * s_enc

@@ -1,11 +1,12 @@
-"""One launch for the tensors of many groups (experts): of each argument a tuple, and each program finds its group.
+"""One launch for the tensors of many groups (experts): each argument is a tuple, in which each program finds its group.
 
 A kernel that takes groups has one more argument, `groups`: None, or a tuple with a number for each group, which says
-how many rows it has and which of the programs is its first. Its tensors are tuples then, of the same length, and `M`
-is None. A program takes its own by `chosen`, its number within the group and the rows by `own_rows`.
+how many rows it has and which of the programs is its first. Its tensors are then tuples of the same length, and `M` is
+None. A program takes its own tensors by `chosen`, and its number within the group and the group's rows by `own_rows`.
 
-Triton compiles a kernel anew for an int that is 1 or a multiple of 16, and so for each way in which rows are dealt to
-groups. What `pack` makes is neither. What rows must be a multiple of the kernel learns from ALIGNED.
+Triton compiles a kernel anew for an int that is 1 or a multiple of 16, and so it would for each way in which rows are
+dealt to groups. The numbers that `pack` makes are neither. The kernel learns from ALIGNED whether rows are a multiple
+of 16.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 16  # groups of one launch: what is handed to a kernel has an end
+MOST = 16  # groups of one launch: the size of a kernel's arguments is limited
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _first(group):
 
 @triton.jit
 def chosen(of, groups, pid):
-    """What the tuple `of` has for the group of program `pid`."""
+    """Return what the tuple `of` has for the group of program `pid`."""
     found = of[0]
     for g in tl.static_range(1, len(of)):
         found = tl.where(pid >= _first(groups[g]), of[g], found)
@@ -34,7 +35,8 @@ def chosen(of, groups, pid):
 
 @triton.jit
 def own_rows(groups, pid, ALIGNED: tl.constexpr):
-    """The number of this program among those of its group, and the group's rows. ALIGNED: a multiple of 16."""
+    """Return the number of this program among those of its group, and the group's rows. ALIGNED says that these are a
+    multiple of 16."""
     group = chosen(groups, groups, pid)
     M = ((group >> 32) & 0x3FFFFFFF).to(tl.int32)
     if ALIGNED:
@@ -43,29 +45,31 @@ def own_rows(groups, pid, ALIGNED: tl.constexpr):
 
 
 class Groups(NamedTuple):
-    """The groups of one launch."""
+    """A `Groups` holds the groups of one launch."""
 
     packed: tuple[int, ...]  # a power of two of them: the last ones have no programs
     programs: int
     sizes: tuple[int, ...]  # rows
 
     def of(self, tensors: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
-        """An argument of the kernel."""
+        """Return an argument of the kernel, the tensors of all groups; groups without programs repeat the last one."""
         if tensors is None:
             return None
         return (*tensors, *[tensors[-1]] * (len(self.packed) - len(tensors)))
 
     def is_multiple(self, of: int) -> bool:
-        """Of what the rows of all groups are multiples; no rows are none, since a program may look for some."""
+        """Return whether the rows of every group are a multiple of `of`. A group without rows is none, since a program
+        may look for some."""
         return all(size and size % of == 0 for size in self.sizes)
 
     def flags(self, BM: int, BN: int, K: int) -> dict[str, bool]:
-        """Constants of a kernel whose programs have tiles of BM rows and BN columns."""
+        """Return the constants of a kernel whose programs have tiles of BM rows and BN columns."""
         return {"EVEN": self.is_multiple(BM) and K % BN == 0, "ALIGNED": self.is_multiple(16)}
 
 
 def pack(sizes: Sequence[int], programs_of: Callable[[int], int]) -> Groups:
-    """`sizes`: the rows of each group, at most MOST of them; `programs_of`: how many programs these take."""
+    """Return the groups with `sizes` rows, at most MOST of them; `programs_of` says how many programs a number of rows
+    takes."""
     packed, programs = [], 0
     for size in sizes:
         packed.append(_packed(size, programs))
@@ -81,10 +85,10 @@ def _packed(rows: int, first: int) -> int:
 
 
 def in_launches(count: int) -> Iterator[slice]:
-    """Which groups go into one launch."""
+    """Return which groups go into each launch."""
     return (slice(start, min(start + MOST, count)) for start in range(0, count, MOST))
 
 
 def are_alike(xs: Sequence[Any]) -> bool:
-    """Whether tensors can be read by one kernel: of one dtype and length of rows, and dense."""
+    """Return whether one kernel can read the tensors: they have one dtype and length of rows, and are contiguous."""
     return all(x.dtype == xs[0].dtype and x.shape[-1] == xs[0].shape[-1] and x.is_contiguous() for x in xs)

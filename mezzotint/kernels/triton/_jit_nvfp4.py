@@ -1,15 +1,15 @@
-"""One tile of x, BM rows by BN columns, into NVFP4: its rows, or its columns.
+"""One tile of x in NVFP4: this module quantizes BM rows by BN columns, along the rows or along the columns.
 
-Rows: a thread loads 16 neighbours of a row, one block, twice 8. Columns: a thread loads up to 8 neighbours of each of
-16 rows, as many blocks, and the transform runs between its registers. So neither the amax of a block nor its scale, its
-random bytes or its codes need another thread. Packed, a block is 8 bytes of the output. What is read outside x is 0 and
-has the scale 0, which is the padding.
+For rows a thread loads 16 neighbours of a row, one block, as twice 8. For columns a thread loads up to 8 neighbours of
+each of 16 rows, as many blocks, and the transform runs between its registers. So neither the amax of a block nor its
+scale, its random bytes or its codes need another thread. Packed, a block is 8 bytes of the output. What is read outside
+of x is 0 and has the scale 0, which is the padding.
 
-`scales`: amax, S_enc and S_dec, or empty: `_scales` then finds them, once the loads of x are on their way.
+`scales` are amax, S_enc and S_dec, or empty: `_scales` then finds them, once the loads of x are on their way.
 """
 
 # mypy: disable-error-code="assignment, misc, var-annotated"
-# In a kernel a tuple grows: its type does, too.
+# In a kernel a tuple grows, and its type with it.
 
 import triton
 import triton.language as tl
@@ -39,7 +39,7 @@ from mezzotint.kernels.triton._jit_fp4_tiles import four_over_six, tile_max
 
 @triton.jit
 def _block_factor(top, s_enc, s_dec, TWO_D: tl.constexpr, SPAN: tl.constexpr):
-    """Amax of each block → scale byte (int32) and the factor of its elements."""
+    """Return the scale byte (int32) of each block and the factor of its elements, from the amax of the block."""
     if TWO_D:
         top = tile_max(top, SPAN)
     sf, _, factor = block_scale(top * (s_enc * (1.0 / 6.0)), s_dec)
@@ -48,7 +48,8 @@ def _block_factor(top, s_enc, s_dec, TWO_D: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def _round8(x, factor, signs, words, FIRST: tl.constexpr, NATURAL: tl.constexpr):
-    """Eight tensors, to be scaled → their codes, one word; FIRST is the first of their two random words, if any."""
+    """Round eight tensors, which are still to be scaled, to their codes in one word; FIRST is the first of their two
+    random words, if any."""
     if len(words) == 0 or len(signs) == 0:
         v = ()
         for i in tl.static_range(8):
@@ -63,7 +64,8 @@ def _round8(x, factor, signs, words, FIRST: tl.constexpr, NATURAL: tl.constexpr)
 
 @triton.jit
 def _random_words(key, block0, block, like, DIRECTION: tl.constexpr, FAR: tl.constexpr):
-    """Of the blocks block0 + `block`, int64; one beyond the 32 bits of the counter's first word only where FAR."""
+    """Return the random words of the blocks block0 + `block`, int64; only if FAR may one be beyond the 32 bits of the
+    counter's first word."""
     if len(key) == 0:
         return ()
     elif FAR:
@@ -75,7 +77,8 @@ def _random_words(key, block0, block, like, DIRECTION: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def _transform(raw, amax, SIGN_MASK: tl.constexpr, OWN: tl.constexpr):
-    """The 16-bit tensors of a block → words of their transform. OWN: the amax is that of the transform."""
+    """Return the words of the transform of a block's 16-bit tensors. OWN says that the amax is that of the
+    transform."""
     if raw[0].dtype == tl.float16:
         return narrow_pairs(hadamard16_small(raw, SIGN_MASK), raw[0])
     elif OWN:
@@ -91,9 +94,9 @@ def _transform(raw, amax, SIGN_MASK: tl.constexpr, OWN: tl.constexpr):
 
 @triton.jit
 def _signs(x, key, EVEN: tl.constexpr):
-    """Signs of (…, 8) elements, where random rounding wants them apart from FP32 values.
+    """Return the signs of (…, 8) elements, if stochastic rounding takes them apart from FP32 values; else nothing.
 
-    Neighbours are packed as a thread holds them: only where loads are aligned are these neighbours in memory.
+    Neighbours are packed as a thread holds them: only if loads are aligned are these neighbours in memory.
     """
     if len(key) == 0 or x.dtype == tl.float32 or not EVEN:
         return ()
@@ -104,7 +107,7 @@ def _signs(x, key, EVEN: tl.constexpr):
 
 @triton.jit
 def _join(low, high):
-    """Two words → uint64."""
+    """Join two words into uint64."""
     low, high = low.to(tl.uint32, bitcast=True), high.to(tl.uint32, bitcast=True)
     return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
 
@@ -124,7 +127,8 @@ def _store_codes(data, codes, line0, line, block0, block, bytes, mask, WORDS: tl
 
 @triton.jit
 def tensor_scales(source, amax_out, count, first, E4M3_MAX: tl.constexpr, BP: tl.constexpr):
-    """amax, S_enc and S_dec. The amax [1] is given (BP = 0) or `count` (None: BP) partial maxima; `first` writes it."""
+    """Return amax, S_enc and S_dec. The amax [1] is given (BP = 0) or found in `count` (None: BP) partial amaxes;
+    `first` writes it."""
     if BP == 0:
         amax = tl.load(source)
     elif count is None:
@@ -140,7 +144,7 @@ def tensor_scales(source, amax_out, count, first, E4M3_MAX: tl.constexpr, BP: tl
 
 @triton.jit
 def _row_scales(source, amax_out, i, size, first, E4M3_MAX: tl.constexpr):
-    """The same of the rows `i`, each with an amax of its own."""
+    """Return amax, S_enc and S_dec of the rows `i`, each of which has its own amax."""
     amax = tl.load(source + i, mask=i < size, other=0.0)
     if first:
         tl.store(amax_out + i, amax, mask=i < size)
@@ -162,7 +166,7 @@ def _scales(
     BP: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """The given ones, or those of `source`: of the tensor or, VECTOR, of each of the rows `i`."""
+    """Return the given scales, or else those of `source`: of the tensor or, if VECTOR, of each of the rows `i`."""
     if len(scales) > 0:
         return scales
     elif VECTOR:
@@ -245,7 +249,7 @@ def quantize_rows(
 
 @triton.jit
 def _values(raw, pairs, FIRST: tl.constexpr):
-    """Eight elements of each block, in FP32: of the words `pairs`, or of `raw` where there are none."""
+    """Return eight elements of each block in FP32: from the words `pairs`, or from `raw` if there are none."""
     if len(pairs) > 0:
         return widen_pairs(pairs[FIRST // 2 : FIRST // 2 + 4], raw[0])
     else:

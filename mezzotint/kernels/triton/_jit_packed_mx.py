@@ -1,4 +1,4 @@
-"""What the kernels of MX formats with elements of 4 and 6 bits share: one direction of a tile, and the way back.
+"""Shared parts of the kernels of MX formats with elements of 4 and 6 bits: they quantize one direction, and dequantize.
 
 A direction is a tile (lines, positions) with blocks of 32 along its positions; column-wise it is the transposed tile.
 Every function gives the bits of its namesake in `kernels/packed_mx.py`. Maxima are taken of the bits of |x|, which as
@@ -19,7 +19,8 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def encode(value, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """FP32 → int32 codes: nearest even, saturating; the sign of zero is kept, NaN → the largest positive code."""
+    """Cast FP32 to int32 codes: round to nearest even, saturate, keep the sign of zero, turn NaN into the largest
+    positive code."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     WIDTH: tl.constexpr = 1 + EXPONENT + MANTISSA
     DROP: tl.constexpr = 23 - MANTISSA
@@ -38,7 +39,7 @@ def encode(value, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def decode(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """int32 codes → FP32, exact: the code's bits on top of a subnormal are the value times 2^(BIAS - 127)."""
+    """Decode int32 codes to FP32, exactly: the code's bits on top of a subnormal are the value times 2^(BIAS - 127)."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SIGN: tl.constexpr = 1 << (EXPONENT + MANTISSA)
     BACK: tl.constexpr = 2.0 ** (127 - BIAS)
@@ -48,7 +49,7 @@ def decode(code, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def scale_byte(top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FLOOR: tl.constexpr):
-    """The largest bits of |x| in a block → E8M0 byte, int32."""
+    """Return the E8M0 byte, int32, of a block from the largest bits of |x| in it."""
     EMAX: tl.constexpr = (1 << EXPONENT) - (1 << (EXPONENT - 1))
     CARRY: tl.constexpr = 0 if FLOOR else (1 << (23 - MANTISSA)) - 1
     return tl.where(top > _INF_BITS, 255, tl.maximum(((top + CARRY) >> 23) - EMAX, 0))
@@ -56,7 +57,7 @@ def scale_byte(top, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FLOOR: tl.co
 
 @triton.jit
 def hadamard(x, SIGN_MASK: tl.constexpr):
-    """(lines, positions) → the butterfly of `kernels/hadamard.py` on each 16 positions, not yet rounded."""
+    """Transform each 16 positions of (lines, positions) by the butterfly of `kernels/hadamard.py`, not yet rounded."""
     BL: tl.constexpr = x.shape[0]
     BC: tl.constexpr = x.shape[1]
     i = tl.arange(0, BC) % 16
@@ -70,7 +71,8 @@ def hadamard(x, SIGN_MASK: tl.constexpr):
 
 @triton.jit
 def _random_bytes(rng, lines, positions, groups, DIRECTION: tl.constexpr):
-    """uint32 (lines, positions): Philox, 16 positions at a time; `groups`: how many of these a line has."""
+    """Return random bytes as uint32 (lines, positions): Philox, 16 positions at a time; `groups` is how many of these a
+    line has."""
     BL: tl.constexpr = lines.shape[0]
     BG: tl.constexpr = positions.shape[0] // 16
     first = tl.min(positions, 0) // 16
@@ -84,7 +86,7 @@ def _random_bytes(rng, lines, positions, groups, DIRECTION: tl.constexpr):
 
 @triton.jit
 def _pack(codes, WIDTH: tl.constexpr):
-    """int32 (lines, positions) → (lines, groups): two codes of 4 bits, or four of 6, the first lowest."""
+    """Pack int32 (lines, positions) into (lines, groups): two codes of 4 bits, or four of 6, the first lowest."""
     BL: tl.constexpr = codes.shape[0]
     BC: tl.constexpr = codes.shape[1]
     even, odd = tl.split(tl.reshape(codes, [BL, BC // 2, 2]))
@@ -97,7 +99,7 @@ def _pack(codes, WIDTH: tl.constexpr):
 
 @triton.jit
 def _unpack(words, WIDTH: tl.constexpr):
-    """The inverse of `_pack`."""
+    """Undo `_pack`: return the codes of the groups."""
     BL: tl.constexpr = words.shape[0]
     BG: tl.constexpr = words.shape[1]
     if WIDTH == 4:
@@ -127,7 +129,8 @@ def quantize_side(
 ):
     """Write one direction of a tile: FP32 `value` at `lines` < L and `positions` < C, which is 0 elsewhere.
 
-    `stored`: how many codes a line of `data` holds, C or more. What lies beyond has the scale 0, which is the padding.
+    `stored` is how many codes a line of `data` holds, C or more. What lies beyond has the scale 0, which is the
+    padding.
     """
     BL: tl.constexpr = value.shape[0]
     BC: tl.constexpr = value.shape[1]
@@ -181,7 +184,8 @@ def dequantize_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """The program's tile of (R, C); `per_row`: groups of codes, more than C takes where rows are filled up."""
+    """Dequantize the program's tile of (R, C); `per_row` is the number of groups of codes, more than C takes if rows
+    are filled up."""
     WIDTH: tl.constexpr = 1 + EXPONENT + MANTISSA
     GROUP: tl.constexpr = 2 if WIDTH == 4 else 4
     BYTES: tl.constexpr = 1 if WIDTH == 4 else 3
@@ -211,15 +215,15 @@ def dequantize_kernel(
 
 
 def bits_of(element: Element) -> dict[str, int]:
-    """The element type as constants of a kernel."""
+    """Return the element type as constants of a kernel."""
     return {"EXPONENT": element.exponent, "MANTISSA": element.mantissa}
 
 
 def tile_config() -> dict[str, int]:
-    """Tile of the cast: whole 32x32 tiles in both directions."""
+    """Return the tile of the cast: whole 32x32 tiles in both directions."""
     return {"BM": 64, "BN": 64, "num_warps": 4}
 
 
 def dequantize_config() -> dict[str, int]:
-    """Tile of the way back, in codes."""
+    """Return the tile of the dequantization, in codes."""
     return {"BM": 32, "BN": 128, "num_warps": 4}

@@ -30,25 +30,26 @@ WHOLE_ROW = 16384  # the longest row that is held in registers
 
 
 def rows_config(K: int) -> dict[str, int]:
-    """Rows per program, their padded length, and threads for 32 to 64 elements each."""
+    """Return rows per program, their padded length, and as many threads as give each 32 to 64 elements."""
     BK = min(max(triton.next_power_of_2(K), 128), WHOLE_ROW)
     BM = max(1, 2048 // BK)
     return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
 
 
 def partial_config(kind: tuple[Any, ...] | None = None) -> dict[str, int]:
-    """Rows at a time, fewer where an activation needs registers, columns, rows per strip, and loads under way."""
+    """Return rows at a time (fewer if an activation needs registers), columns, rows per strip, and loads under way."""
     BM = 32 if kind is None or kind[0] == "norm" else 16
     return {"BM": BM, "BN": 128, "STRIP": 256, "STAGES": 3, "num_warps": 4}
 
 
 def finish_config() -> dict[str, int]:
-    """Partials at a time, scales per program."""
+    """Return how many partial amaxes are read at a time, and the scales per program."""
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
 def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
-    """Tile of the two-way cast, and of the transposed one alone; of halves a smaller one: a program holds two."""
+    """Return the tile of the two-way cast, or of the transposed one alone; for `halves` a smaller one, because a
+    program holds two."""
     if halves:
         return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
@@ -77,7 +78,7 @@ def rows_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """BM rows, in one piece (WHOLE) or BK columns at a time, twice; once where their maxima are given."""
+    """Quantize BM rows, in one piece (WHOLE) or BK columns at a time: twice, or once if their amaxes are given."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -126,9 +127,9 @@ def partial_kernel(
     STRIP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """rows[column tile, r] and cols[strip, c]: maxima within a strip of STRIP rows by BN columns.
+    """Write rows[column tile, r] and cols[strip, c], the amaxes within a strip of STRIP rows by BN columns.
 
-    `out`, or None: (M, K), what a source makes, for the second pass to read.
+    `out`, unless it is None, gets what a source makes, (M, K), for the second pass to read.
     """
     if noop is not None and tl.load(noop) == 1.0:
         return
@@ -179,7 +180,7 @@ def _finish(
     BP: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """(count, size) partial maxima → `size` scales and inverses, the given block of BS of them."""
+    """Write block `block` of BS scales and their inverses, of `size` in all, from (count, size) partial amaxes."""
     s = block.to(tl.int64) * BS + tl.arange(0, BS)
     tops = tl.zeros([BP, BS], tl.float32)
     for start in range(0, count, BP):
@@ -213,8 +214,8 @@ def finish_kernel(
     BP: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """The first programs finish rows, where these are asked for, the others columns. With groups `strips` is the
-    height of one."""
+    """Write the scales: the first programs finish rows, if these are wanted, the others columns. With groups `strips`
+    is the height of one."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)

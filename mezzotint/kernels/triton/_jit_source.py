@@ -1,6 +1,6 @@
-"""What a kernel reads: x itself, or the tile that a producer in front of it would have written.
+"""The input of a kernel: it reads x itself, or computes the tile that a producer in front of it would have written.
 
-A kernel that takes sources has two arguments more: SOURCE, which is None for x itself, and `given`, a tuple with all
+A kernel that takes sources has two more arguments: SOURCE, which is None for x itself, and `given`, a tuple with all
 that the source reads beside x. It calls `load_input` where it would call `load_tile`.
 
     SOURCE                                       given, after the partial column sums (see `store_sums`) or None
@@ -10,8 +10,8 @@ that the source reads beside x. It calls `load_input` where it would call `load_
     ("activation_backward", act)                 bias or None, p0, p1, p2, scales of rows or None, dy, its stride
     ("halves", act)                              the same, of a gated one: see `load_halves`
 
-A gated gradient (M, 2N) needs at column c what it needs at c + N. A program makes both tiles from one read of them; its
-kernel calls `load_halves` and walks the two, and has as many programs as N columns take.
+A gated gradient (M, 2N) needs the same inputs at columns c and c + N. A program makes both tiles from one read of them;
+its kernel calls `load_halves` and walks the two, and has as many programs as N columns take.
 
 Every operation is rounded once, in the order of the reference, so that what is pointwise has the reference's bits;
 exponentials differ from it in the last two bits, by up to 2^-19 before they are rounded to 16. The kernels that only
@@ -33,8 +33,8 @@ _LOG2E_REST = tl.constexpr(1.925963033500952e-08)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-# 1 / (1 + e^-x) for results of 16 bits, five instructions: x · log2(e) is rounded. The sum, and so the reciprocal, is
-# scaled by 2^-4 and back: 1 / (1 + e^88) is a subnormal number, which the reciprocal would flush.
+# This is 1 / (1 + e^-x) for results of 16 bits, in five instructions: x · log2(e) is rounded. The sum, and so the
+# reciprocal, is scaled by 2^-4 and back: 1 / (1 + e^88) is a subnormal number, which the reciprocal would flush.
 _SIGMOID = tl.constexpr(
     "{ .reg .f32 e; mul.rn.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; fma.rn.f32 e, e, 0f3D800000, 0f3D800000;"
     " rcp.approx.ftz.f32 e, e; mul.rn.f32 $0, e, 0f3D800000; }"
@@ -43,7 +43,7 @@ _SIGMOID = tl.constexpr(
 
 @triton.jit
 def _exp(x):
-    """e^x. The rounding of x · log2(e), which grows with x, is put right afterwards."""
+    """Return e^x. The rounding of x · log2(e), which grows with x, is corrected afterwards."""
     x = tl.clamp(x, -128.0, 128.0, tl.PropagateNan.ALL)  # infinity and 0 already; one instruction
     rest = tl.fma(x, _LOG2E, -(x * _LOG2E)) + x * _LOG2E_REST
     return tl.exp(x) * (1.0 + rest * _LN2)
@@ -59,7 +59,7 @@ def _sigmoid(x, FINE: tl.constexpr):
 
 @triton.jit
 def _tanh(x, FINE: tl.constexpr):
-    """Near 0 a polynomial: the exponential's way would lose the small number's bits."""
+    """Return tanh(x). Near 0 it is a polynomial, because the exponential would lose the small number's bits."""
     s = x * x
     p = tl.fma(s, tl.fma(s, -0.005704042501747608, 0.020637862384319305), -0.05373915657401085)
     p = tl.fma(s, tl.fma(s, p, 0.133314311504364), -0.3333328068256378)
@@ -69,7 +69,7 @@ def _tanh(x, FINE: tl.constexpr):
 
 @triton.jit
 def act(x, ACT: tl.constexpr, FINE: tl.constexpr):
-    """(value, derivative), as `PLAIN` has them. FINE: they stay FP32."""
+    """Return (value, derivative), as `PLAIN` has them. FINE says that they stay FP32."""
     if ACT == "gelu":
         square = x * x
         t = _tanh(x * (0.79788456 + 0.03567741 * square), FINE)
@@ -94,7 +94,7 @@ def act(x, ACT: tl.constexpr, FINE: tl.constexpr):
 
 @triton.jit
 def gates(x1, x2, p0, p1, p2, ACT: tl.constexpr, FINE: tl.constexpr):
-    """(value, derivative) of either half; the output is the product of the values."""
+    """Return (value, derivative) of either half; the output is the product of the values."""
     if ACT == "clamped_swiglu":
         limit, alpha, offset = tl.cast(p0, tl.float32), tl.cast(p1, tl.float32), tl.cast(p2, tl.float32)
         a = tl.where(x1 > limit, limit, x1)
@@ -113,7 +113,7 @@ def gates(x1, x2, p0, p1, p2, ACT: tl.constexpr, FINE: tl.constexpr):
 
 @triton.jit
 def load(at, mask):
-    """FP32, 0 where the mask says so."""
+    """Load as FP32, with 0 where the mask is false."""
     if mask is None:
         return tl.load(at).to(tl.float32)
     else:
@@ -122,7 +122,7 @@ def load(at, mask):
 
 @triton.jit
 def load_biased(rows, bias, c, mask):
-    """Columns c of rows of x with their bias added, rounded as if it had been written."""
+    """Return columns c of rows of x with their bias added, rounded as if the sum had been written."""
     value = load(rows + c, mask)
     if bias is not None:
         value = rounded(value + load(bias + c, mask), rows.dtype.element_ty)
@@ -131,7 +131,7 @@ def load_biased(rows, bias, c, mask):
 
 @triton.jit
 def load_grad(dy, stride, scales, r, c, rows, inside, TYPE: tl.constexpr):
-    """dy at rows r [R], columns c (1, C) or (R, C), times the scales of the rows, rounded."""
+    """Return dy at rows r [R], columns c (1, C) or (R, C), times the scales of the rows, rounded."""
     grad = load(dy + r[:, None] * stride + c, inside)
     if scales is not None:
         grad = rounded(grad * load(scales + r, rows)[:, None], TYPE)
@@ -140,7 +140,7 @@ def load_grad(dy, stride, scales, r, c, rows, inside, TYPE: tl.constexpr):
 
 @triton.jit
 def normalised(x, mu, rs, r, c, rows, stride, inside):
-    """rs · (x - mu)."""
+    """Return rs · (x - mu)."""
     value = load(x + r[:, None] * stride + c, inside)
     if mu is not None:
         value = value - load(mu + r, rows)[:, None]
@@ -149,7 +149,7 @@ def normalised(x, mu, rs, r, c, rows, stride, inside):
 
 @triton.jit
 def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr):
-    """What the source writes at rows r [R], columns c (1, C) or (R, C), as FP32; 0 outside of (M, K)."""
+    """Return what the source writes at rows r [R], columns c (1, C) or (R, C), as FP32; 0 outside of (M, K)."""
     KIND: tl.constexpr = SOURCE[0]
     HOW: tl.constexpr = SOURCE[1]
     rows = None if EVEN else r < M
@@ -191,7 +191,8 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def produce_halves(x, given, r, c, M, N, stride, ACT: tl.constexpr, EVEN: tl.constexpr):
-    """The gradients of a gated activation at columns c < N and at c + N, in the dtype of x; 0 outside of (M, N)."""
+    """Return the gradients of a gated activation at columns c < N and at c + N, in the dtype of x; 0 outside of (M,
+    N)."""
     TYPE: tl.constexpr = x.dtype.element_ty
     rows = None if EVEN else r < M
     inside = None if EVEN else (r < M)[:, None] & (c < N)
@@ -206,13 +207,13 @@ def produce_halves(x, given, r, c, M, N, stride, ACT: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def larger(first, second):
-    """Of two tiles the larger magnitudes, as FP32; of NaN and a number, the number."""
+    """Return the larger magnitudes of two tiles, as FP32; of NaN and a number, the number."""
     return tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
 
 
 @triton.jit
 def load_input(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
-    """The tile of x, or of what the source makes of it, as FP32; 0 outside of (M, K)."""
+    """Return the tile of x, or of what the source makes of it, as FP32; 0 outside of (M, K)."""
     if SOURCE is None:
         return load_tile(x, r, c, M, K, stride, EVEN, ONCE)
     else:
@@ -221,7 +222,8 @@ def load_input(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.cons
 
 @triton.jit
 def load_halves(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constexpr, ONCE: tl.constexpr):
-    """As `load_input`, twice, or the two tiles of "halves". These are in the dtype of x: fewer registers."""
+    """Return the two tiles of "halves", or else the tile of `load_input` twice. Halves are in the dtype of x, which
+    takes fewer registers."""
     if SOURCE is not None and SOURCE[0] == "halves":
         ACT: tl.constexpr = SOURCE[1]  # an element of a tuple is no argument before Triton 3.7
         return produce_halves(x, given, r, c[None, :], M, K // 2, stride, ACT, EVEN)
@@ -232,13 +234,14 @@ def load_halves(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def store_sums(given, value, row, c, K, SOURCE: tl.constexpr):
-    """Column sums of the tile in row `row` of tiles: one row of the partial sums (tiles, K), where these are wanted."""
+    """Store the column sums of the tile in row `row` of tiles as one row of the partial sums (tiles, K), if these are
+    wanted."""
     if SOURCE is not None and given[0] is not None:
         tl.store(given[0] + row * K + c, tl.sum(value, 0), mask=c < K)
 
 
 class Input(NamedTuple):
-    """What a launch hands to its kernels: x (M, …) with its rows dense, and the source."""
+    """An `Input` is what a launch hands to its kernels: x (M, …), whose rows are contiguous, and the source."""
 
     x: torch.Tensor
     M: int
@@ -251,20 +254,20 @@ class Input(NamedTuple):
         return None if self.kind is None else (partials, *self.arguments)
 
     def columns(self) -> int:
-        """Those that programs share out: K, or the half of which each program takes two tiles."""
+        """Return how many columns the programs share: K, or half of it if each program takes two tiles."""
         return self.K // 2 if self.kind is not None and self.kind[0] == "halves" else self.K
 
     def is_wide(self) -> bool:
-        """Whether a tile is made of two of x: halves, or a gated activation."""
+        """Return whether a tile is made of two tiles of x, as it is for halves and for a gated activation."""
         return self.kind is not None and (self.kind[0] == "halves" or self.kind[::2] == ("activation", True))
 
     def partials(self, tiles: int) -> torch.Tensor | None:
-        """Where `store_sums` writes, for this many rows of tiles."""
+        """Return the tensor that `store_sums` writes, for this many rows of tiles, or None."""
         return None if self.sums is None else self.x.new_empty((tiles, self.K), dtype=torch.float32)
 
 
-# Where a quantization computes a source: "inside" each of its passes, and nothing is written; in the "first" of two,
-# which writes it for the second to read; "before", by a launch of the source's own.
+# A quantization computes a source "inside" each of its passes, and writes nothing; in the "first" of two, which writes
+# it for the second to read; or "before", by a launch of the source's own.
 SourceMode = Literal["inside", "first", "before"]
 
 _ACTIVATIONS = ("activation", "gradient", "gated", "gated gradient", "gated gradient, sums")
@@ -272,10 +275,10 @@ _INSIDE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys(_ACTIVATIONS
 _WRITTEN: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "first")}
 _BEFORE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "before")}
 
-# Quantization → what is quantized → the fastest way, as measured on an H200 (`dev/LOG.md`). A norm is cheap. An
-# activation pays inside where it is computed once; twice, only a gated gradient under a scale that needs no second look
-# at rows and columns does. A gradient with sums holds the partial sums of a tile as well, two halves under 1x128 scales
-# too much of everything.
+# For each quantization and kind of source this has the fastest way, as measured on an H200 (`dev/LOG.md`). A norm is
+# cheap. An activation pays inside if it is computed once; of those that are computed twice only a gated gradient does,
+# under a scale that needs no second look at rows and columns. A gradient with sums also holds the partial sums of a
+# tile; two halves under 1x128 scales hold too much of everything.
 SOURCE_MODES: dict[str, dict[str, SourceMode]] = {
     "delayed": _INSIDE,
     "current": _WRITTEN | {"gated gradient": "inside", "gated gradient, sums": "inside"},
@@ -288,8 +291,8 @@ SOURCE_MODES: dict[str, dict[str, SourceMode]] = {
 
 
 def source_mode(x: torch.Tensor | SourceCall, quantization: str, tile: int = 0) -> SourceMode:
-    """Return how a quantization takes its input in, by `SOURCE_MODES`. A tensor is written before, and so is a source
-    that is empty, or whose halves do not make tiles this wide."""
+    """Return how a quantization takes in its input, by `SOURCE_MODES`. It is "before" for a tensor, for an empty
+    source, and for one whose halves do not make tiles this wide."""
     if not isinstance(x, SourceCall) or 0 in x.shape:
         return "before"
     kind = source_kind(x)
@@ -309,7 +312,7 @@ def source_kind(made: SourceCall) -> str:
 
 
 def read(x: torch.Tensor | SourceCall, mode: SourceMode = "before") -> Input:
-    """A tensor, or the source as it is taken in."""
+    """Return the input of a tensor, or of a source, which is written first if `mode` is "before"."""
     if isinstance(x, SourceCall):
         if mode != "before":
             return sourced(x)
@@ -319,7 +322,7 @@ def read(x: torch.Tensor | SourceCall, mode: SourceMode = "before") -> Input:
 
 
 def sourced(made: SourceCall) -> Input:
-    """The source, computed by whoever reads it."""
+    """Return the input of a source that the kernel computes as it reads."""
     args, (*_, K) = made.args, made.shape
     if made.source == "norm":
         x, mu, rs, gamma, beta, zero_centered, rms = args
@@ -344,7 +347,7 @@ def _flat(scales: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _act(name: str) -> tuple[str, bool]:
-    """What `gates` or `act` knows it by."""
+    """Return the name by which `gates` or `act` knows an activation, and whether it is gated."""
     return GATED.get(name, name), is_gated(name)
 
 

@@ -1,9 +1,10 @@
-"""Launches without Triton's search for the compiled kernel.
+"""Launches without Triton's search for the compiled kernel: `Fast` keeps what the first launch found.
 
-`kernel[grid](…)` binds, specialises and looks up its arguments in Python at each call, some 20 µs, more than a small
-kernel runs. `Fast` keeps what that found, by what it depends on: of a tensor its dtype and 16-byte alignment, of an
-int whether it is 1 or a multiple of 16 and whether it needs 64 bits, of a float nothing, all else by value. The
-compiled kernel is then launched by its own `run`. Hooks of a profiler, and the interpreter, take Triton's way.
+`kernel[grid](…)` binds, specialises and looks up its arguments in Python at each call, which takes some 20 µs, more
+than a small kernel runs. `Fast` keeps the result by what it depends on: of a tensor its dtype and 16-byte alignment, of
+an int whether it is 1 or a multiple of 16 and whether it needs 64 bits, of a float nothing, all else by value. The
+compiled kernel is then launched by its own `run`. With a profiler's hooks, and in the interpreter, launches go through
+Triton.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from triton.runtime.jit import JITFunction
 
 
 class Fast:
-    """Decorates a jitted kernel; `kernel[grid](…)` takes tensors and numbers by position, constants by name."""
+    """A `Fast` decorates a jitted kernel; `kernel[grid](…)` takes tensors and numbers by position, constants by
+    name."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -30,7 +32,7 @@ class Fast:
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         if _is_traced(args):
-            constants.pop("enable_fp_fusion", None)  # no option there: see `launch_in_graphs`
+            constants.pop("enable_fp_fusion", None)  # It is no option there: see `launch_in_graphs`.
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
         if not isinstance(self.kernel, JITFunction) or _hooked():
@@ -63,12 +65,13 @@ class Fast:
         )
 
 
-# Tensors that eager code launches with. With others the compiler traces the launch.
+# Eager code launches with tensors of these types. With others the compiler traces the launch.
 _AT_HAND = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_traced(args: tuple[Any, ...]) -> bool:
-    """Return whether the compiler traces a launch, by the first tensor among its arguments: some may be None."""
+    """Return whether the compiler traces a launch, by the first tensor among its arguments, of which some may be
+    None."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return type(arg) not in _AT_HAND
@@ -76,22 +79,22 @@ def _is_traced(args: tuple[Any, ...]) -> bool:
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Return FP32 tensors of these sizes on the device of x: parts of one allocation. In a graph each is its own, since
-    a compiler copies what lies in one with what it writes."""
+    """Return FP32 tensors of these sizes on the device of x, as parts of one allocation. In a graph each is its own,
+    because a compiler copies all that shares an allocation with what it writes."""
     if type(x) in _AT_HAND:
         return x.new_empty(sum(sizes), dtype=torch.float32).split(list(sizes))
     return [x.new_empty(size, dtype=torch.float32) for size in sizes]
 
 
 def _hooked() -> bool:
-    """Whether a profiler wants to hear of launches; an empty chain of hooks, as newer Tritons have it, is none."""
+    """Return whether a profiler has hooked launches; an empty chain of hooks, as newer Tritons have it, is none."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 
 def _prepared(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What a compiled kernel depends on, and its arguments with addresses in place of tensors, which the driver is then
-    not asked about one by one. Written out in one loop: it runs at each launch."""
+    """Return what a compiled kernel depends on, and its arguments with addresses in place of tensors, so that the
+    driver is not asked about them one by one. It is written as one loop because it runs at each launch."""
     kinds: list[Any] = []
     raw: list[Any] = []
     for arg in args:
@@ -99,7 +102,7 @@ def _prepared(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
             address = arg.data_ptr()
             kinds.append(arg.dtype)
             kinds.append(address & 15 == 0)
-            kinds.append(arg.is_cuda)  # Triton looks at the first of a kind, and refuses another device's
+            kinds.append(arg.is_cuda)  # Triton checks the first of a kind, and refuses one of another device.
             raw.append(address)
             continue
         raw.append(arg)

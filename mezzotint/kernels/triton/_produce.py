@@ -1,7 +1,8 @@
-"""What a source makes, written out in high precision or summed up over its rows.
+"""The output of a source: this module writes it in high precision, or sums it over its rows.
 
-`write` is a norm or an activation that no quantization takes in. Column sums are two launches without atomics: FP32
-partial sums of strips of rows, then their sum. The first of them a quantization makes on its way (`store_sums`).
+`write` makes the result of a norm or an activation that no quantization takes in. Column sums are two launches without
+atomics: FP32 partial sums of strips of rows, then their sum. A quantization makes the first of them on its way
+(`store_sums`).
 """
 
 import torch
@@ -16,18 +17,18 @@ from mezzotint.kernels.triton._launch import Fast
 
 
 def write_config(K: int) -> dict[str, int]:
-    """Tiles of 4096 elements, as wide as the matrix up to 1024."""
+    """Return tiles of 4096 elements, as wide as the matrix up to 1024."""
     BN = min(max(triton.next_power_of_2(K), 64), 1024)
     return {"BM": 4096 // BN, "BN": BN, "num_warps": 4}
 
 
 def sums_config() -> dict[str, int]:
-    """Rows at a time, columns, rows per strip."""
+    """Return rows at a time, columns, and rows per strip."""
     return {"BM": 32, "BN": 128, "STRIP": 256, "num_warps": 4}
 
 
 def finish_config() -> dict[str, int]:
-    """Partial sums at a time, columns per program."""
+    """Return how many partial sums are read at a time, and the columns per program."""
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
@@ -46,7 +47,8 @@ def _write_kernel(
     BN: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """`out`, or None: what the source makes. `amax`, or None: FP32 [1], raised to that of it."""
+    """Write what the source makes to `out`, unless that is None, and raise `amax`, FP32 [1], to its amax, unless that
+    is None."""
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = col * BN + tl.arange(0, BN)
@@ -71,7 +73,8 @@ def _sums_kernel(
     BN: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """partials[strip, c]: FP32 sums of STRIP rows; cast where there is one strip, and they are the result."""
+    """Write partials[strip, c], FP32 sums of STRIP rows. They are cast if there is one strip, because they are the
+    result then."""
     strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
     c = tile * BN + tl.arange(0, BN)
     total = tl.zeros([BM, BN], tl.float32)
@@ -84,7 +87,7 @@ def _sums_kernel(
 @Fast
 @triton.jit
 def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
-    """(count, K) partial sums → K sums."""
+    """Sum (count, K) partial sums to K sums."""
     c = tl.program_id(0).to(tl.int64) * BS + tl.arange(0, BS)
     total = tl.zeros([BP, BS], tl.float32)
     for start in range(0, count, BP):
@@ -95,14 +98,14 @@ def _finish_kernel(partials, out, count, K, BP: tl.constexpr, BS: tl.constexpr):
 
 
 def write(made: SourceCall) -> torch.Tensor:
-    """What the source makes, in its shape and dtype."""
+    """Return what the source makes, in its shape and dtype."""
     out = made.args[made.source == "activation_backward"].new_empty(made.shape)
     make(sourced(made), out, None)
     return out
 
 
 def make(source: Input, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
-    """One launch: what the source makes, or its amax, FP32 [1], which is raised to it, or both."""
+    """Write what the source makes to `out`, raise `amax`, FP32 [1], to its amax, or do both, in one launch."""
     if source.M * source.K == 0:
         return
     options = write_config(source.K)
@@ -123,7 +126,7 @@ def make(source: Input, out: torch.Tensor | None, amax: torch.Tensor | None) -> 
 
 
 def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
-    """FP32 sums over the rows, cast to `out`, [K]."""
+    """Sum over the rows in FP32, cast to `out`, [K], and return it."""
     options = sums_config()
     strips = cdiv(source.M, options["STRIP"])
     is_whole = strips == 1 and source.K > 0  # the sums of the one strip are those of all
@@ -144,14 +147,14 @@ def sum_columns(source: Input, out: torch.Tensor) -> torch.Tensor:
 
 
 def finish_source(source: Input, partials: torch.Tensor | None) -> None:
-    """After a kernel that has called `store_sums`."""
+    """Finish the column sums after a kernel that has called `store_sums`."""
     if partials is not None:
         assert source.sums is not None
         finish_sums(partials, source.sums)
 
 
 def finish_sums(partials: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Partial sums (any, K) → out [K]; zeros where there are none."""
+    """Sum partial sums (any, K) into `out` [K], and return it; it is zeros if there are none."""
     count, K = partials.shape
     if K:
         options = finish_config()
