@@ -1,7 +1,7 @@
-"""Activations and column sums on CUDA. One read, one write.
+"""Activations and column sums on CUDA: each reads its input once and writes its output once.
 
-All but the gradients of scales and of a gated activation are a source's `write`. The latter writes both halves from
-one read of them, as a quantization that takes it in does (`load_halves`).
+All but the gradients of scales and of a gated activation are a source's `write`. The latter writes both halves from one
+read of them, as a quantization that takes it in does (`load_halves`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from mezzotint.kernels.triton._produce import make, sum_columns
 
 
 def tile_config(N: int) -> dict[str, int]:
-    """Rows, columns of a tile of 2048 elements, as wide as the output up to 1024."""
+    """Return rows and columns of a tile of 2048 elements, as wide as the output up to 1024."""
     BN = min(max(triton.next_power_of_2(N), 64), 1024)
     return {"BM": 2048 // BN, "BN": BN, "num_warps": 4}
 
@@ -39,7 +39,8 @@ def _gated_backward_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """x is (M, 2N), `given` that of "halves". `out`: (M, 2N), `amax`: FP32 [1], raised to that of it; or None."""
+    """Write the gradient of x (M, 2N) to `out` (M, 2N), and raise `amax`, FP32 [1], to its amax; either may be None.
+    `given` is that of "halves"."""
     row, col = tile_of(tl.program_id(0), M, N, BM, BN, 1)
     r = row * BM + tl.arange(0, BM)
     c = (col * BN + tl.arange(0, BN))[None, :]
@@ -68,7 +69,7 @@ def _scale_gradient_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Sums over the rows of dy · act(x), BM of them."""
+    """Sum dy · act(x) over columns, for BM rows."""
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     total = tl.zeros([BM, BN], tl.float32)
     for start in range(0, tl.cast(K, tl.int64), BN):
@@ -100,7 +101,7 @@ def backward(
 
 
 def write_with_amax(made: SourceCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a source makes, and its amax, FP32 [1], taken on the way."""
+    """Return what a source makes, and its amax, FP32 [1], which the same launch computes."""
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     out = _write(made, amax)
     if made.sums is not None:
@@ -109,7 +110,7 @@ def write_with_amax(made: SourceCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def amax_of(made: SourceCall) -> torch.Tensor:
-    """FP32 [1], of what a source makes; nothing else is written."""
+    """Return the amax, FP32 [1], of what a source makes; nothing else is written."""
     amax = made.args[0].new_zeros(1, dtype=torch.float32)
     _launch(made, None, amax)
     return amax
@@ -122,7 +123,7 @@ def _write(made: SourceCall, amax: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _launch(made: SourceCall, out: torch.Tensor | None, amax: torch.Tensor | None) -> None:
-    """One launch; of a gated gradient one that makes both halves."""
+    """Write what a source makes in one launch; that of a gated gradient makes both halves."""
     source = sourced(made)
     if source.kind is None or source.kind[0] != "halves":
         make(source, out, amax)

@@ -1,8 +1,8 @@
-"""Delayed scaling's update on CUDA.
+"""Delayed scaling's update on CUDA: one launch updates the states of a whole model.
 
-A model has hundreds of small states. They are put side by side, updated by one launch, and copied back: a handful of
-launches for all of them, no wait for the GPU, and nothing that a CUDA graph could not capture. One alone, as a module's
-gradients have it, is updated where it is, and by the launch that enters what was seen.
+A model has hundreds of small states. They are concatenated, updated by one launch, and copied back: a handful of
+launches for all of them, no wait for the GPU, and nothing that a CUDA graph could not capture. A state that is updated
+alone, as that of a module's gradients is, is updated in place, by the launch that enters the amaxes.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._launch import Fast
 
 _FP32_MAX = tl.constexpr(FP32_MAX)
-MOST_AMAXES = 4  # that a kernel takes: each count of them, and each choice of slots, is another kernel
+MOST_AMAXES = 4  # amaxes that a kernel takes: each number of them, and each choice of slots, is another kernel
 
 
 @Fast
 @triton.jit
 def _saw_kernel(history, a, b, c, d, COUNT: tl.constexpr, SLOTS: tl.constexpr):
-    """Row 0 of history (L, n) is raised to COUNT amaxes of these SLOTS."""
+    """Raise row 0 of history (L, n) to COUNT amaxes of these SLOTS."""
     given = (a, b, c, d)  # not a tuple of the launch, which a compiler's graph does not take
     for k in tl.static_range(COUNT):
         at = history + SLOTS[k]
@@ -32,7 +32,8 @@ def _saw_kernel(history, a, b, c, d, COUNT: tl.constexpr, SLOTS: tl.constexpr):
 
 
 def update_config() -> dict[str, int]:
-    """Rows at a time, slots per program. Many warps: one program waits for the memory most of its time."""
+    """Return rows at a time and slots per program. It has many warps, because a program waits for the memory most of
+    its time."""
     return {"BL": 256, "BN": 4, "num_warps": 16}
 
 
@@ -56,8 +57,8 @@ def _update_kernel(
     BL: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """history (L, n), scale [n] → new ones, or the same. `top`: the format's largest value, with its margin. Of a, b, c
-    and d, COUNT are amaxes that row 0 has not seen, of these SLOTS."""
+    """Update history (L, n) and scale [n], into new ones or in place. `top` is the format's largest value, with its
+    margin. Of a, b, c and d, COUNT are amaxes that row 0 has not seen, of these SLOTS."""
     given = (a, b, c, d)
     j = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     wide = j < n
@@ -93,7 +94,7 @@ def update(
     tops: Sequence[float],
     most_recent: bool,
 ) -> None:
-    """`device`: any tensor there. States of one length and one top go together."""
+    """Update the states; those of one length and one top go together. `device` is any tensor on their device."""
     groups: dict[tuple[int, float], list[int]] = {}
     for index, (history, top) in enumerate(zip(histories, tops, strict=True)):
         groups.setdefault((history.shape[0], top), []).append(index)
@@ -114,7 +115,8 @@ def update(
 
 
 def saw(history: torch.Tensor, amaxes: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
-    """Few amaxes by a kernel that takes their addresses; many as PyTorch does it, in one launch as well."""
+    """Raise row 0 of `history` to the amaxes. Few of them go to a kernel that takes their addresses; many go through
+    PyTorch, in one launch as well."""
     if 0 < len(amaxes) <= MOST_AMAXES and history.is_contiguous():
         options = {"COUNT": len(amaxes), "SLOTS": tuple(slots), "num_warps": 1}
         _saw_kernel[(1,)](history, *_four(amaxes), **options, enable_fp_fusion=False)
@@ -130,7 +132,8 @@ def step(
     top: float,
     most_recent: bool,
 ) -> None:
-    """One state, where it is. Many amaxes, as those of experts, enter by a launch of their own."""
+    """Enter the amaxes into one state and update it in place. Many amaxes, as those of experts, enter by a launch of
+    their own."""
     if len(amaxes) > MOST_AMAXES:
         delayed_saw_reference(history, amaxes, slots)
         amaxes, slots = (), ()
@@ -172,7 +175,7 @@ def _launch(
 
 
 def _four(amaxes: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Return the amaxes, filled up to as many as a kernel takes."""
+    """Return the amaxes, padded with None to as many as a kernel takes."""
     return (*amaxes, *(None,) * (MOST_AMAXES - len(amaxes)))
 
 

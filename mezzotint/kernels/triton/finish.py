@@ -1,4 +1,4 @@
-"""Scales and bias on an FP32 product, cast, on CUDA: one read, one write."""
+"""The end of a product on CUDA: this module applies scales and bias to FP32 and casts, with one read and one write."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from mezzotint.kernels.triton._produce import write_config
 
 @triton.jit
 def _times(value, scale, r, c, M, N, KIND: tl.constexpr):
-    """KIND: a number, a tensor of one, of one for each row or each column; none."""
+    """Return value times scale. KIND says whether that is a number, a tensor of one, of one for each row or each
+    column, or none."""
     if KIND == "number":
         return value * tl.cast(scale, tl.float32)
     elif KIND == "one":
@@ -46,7 +47,7 @@ def _finish_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """product FP32 (M, N), its rows `stride` apart → out, dense."""
+    """Finish product FP32 (M, N), its rows `stride` apart, into `out`, contiguous."""
     row, col = tile_of(tl.program_id(0), M, N, BM, BN, 1)
     r = (row * BM + tl.arange(0, BM))[:, None]
     c = (col * BN + tl.arange(0, BN))[None, :]

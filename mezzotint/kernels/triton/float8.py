@@ -1,11 +1,11 @@
-"""FP8 with one scale per tensor on CUDA.
+"""FP8 with one scale per tensor on CUDA: this file has the launches.
 
-Current scaling, two launches. The first (`float8_amax.py`) leaves a few partial maxima, which every program of the cast
-reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards: what the
-first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A source that is
-computed in the first pass leaves the amax of what it writes.
+Current scaling takes two launches. The first (`float8_amax.py`) writes a few partial amaxes, which every program of the
+cast reduces itself (they sit in the L2 cache) instead of waiting for a third launch. The cast walks x backwards,
+because what the first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A
+source that is computed in the first pass leaves the amax of what it writes.
 
-Delayed scaling, one pass: the scale is given, the amax is taken on the way by an atomic maximum.
+Delayed scaling takes one pass: the scale is given, and an atomic maximum takes the amax on the way.
 
 With a source (`_jit_source.py`) that is inside, both passes compute what they do not read.
 
@@ -70,14 +70,14 @@ def _cast(
     eps: float = 0.0,
     **constants: Any,
 ) -> None:
-    """One launch: a matrix into data, transpose, scale_inv and, with a given scale, amax."""
+    """Cast a matrix in one launch into data, transpose, scale_inv and, with a given scale, amax."""
     data = out[0] if rowwise else None
     transpose = out[rowwise] if columnwise else None
     scale_inv = out[rowwise + columnwise]
     amax = out[-1] if constants["SCALED"] else None
     x, M, K = source.x, source.M, source.K
     numel, count = M * K, scaling.numel()
-    # An empty tensor has a scale too: one program, all masked.
+    # An empty tensor has a scale, too: one program writes it, all of whose elements are masked.
     if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
         grid = (max(1, cdiv(numel, options["BLOCK"])),)
@@ -134,12 +134,12 @@ def _cast_groups(
     eps: float = 0.0,
     **constants: Any,
 ) -> None:
-    """The same of dense matrices (M_i, K), as many as a launch takes."""
+    """Cast contiguous matrices (M_i, K), as many as a launch takes, as `_cast` does one."""
     K = xs[0].shape[1]
     buffers = list(zip(*outs, strict=True))
     options = tile_config(rowwise)
     span = natural_span(options["BM"], options["BN"], options["num_warps"])
-    # An empty group has a scale too: one program, all masked.
+    # An empty group has a scale, too: one program writes it, all of whose elements are masked.
     groups = pack([x.shape[0] for x in xs], lambda rows: max(1, cdiv(rows, options["BM"])) * cdiv(K, options["BN"]))
     cast_tile_kernel[(groups.programs,)](
         groups.of(xs),
@@ -177,9 +177,9 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Current scaling."""
+    """Quantize with current scaling; `config` overrides the tile of the cast."""
     if isinstance(x, torch.Tensor):
-        x = as_rows(x)  # what the cast sees: a copy is contiguous where x was not
+        x = as_rows(x)  # This is what the cast sees: a copy is contiguous even if x was not.
     given = amax is not None
     alone = not given and config is None and _fits_one_program(x, rowwise, columnwise)
     how: SourceMode = "before"
@@ -222,7 +222,7 @@ _ONE_PROGRAM = 1 << 14  # elements: more than any tile has
 
 
 def _fits_one_program(x: torch.Tensor | SourceCall, rowwise: bool, columnwise: bool) -> bool:
-    """Whether the program of the cast sees all of x, and can take the amax itself: no first launch."""
+    """Return whether one program of the cast sees all of x, and can take the amax itself, without a first launch."""
     *rows, K = x.shape
     M, options = (
         math.prod(rows),
@@ -237,7 +237,7 @@ def _fits_one_program(x: torch.Tensor | SourceCall, rowwise: bool, columnwise: b
 
 
 def _width(config: dict[str, int] | None) -> int:
-    """Of the tiles of halves."""
+    """Return the width of the tiles of halves."""
     return (config or tile_config(True, wide=True)).get("BN", 0)
 
 
@@ -251,7 +251,7 @@ def quantize_scaled(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Delayed scaling: the last buffer is amax."""
+    """Quantize with delayed scaling; the last buffer is amax."""
     if noop is None:
         out[-1].zero_()
     else:
@@ -271,7 +271,7 @@ def quantize_groups(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """Current scaling, each of G tensors on its own. `amaxes`: of each, or none."""
+    """Quantize each of G tensors with current scaling of its own. `amaxes` has that of each, or is empty."""
     if amaxes or not are_alike(xs):
         for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
             quantize(x, out, None, amaxes[i] if amaxes else None, dtype, pow2, eps, rowwise, columnwise)
@@ -292,7 +292,7 @@ def quantize_scaled_groups(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """Delayed scaling, each of G tensors on its own."""
+    """Quantize each of G tensors with delayed scaling of its own."""
     if not are_alike(xs):
         for x, out, scale in zip(xs, outs, scales, strict=True):
             quantize_scaled(x, out, None, scale, dtype, rowwise, columnwise)
@@ -307,7 +307,7 @@ def quantize_scaled_groups(
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape."""
     data = data.contiguous()
     if transposed:
         return dequantize_tiles(data, scale_inv, dtype, out_dtype, transposed=True, along=0, across=0)

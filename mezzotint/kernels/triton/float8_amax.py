@@ -1,6 +1,6 @@
-"""The largest magnitude of a tensor on CUDA, NaN dropped.
+"""The amax of a tensor on CUDA: it is the largest magnitude, and NaN is ignored.
 
-Each program leaves one partial maximum: nothing to zero, no atomics.
+Each program writes one partial amax, so that there is nothing to zero and no atomics.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from mezzotint.kernels.triton._jit_source import Input, load_input
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, NORM
 
-PARTIALS = 512  # at most this many partial maxima: four programs on each of 132 multiprocessors
-PARTIALS_EACH = 256  # of each of many groups: one alone may be all there is
+PARTIALS = 512  # at most this many partial amaxes: four programs on each of 132 multiprocessors
+PARTIALS_EACH = 256  # partial amaxes of each of many groups: one group alone may have all rows
 
 
 def amax_config() -> dict[str, int]:
-    """Elements that a program reads at a time."""
+    """Return how many elements a program reads at a time."""
     return {"BLOCK": 8192, "num_warps": 8}
 
 
 def amax_tile_config() -> dict[str, int]:
-    """The tile that a program makes at a time, of a source."""
+    """Return the tile of a source that a program makes at a time."""
     return {"BM": 32, "BN": 256, "num_warps": 8}
 
 
 @Fast
 @triton.jit
 def _amax_kernel(x, partials, noop, groups, numel, BLOCK: tl.constexpr, EACH: tl.constexpr):
-    """Program p reads every P-th block of x and writes partials[p].
+    """Read every P-th block of x in program p, and write partials[p].
 
     With groups each has EACH programs, and `numel` is of a row.
     """
@@ -60,7 +60,7 @@ def _amax_kernel(x, partials, noop, groups, numel, BLOCK: tl.constexpr, EACH: tl
 def _amax_tile_kernel(
     x, partials, given, M, K, stride, tiles, SOURCE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The same of what a source makes: program p takes every P-th tile."""
+    """Make every P-th tile of a source in program p, and write partials[p]."""
     pid = tl.program_id(0)
     top = tl.zeros([BM, BN], tl.float32)
     for tile in range(pid, tiles, tl.num_programs(0)):
@@ -79,7 +79,7 @@ def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
 
 
 def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
-    """Partial maxima of a contiguous tensor, at most PARTIALS."""
+    """Return partial amaxes of a contiguous tensor, at most PARTIALS."""
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
     partials = x.new_empty(count, dtype=torch.float32)
@@ -88,7 +88,7 @@ def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
 
 
 def group_partials(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(G, PARTIALS_EACH): partial maxima of dense matrices (M_i, K), at most as many as a launch takes."""
+    """Return partial amaxes (G, PARTIALS_EACH) of contiguous matrices (M_i, K), at most as many as a launch takes."""
     groups = pack([x.shape[0] for x in xs], lambda rows: PARTIALS_EACH)
     partials = xs[0].new_empty((len(xs), PARTIALS_EACH), dtype=torch.float32)
     _amax_kernel[(groups.programs,)](
@@ -105,7 +105,7 @@ def group_partials(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def source_partials(source: Input) -> torch.Tensor:
-    """The same of what a source makes."""
+    """Return partial amaxes of what a source makes, at most PARTIALS."""
     options = amax_tile_config()
     tiles = cdiv(source.M, options["BM"]) * cdiv(source.K, options["BN"])
     partials = source.x.new_empty(min(PARTIALS, tiles), dtype=torch.float32)
@@ -125,7 +125,7 @@ def source_partials(source: Input) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """FP32 [1]: max |x|, NaN dropped."""
+    """Return max |x| as FP32 [1]; NaN is ignored."""
     partials = amax_partials(x.contiguous(), None)
     if partials.numel() == 1:
         return partials

@@ -1,9 +1,9 @@
-"""FP8 with one FP32 scale per 1x128 run or 128x128 tile on CUDA.
+"""FP8 with one FP32 scale per 1x128 run or 128x128 tile on CUDA: one launch reads x once.
 
-One launch, one read of x. A program holds one tile in registers, takes the maxima of its rows, of its columns or of all
-of it, and writes codes and scales of the directions asked for. Both directions, and 128x128, need tiles of 128x128; one
-direction of 1x128 needs 128 only along its blocks, so the tile is smaller and more programs are under way. See `spread`
-for the order of the rows.
+A program holds one tile in registers, takes the amaxes of its rows, of its columns or of all of it, and writes codes
+and scales of the wanted directions. Both directions, and 128x128, need tiles of 128x128; one direction of 1x128 needs
+128 only along its blocks, so the tile is smaller and more programs are under way. See `spread` for the order of the
+rows.
 """
 
 from typing import Any
@@ -41,9 +41,10 @@ TAKES_SOURCES = True
 def tile_config(
     two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False, halves: bool = False
 ) -> dict[str, Any]:
-    """Tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. ONCE: see `load_tile`.
+    """Return the tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. For ONCE see
+    `load_tile`.
 
-    A source needs registers of its own, hence more threads; halves, twice as many.
+    A source needs registers of its own, hence more threads; halves need twice as many.
     """
     if two_d:
         both = rowwise and columnwise
@@ -82,7 +83,8 @@ def _block_kernel(
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """1x128: scales[K block, row], col_scales[M block, column]; rows of them are padded to a multiple of 4 by 0."""
+    """Quantize by 1x128 into scales[K block, row] and col_scales[M block, column], whose rows are padded with 0 to a
+    multiple of 4."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
@@ -123,7 +125,8 @@ def _block_kernel(
 
 @triton.jit
 def _store_scale(scales, scale_inv, i, j, count):
-    """scales[i, j] = scale_inv of a matrix with `count` columns; its last column pads to a multiple of 4 by 0."""
+    """Store scale_inv at scales[i, j] of a matrix with `count` columns; its last column pads with 0 to a multiple of
+    4."""
     padded = (count + 3) // 4 * 4
     end = tl.where(j + 1 == count, padded, j + 1)
     k = tl.arange(0, 4)
@@ -157,7 +160,8 @@ def _square_kernel(
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M block]."""
+    """Quantize by 128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M
+    block]."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
@@ -241,7 +245,7 @@ def quantize_groups(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """Each of G tensors on its own."""
+    """Quantize each of G tensors on its own."""
     if not are_alike(xs):
         for x, out in zip(xs, outs, strict=True):
             quantize(x, out, None, dtype, pow2, eps, two_d, rowwise, columnwise)
@@ -283,7 +287,7 @@ def dequantize(
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape. Either direction is quantized along its own rows."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape. Either direction is quantized along its own rows."""
     data, scale_inv = data.contiguous(), scale_inv.contiguous()
     width = scale_inv.shape[1]
     strides = {"along": width, "across": 1, "high": FP8_BLOCK} if two_d else {"along": 1, "across": width}

@@ -1,14 +1,15 @@
-"""FP8 with one scale per row, and per column for the transposed copy, on CUDA.
+"""FP8 with one scale per row, and per column for the transposed copy, on CUDA: this file has the launches.
 
-Row-wise alone: a program holds whole rows in registers, so x is read once (rows of more than 16384 elements: twice,
-the second time mostly from the L2 cache, but for given row maxima).
+Row-wise alone, a program holds whole rows in registers, so x is read once. (Rows of more than 16384 elements are read
+twice, the second time mostly from the L2 cache, unless their amaxes are given.)
 
 Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
-1. `partial_kernel`, strips of 256 rows by 128 columns: column maxima stay in registers along the strip. It leaves
-   partial maxima (strips, K) and (K/128, M): no atomics. Given maxima are those of one strip, or tile.
-2. `finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
-3. `cast_kernel`, one tile per program, writes both directions. It walks x backwards: what the first pass read last is
-   still in the cache.
+- `partial_kernel` takes strips of 256 rows by 128 columns: column amaxes stay in registers along the strip. It writes
+  partial amaxes (strips, K) and (K/128, M), without atomics. Given amaxes stand for those of one strip, or tile.
+- `finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
+- `cast_kernel`, with one tile per program, writes both directions. It walks x backwards, because what the first pass
+  read last is still in the cache.
+
 A source (`_jit_source.py`) is computed in both passes, or in the first, which then writes it, or before.
 """
 
@@ -54,7 +55,8 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """`config` overrides the cast's, or with row-wise alone the only kernel's."""
+    """Quantize in the wanted directions. `config` overrides the tile of the cast, or with row-wise alone that of the
+    only kernel."""
     check_amaxes(row_amax, col_amax, x.shape)
     row_amax = None if row_amax is None else row_amax.contiguous()
     kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
@@ -85,7 +87,7 @@ def quantize(
                 **options,
                 enable_fp_fusion=False,
             )
-        if source.sums is not None:  # a program has too few rows for sums of its own
+        if source.sums is not None:  # A program has too few rows to sum on its own.
             sum_columns(source, source.sums)
         return
     transpose, col_inv = out[-2:]
@@ -166,7 +168,7 @@ def quantize_groups(
     rowwise: bool,
     columnwise: bool,
 ) -> None:
-    """Each of G tensors on its own. Amaxes: of each, or none."""
+    """Quantize each of G tensors on its own. The lists of amaxes have those of each, or are empty."""
     if row_amaxes or col_amaxes or not columnwise or xs[0].shape[-1] == 0 or not are_alike(xs):
         for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
             row_amax, col_amax = (amaxes[i] if amaxes else None for amaxes in (row_amaxes, col_amaxes))
@@ -180,7 +182,7 @@ def quantize_groups(
 def _quantize_groups(
     xs: list[torch.Tensor], outs: list[list[torch.Tensor]], eps: float, rowwise: bool, scaling: dict[str, Any]
 ) -> None:
-    """Dense matrices (M_i, K), as many as a launch takes; the three launches of `quantize`."""
+    """Quantize contiguous matrices (M_i, K), as many as a launch takes, by the three launches of `quantize`."""
     sizes, K = [x.shape[0] for x in xs], xs[0].shape[1]
     *row_buffers, transposes, col_inv = zip(*outs, strict=True)
     data, row_inv = row_buffers or (None, None)
@@ -253,7 +255,7 @@ def _quantize_groups(
 
 
 def _workspaces(like: torch.Tensor, *sizes: list[int]) -> list[list[torch.Tensor]]:
-    """FP32 parts of one buffer, of these sizes, each at a multiple of 16 bytes."""
+    """Return FP32 parts of one buffer, of these sizes, each at a multiple of 16 bytes."""
     whole = like.new_empty(sum(rup(size, 4) for each in sizes for size in each), dtype=torch.float32)
     parts = iter(whole.split([rup(size, 4) for each in sizes for size in each]))
     return [[next(parts) for _ in each] for each in sizes]
@@ -266,7 +268,8 @@ def _take_maxima(
     written: torch.Tensor | None,
     noop: torch.Tensor | None,
 ) -> None:
-    """The first pass: partial maxima of rows and columns, and what the source makes, where they are asked for."""
+    """Run the first pass: write the partial amaxes of rows and columns, and what the source makes, as far as they are
+    wanted."""
     options = partial_config(source.kind)
     partial_kernel[(cdiv(source.M, options["STRIP"]) * cdiv(source.columns(), options["BN"]),)](
         source.x,
@@ -286,7 +289,7 @@ def _take_maxima(
 
 
 def amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
-    """FP32 [M], or [K] `columnwise`: max |x| of each row, or column, NaN dropped."""
+    """Return max |x| of each row, FP32 [M], or if `columnwise` of each column, FP32 [K]; NaN is ignored."""
     source = read(x)
     x, M, K = source.x, source.M, source.K
     options = partial_config()
@@ -303,5 +306,5 @@ def amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """dtype(fl32(code · scale_inv)) in the logical shape."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape."""
     return dequantize_tiles(data.contiguous(), scale_inv, dtype, out_dtype, transposed=transposed, along=1, across=0)

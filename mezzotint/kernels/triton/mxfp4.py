@@ -1,7 +1,7 @@
-"""MXFP4 on CUDA: one launch, one read of x, both directions (`_jit_packed_mx.py`).
+"""MXFP4 on CUDA: one launch reads x once and writes both directions (`_jit_packed_mx.py`).
 
-A program owns a tile and treats its rows, then its columns, transposed, each with a transform or random rounding where
-asked for. The grid covers the padding of the scales.
+A program owns a tile and treats its rows, then its columns, transposed. The columns may be Hadamard-transformed, and
+both may be rounded stochastically. The grid covers the padding of the scales.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write both wanted directions of x."""
+    """Write the wanted directions of x."""
     x = as_rows(x)
     M, K = x.shape
     if M * K == 0 or not out:
@@ -113,7 +113,7 @@ def quantize(
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, swizzled: bool, transposed: bool, cols: int, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`."""
+    """Return dtype(q · 2^(b-127)) as (…, cols), or (cols, R) when `transposed`."""
     return dequantize_packed(data, scale_inv, MXFP4_ELEMENT, swizzled, transposed, cols, out_dtype)
 
 

@@ -1,4 +1,4 @@
-"""MXFP6 on CUDA: one launch, one read of x, both directions (`_jit_packed_mx.py`).
+"""MXFP6 on CUDA: one launch reads x once and writes both directions (`_jit_packed_mx.py`).
 
 A program owns a tile and treats its rows, then its columns, transposed. The grid covers the padding of the scales.
 """
@@ -67,7 +67,7 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write both wanted directions of x."""
+    """Write the wanted directions of x."""
     x = as_rows(x)
     M, K = x.shape
     if M * K == 0 or not out:
@@ -101,7 +101,7 @@ def dequantize(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`."""
+    """Return dtype(q · 2^(b-127)) as (…, cols), or (cols, R) when `transposed`."""
     return dequantize_packed(data, scale_inv, MXFP6_ELEMENTS[dtype], swizzled, transposed, cols, out_dtype)
 
 

@@ -1,13 +1,14 @@
-"""MXFP8 on CUDA: E8M0 scales over 32 elements along rows, along columns, or over 32x32 tiles.
+"""MXFP8 on CUDA: E8M0 scales cover 32 elements along rows, along columns, or 32x32 tiles.
 
-One launch, one read of x, no shared memory beyond a few scales.
+One launch reads x once, and uses no shared memory beyond a few scales.
 
-Blocks along rows alone (`_rows_kernel`): a few long rows per program, so that scale bytes are written as whole sectors.
+For blocks along rows alone (`_rows_kernel`) a program takes a few long rows, so that scale bytes are written as whole
+sectors.
 
-Blocks along columns, both directions, 32x32 tiles (`_groups_kernel`): a program holds 32 rows, each of its warps a
-group of BN columns of them (see `_grouped`). Both kinds of maxima then stay within a warp, and the codes of both
-directions, neither of which is transposed, come from the same registers. Programs cover the padding
-of the scales and write it.
+For blocks along columns, both directions, and 32x32 tiles (`_groups_kernel`) a program holds 32 rows, each of its warps
+a group of BN columns of them (see `_grouped`). Both kinds of amaxes then stay within a warp, and the codes of both
+directions, neither of which is transposed, come from the same registers. Programs cover the padding of the scales and
+write it.
 """
 
 from typing import Any
@@ -57,7 +58,8 @@ TAKES_SOURCES = True
 def tile_config(
     two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False, halves: bool = False
 ) -> dict[str, int]:
-    """Rows alone: BM rows by BN columns. Else: 32 rows by BN columns for each warp; EIGHTS: see `eights`.
+    """Return the tile: for rows alone BM rows by BN columns, else 32 rows by BN columns for each warp. For EIGHTS see
+    `eights`.
 
     A source needs registers of its own, hence fewer elements for each thread; of halves it holds two tiles.
     """
@@ -71,13 +73,13 @@ def tile_config(
 
 
 def dequantize_config() -> dict[str, int]:
-    """Tile of the way back."""
+    """Return the tile of the dequantization."""
     return {"BM": 32, "BN": 128, "num_warps": 2}
 
 
 @triton.jit
 def _grouped(GROUPS: tl.constexpr, LANES: tl.constexpr):
-    """The 32 rows of GROUPS groups of columns as rows of one tile: (row, group) of each.
+    """Return (row, group) of each row of a tile that holds the 32 rows of GROUPS groups of columns.
 
     A warp covers LANES rows of the tile at once, and the layout gives the next rows to the next warp. Counted this way,
     these are the same rows in the next group: a warp holds its group whole.
@@ -88,27 +90,29 @@ def _grouped(GROUPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _max_of_groups(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """(32 · GROUPS, WIDTH) → (GROUPS, WIDTH). What a thread holds first, then its lanes."""
+    """Reduce (32 · GROUPS, WIDTH) to the maxima (GROUPS, WIDTH), first over what a thread holds, then over its
+    lanes."""
     return tl.max(tl.max(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), 0), 1)
 
 
 @triton.jit
 def _to_rows(groups, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """(GROUPS, WIDTH) → (32 · GROUPS, WIDTH)."""
+    """Repeat (GROUPS, WIDTH) for the rows of each group, as (32 · GROUPS, WIDTH)."""
     tile = tl.broadcast_to(groups[None, :, None, :], [32 // LANES, GROUPS, LANES, WIDTH])
     return tl.reshape(tile, [32 * GROUPS, WIDTH])
 
 
 @triton.jit
 def _side_by_side(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """(32 · GROUPS, WIDTH) → (32, GROUPS · WIDTH): the groups of a row as its neighbours in memory."""
+    """Reorder (32 · GROUPS, WIDTH) to (32, GROUPS · WIDTH), with the groups of a row as neighbours as they are in
+    memory."""
     rows = tl.permute(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), (0, 2, 1, 3))
     return tl.reshape(rows, [32, GROUPS * WIDTH])
 
 
 @triton.jit
 def _to_columns(blocks, HIGH: tl.constexpr, BN: tl.constexpr):
-    """(HIGH, BN // 32) → (HIGH, BN)."""
+    """Repeat each entry of (HIGH, BN // 32) for its 32 columns, as (HIGH, BN)."""
     return tl.reshape(tl.broadcast_to(blocks[:, :, None], [HIGH, BN // 32, 32]), [HIGH, BN])
 
 
@@ -357,7 +361,7 @@ def dequantize(
     columnwise: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(2^(b-127) · code)) in the logical shape."""
+    """Return dtype(fl32(2^(b-127) · code)) in the logical shape."""
     data = data.contiguous()
     out = torch.empty_like(data, dtype=out_dtype)
     if out.numel() == 0:

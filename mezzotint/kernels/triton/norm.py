@@ -1,9 +1,9 @@
-"""LayerNorm and RMSNorm on CUDA.
+"""LayerNorm and RMSNorm on CUDA: a program holds whole rows in registers, so that x and dy are read once.
 
-A program holds whole rows in registers, so each of x and dy is read once; wider rows than that are walked in pieces,
-once per reduction. dgamma and dbeta: programs add up the rows that they visit and leave one row of partial sums each,
-which a second small launch adds: the order is fixed, no atomics. Rows too wide for that have column sums of their own.
-`apply` is a source's `write`, so that a quantization that takes the norm in has the same bits.
+Rows that are too wide for this are walked in pieces, once per reduction. For dgamma and dbeta programs add up the rows
+that they visit and write one row of partial sums each, which a second small launch adds: the order is fixed, and there
+are no atomics. Rows that are too wide for that have column sums of their own. `apply` is a source's `write`, so that a
+quantization that takes the norm in has the same bits.
 """
 
 import torch
@@ -23,14 +23,14 @@ PROGRAMS = 264  # of the backward, at most: two on each of 132 multiprocessors
 
 
 def stats_config(K: int) -> dict[str, int]:
-    """Rows per program, their padded length."""
+    """Return rows per program and their padded length."""
     BK = min(max(triton.next_power_of_2(K), 128), WHOLE_STATS)
     BM = max(1, 2048 // BK)
     return {"BM": BM, "BK": BK, "num_warps": min(8, max(1, BM * BK // 1024))}
 
 
 def backward_config(K: int) -> dict[str, int]:
-    """Rows at a time, their padded length; five numbers of each are alive."""
+    """Return rows at a time and their padded length; five numbers of each element are alive."""
     BK = min(max(triton.next_power_of_2(K), 128), WHOLE_BACKWARD)
     BM = max(1, 2048 // BK)
     return {"BM": BM, "BK": BK, "num_warps": min(16, max(2, BM * BK // 512))}
@@ -38,7 +38,7 @@ def backward_config(K: int) -> dict[str, int]:
 
 @triton.jit
 def _load_sum(x, branch, bias, at, c, inside):
-    """x, or what x + (branch + bias) is rounded to, in FP32."""
+    """Return x, or what x + (branch + bias) is rounded to, in FP32."""
     value = load(x + at, inside)
     if branch is not None:
         other = load(branch + at, inside)
@@ -53,7 +53,8 @@ def _load_sum(x, branch, bias, at, c, inside):
 def _stats_kernel(
     x, branch, bias, total, mu, rs, M, K, stride, eps, WHOLE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
 ):
-    """BM rows. The mean first, then what is centred: no cancellation. `total`: where the sum with `branch` goes."""
+    """Write the statistics of BM rows: first the mean, then the squares of the centred values, which avoids
+    cancellation. `total` is where the sum with `branch` goes."""
     r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, BK)[None, :]
     high = (r < M)[:, None]
@@ -92,7 +93,7 @@ def _stats_kernel(
 
 @triton.jit
 def _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTERED: tl.constexpr):
-    """dy, h = rs · (x - mu) and d = g · dy, 0 outside of (M, K)."""
+    """Return dy, h = rs · (x - mu) and d = g · dy, 0 outside of (M, K)."""
     wide = (c < K)[None, :]
     inside = (r < M)[:, None] & wide
     grad = load(dy + r[:, None] * dy_stride + c[None, :], inside)
@@ -107,7 +108,7 @@ def _terms(dy, x, mean, scale, gamma, r, c, M, K, dy_stride, stride, ZERO_CENTER
 
 @triton.jit
 def _store_dx(dx, residual, value, r, c, M, K):
-    """Rounded; and once more with the residual added, if there is one."""
+    """Store dx, rounded; if there is a residual, add it and round once more."""
     inside = (r < M)[:, None] & (c < K)[None, :]
     at = r[:, None] * K + c[None, :]
     value = value.to(dx.dtype.element_ty)
@@ -137,7 +138,8 @@ def _backward_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Every P-th group of BM rows; row p of dgammas and dbetas (P, K) holds the sums over those of program p."""
+    """Write dx for every P-th group of BM rows; row p of dgammas and dbetas (P, K) holds the sums over those of program
+    p."""
     pid = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BK)
     width = tl.cast(K, tl.float32)
@@ -188,8 +190,8 @@ def add_stats(
     if x.numel() == 0:
         return norm_add_stats_reference(x, branch, bias, eps, rms)
     total = x.new_empty(x.shape)
-    # All as dense and at least as wide as the sum: threads share out its rows as `stats` does, and add in its order.
-    # Compiled by Triton 3.6 for an H200 the statistics of some shapes differ from its in the last bit all the same.
+    # All are contiguous and at least as wide as the sum, so that threads share its rows as in `stats`, and add in its
+    # order. Compiled by Triton 3.6 for an H200 the statistics of some shapes still differ from it in the last bit.
     branch = branch.to(torch.promote_types(branch.dtype, x.dtype)).contiguous()
     bias = None if bias is None else bias.contiguous()
     return total, *_launch_stats(as_rows(x.contiguous()), branch, bias, total, eps, rms)
@@ -203,7 +205,7 @@ def _launch_stats(
     eps: float,
     rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K); `branch` and `total` of its strides."""
+    """Return mu and rs of x (M, K); `branch` and `total` have its strides."""
     M, K = x.shape
     rs = x.new_empty(M, dtype=torch.float32)
     mu = rs.new_empty(0 if rms else M)
@@ -258,7 +260,7 @@ def backward(
     mean = None if rms else mu.contiguous()
     rs = rs.contiguous()
     if residual is not None:
-        # As dense and as wide as dx: else threads might share out the rows in another way, and add in another order.
+        # It is as contiguous and as wide as dx: else threads might share the rows otherwise, and add in another order.
         residual = residual.to(torch.promote_types(residual.dtype, x.dtype)).contiguous()
     options = backward_config(K)
     whole = options["BK"] >= K

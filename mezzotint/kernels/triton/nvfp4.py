@@ -1,8 +1,8 @@
-"""NVFP4 on CUDA: two launches, the amax and one cast that writes both directions.
+"""NVFP4 on CUDA: it takes two launches, the amax and one cast that writes both directions.
 
-The amax pass (`nvfp4_amax.py`) leaves one partial maximum per program: nothing to zero, no atomics. Every program of
-the cast reduces these few partials itself (they sit in the L2 cache), and the cast walks x backwards: what the amax
-pass read last is still cached. Row-scaled amaxes are vectors, raised by atomics instead.
+The amax pass (`nvfp4_amax.py`) writes one partial amax per program, so that there is nothing to zero and no atomics.
+Every program of the cast reduces these few partials itself (they sit in the L2 cache), and the cast walks x backwards,
+because what the amax pass read last is still cached. Row-scaled amaxes are vectors, raised by atomics instead.
 
 A program of the cast owns one tile or a few in a row and treats the two directions of each one after the other, with
 the layout that suits it (`_jit_nvfp4.py`); the second finds the tile in the L1 cache. The grid covers the padding of
@@ -26,12 +26,12 @@ __all__ = ["AHEAD", "amax", "dequantize", "quantize"]
 def tile_config(
     M: int, K: int, rowwise: bool, columnwise: bool, rht: bool, two_d: bool, four_over_six: int
 ) -> dict[str, int]:
-    """Tile of the cast: BM and BN powers of two, 16 or more; TILES, how many tiles a program takes.
+    """Return the tile of the cast: BM and BN are powers of two, 16 or more; TILES is how many tiles a program takes.
 
     A thread holds BM·BN / (32·num_warps) elements: 128 make the fewest instructions, but the transform of so many does
-    not fit the registers, and trying two scales on them takes long to compile. Rows alone are long: 32 scale bytes, a
-    whole sector, lie side by side. The transform's small tiles come four to a program, which then reduces the amaxes
-    and computes what depends on the thread alone once for all, as long as there are programs enough.
+    not fit the registers, and trying two scales on them takes long to compile. Tiles for rows alone are long: 32 scale
+    bytes, a whole sector, lie side by side. The transform's small tiles come four to a program, which then reduces the
+    amaxes and computes what depends on the thread alone once for all, as long as there are programs enough.
     """
     if four_over_six:
         return {"BM": 128, "BN": 64, "num_warps": 8, "TILES": 1}
@@ -47,12 +47,12 @@ def tile_config(
 
 
 def dequantize_config() -> dict[str, int]:
-    """Tile of the dequantization, in codes."""
+    """Return the tile of the dequantization, in codes."""
     return {"BM": 64, "BN": 128, "num_warps": 4}
 
 
 def span(config: dict[str, int]) -> int:
-    """Rows of a tile that one thread holds: given to it as neighbours, few threads share a 16x16 tile."""
+    """Return how many rows of a tile one thread holds: if these are neighbours, few threads share a 16x16 tile."""
     return max(1, min(NVFP4_BLOCK, config["BM"] * config["BN"] // (512 * config["num_warps"])))
 
 
@@ -193,7 +193,7 @@ def _dequantize_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """(R, C) codes in rows of `bytes`, which are more than C takes where a transform filled them up."""
+    """Dequantize (R, C) codes in rows of `bytes`, which are more than C takes if a transform filled them up."""
     across = (C + BN - 1) // BN
     pid = tl.program_id(0)
     r = (pid // across).to(tl.int64) * BM + tl.arange(0, BM)
@@ -244,7 +244,7 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write both wanted directions of x and their amaxes."""
+    """Write the wanted directions of x and their amaxes."""
     if not out:
         return
     x = as_rows(x)
@@ -259,7 +259,7 @@ def quantize(
         col_source = col if missing[1] else col_source
     row_data, row_scale = out[:2] if rowwise else (None, None)
     col_data, col_scale = out[2 * rowwise : 2 * rowwise + 2] if columnwise else (None, None)
-    # Whole blocks, at addresses where 8 bytes can be stored at once.
+    # Blocks must be whole, and at addresses where 8 bytes can be stored at once.
     row_words = row_data is None or (K % NVFP4_BLOCK == 0 and row_data.data_ptr() % 8 == 0)
     col_words = col_data is None or ((rht or M % NVFP4_BLOCK == 0) and col_data.data_ptr() % 8 == 0)
     options = config or tile_config(M, K, rowwise, columnwise, rht, two_d, four_over_six)
@@ -316,7 +316,7 @@ def dequantize(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """dtype(fl32(code · fl32(fl32(sf · amax) · fl32(1/(6E))))), (R, cols), or (cols, R) when `transposed`."""
+    """Return dtype(fl32(code · fl32(fl32(sf · amax) · fl32(1/(6E))))) as (R, cols), or (cols, R) when `transposed`."""
     data = data.contiguous()
     shape = (cols, data.shape[0]) if transposed else (*data.shape[:-1], cols)
     out = data.new_empty(shape, dtype=out_dtype)
@@ -344,7 +344,7 @@ def dequantize(
 
 
 def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int) -> tuple:
-    """A case of the cast; `options` overrides the plain one."""
+    """Return a case of the cast for ahead-of-time compilation; `options` override the plain one."""
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
     two_d, four = bool(options.get("TWO_D")), options.get("FOUR", 0)
     config = tile_config(8192, 8192, rowwise, columnwise, rht, two_d, four)

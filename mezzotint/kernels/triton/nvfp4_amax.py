@@ -1,13 +1,13 @@
-"""The amax of each direction that NVFP4 scales by, on CUDA: one read of x for both.
+"""The amax of each direction that NVFP4 scales by, on CUDA: one read of x serves both.
 
-Without a transform both directions have the amax of x: FP8's flat pass, one partial maximum per program. With one, a
-thread holds 4 columns of 16 rows, so the transform runs between its registers and each program leaves two partial
-maxima; only these are rounded to the type of x, since rounding keeps the order. The launch that needs the amax reduces
-the partials. Row-scaled: vectors, raised by atomic maxima from 0.
+Without a transform both directions have the amax of x, which is FP8's flat pass with one partial amax per program. With
+one, a thread holds 4 columns of 16 rows, so the transform runs between its registers and each program writes two
+partial amaxes; only these are rounded to the type of x, since rounding keeps the order. The launch that needs the amax
+reduces the partials. Row-scaled amaxes are vectors, raised from 0 by atomic maxima.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# In a kernel a tuple grows: its type does, too.
+# In a kernel a tuple grows, and its type with it.
 
 import torch
 import triton
@@ -21,18 +21,18 @@ from mezzotint.kernels.triton.float8 import PARTIALS, amax_partials
 
 
 def tile_config() -> dict[str, int]:
-    """Tile that a program reads at a time: 16·G rows, BN columns."""
+    """Return the tile that a program reads at a time: 16·G rows, BN columns."""
     return {"G": 8, "BN": 64, "num_warps": 4}
 
 
 def even(M: int, K: int, config: dict[str, int]) -> bool:
-    """Whether no tile is cut."""
+    """Return whether no tile is cut."""
     return M % (16 * config["G"]) == 0 and K % config["BN"] == 0
 
 
 @triton.jit
 def _raise(out, top, mask):
-    """out = max(out, top). FP32 that are not negative are ordered as their bits are."""
+    """Raise `out` to max(out, top). FP32 that are not negative are ordered as their bits are."""
     out = out.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(out, top.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
 
@@ -54,7 +54,7 @@ def _amax_tile_kernel(
     G: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Program p reads every P-th tile and writes row_top[p] and col_top[p], or raises the vectors."""
+    """Read every P-th tile in program p, and write row_top[p] and col_top[p], or raise the vectors."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)
@@ -115,7 +115,7 @@ def _amax_finish_kernel(row_source, col_source, row_amax, col_amax, count, BP: t
 def partials(
     x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Partial maxima, at most PARTIALS, of a matrix whose rows are contiguous, for each wanted direction."""
+    """Return partial amaxes, at most PARTIALS, of a matrix whose rows are contiguous, for each wanted direction."""
     M, K = x.shape
     if x.is_contiguous() and not (rht and columnwise):
         top = amax_partials(x, noop)
@@ -144,7 +144,8 @@ def partials(
 def vectors(
     x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The amax of every row [M] and of every column [K] of a matrix whose rows are contiguous."""
+    """Return the amax of every row [M] and of every column [K], as far as wanted, of a matrix whose rows are
+    contiguous."""
     M, K = x.shape
     options = tile_config()
     row = x.new_zeros(M, dtype=torch.float32) if rowwise else None
@@ -172,7 +173,7 @@ def vectors(
 def amax(
     x: torch.Tensor, rht: bool, sign_mask: int, row_scaled: bool, rowwise: bool, columnwise: bool
 ) -> list[torch.Tensor]:
-    """FP32 amax of each wanted direction: [1], or [M] and [K] when `row_scaled`."""
+    """Return the FP32 amax of each wanted direction: [1], or [M] and [K] when `row_scaled`."""
     x = as_rows(x)
     if row_scaled:
         return [top for top in vectors(x, None, rht, sign_mask, rowwise, columnwise) if top is not None]

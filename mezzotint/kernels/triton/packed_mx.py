@@ -1,4 +1,4 @@
-"""The launch that dequantizes MX formats with elements of 4 and 6 bits on CUDA, all of them by one kernel."""
+"""Dequantization of MX formats with elements of 4 and 6 bits on CUDA: one kernel serves all of them."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def dequantize_packed(
     cols: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return dtype(q · 2^(b-127)), (…, cols), or (cols, R) when `transposed`."""
+    """Return dtype(q · 2^(b-127)) as (…, cols), or (cols, R) when `transposed`."""
     data = data.contiguous()
     out = data.new_empty(packed_dequantized_shape(data, element, transposed, cols), dtype=out_dtype)
     if out.numel() == 0:

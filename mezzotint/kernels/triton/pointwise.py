@@ -1,6 +1,6 @@
-"""Scale and add, dropout and L2 normalisation on CUDA. One read, one write.
+"""Scale and add, dropout and L2 normalisation on CUDA: each reads its input once and writes its output once.
 
-Of the L2 norm a program holds whole rows in registers; wider rows than that are walked in pieces, twice.
+For the L2 norm a program holds whole rows in registers; rows that are too wide for this are walked in pieces, twice.
 """
 
 import torch
@@ -26,12 +26,12 @@ WHOLE = 16384  # the longest rows that are held in registers
 
 
 def dropout_config() -> dict[str, int]:
-    """Blocks of four elements per program."""
+    """Return how many blocks of four elements a program takes."""
     return {"BLOCK": 512, "num_warps": 4}
 
 
 def rows_config(K: int) -> dict[str, int]:
-    """Rows per program, their padded length."""
+    """Return rows per program and their padded length."""
     BK = min(max(triton.next_power_of_2(K), 128), WHOLE)
     BM = max(1, 2048 // BK)
     return {"BM": BM, "BK": BK, "num_warps": min(16, max(1, BM * BK // 1024))}
@@ -39,8 +39,8 @@ def rows_config(K: int) -> dict[str, int]:
 
 @triton.jit
 def _load_exact(at, mask):
-    """As `load`, in a form that LLVM does not take apart: it adds BF16 to FP16 in FP16 if the sum is rounded to that,
-    since BF16 has fewer bits, although it reaches further down."""
+    """Load like `load`, in a form that LLVM does not take apart: it would add BF16 to FP16 in FP16 if the sum is
+    rounded to that, since BF16 has fewer bits, although its range reaches further down."""
     if at.dtype.element_ty == tl.bfloat16:
         bits = tl.load(at, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -51,7 +51,7 @@ def _load_exact(at, mask):
 @Fast
 @triton.jit
 def _scale_add_kernel(x, y, out, M, K, stride, y_stride, factor, BM: tl.constexpr, BN: tl.constexpr):
-    """(M, K). The rows of y are one where y_stride is 0."""
+    """Write round(x · factor) + y, (M, K). All rows of y are the same one if y_stride is 0."""
     row, col = tile_of(tl.program_id(0), M, K, BM, BN, 1)
     r = (row * BM + tl.arange(0, BM))[:, None]
     c = (col * BN + tl.arange(0, BN))[None, :]
@@ -64,7 +64,7 @@ def _scale_add_kernel(x, y, out, M, K, stride, y_stride, factor, BM: tl.constexp
 @Fast
 @triton.jit
 def _dropout_kernel(x, out, rng, size, limit, factor, BLOCK: tl.constexpr):
-    """`size` elements; a Philox block is four neighbours, which one thread holds."""
+    """Drop some of `size` elements; a Philox block is four neighbours, which one thread holds."""
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low = (block & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = philox16(philox_key(rng), low, (block >> 32).to(tl.uint32), low, _DROPOUT)

@@ -1,7 +1,7 @@
-"""Rotary position embedding on CUDA. One read, one write; a program turns some heads of one token.
+"""Rotary position embedding on CUDA: a program rotates some heads of one token, with one read and one write.
 
 Heads lie side by side, as a projection writes them, or in up to three tensors of their own: one kernel goes from the
-former to the latter, or back with the inverse turn. Heads of one kind alone are the case without keys and values.
+former to the latter, or back with the inverse rotation. Heads of one kind alone are the case without keys and values.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ from mezzotint.kernels.triton._launch import Fast
 
 
 def rope_config(heads: int, pairs: int, interleaved: bool) -> dict[str, int]:
-    """Heads and pairs of a program: about 8192 elements, so that the heads of a thread share its cosines.
+    """Return heads and pairs of a program: about 8192 elements, so that the heads of a thread share its cosines.
 
     There are more threads than a head has cosines: only then does the compiler let each thread load those that it
-    needs, and not move what it turns through shared memory.
+    needs, and not move what it rotates through shared memory.
     """
     BP = max(triton.next_power_of_2(pairs), 16)
     BH = min(triton.next_power_of_2(heads), max(1, 4096 // BP))
@@ -28,7 +28,8 @@ def rope_config(heads: int, pairs: int, interleaved: bool) -> dict[str, int]:
 
 @triton.jit
 def _load_pairs(at, rows, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BP: tl.constexpr):
-    """Both of each pair (R, BP), where `rows` says so. What a thread reads is whole: neighbours are parted after."""
+    """Return both elements of each pair (R, BP), in the rows that `rows` marks. A thread reads neighbours in one piece,
+    which are separated afterwards."""
     if INTERLEAVED:
         c = tl.arange(0, 2 * BP)[None, :]
         x = tl.load(at + c, mask=rows & (c < 2 * PAIRS), other=0.0)
@@ -88,7 +89,8 @@ def _rope_kernel(
     BH: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """A block has Q heads of queries, KV of keys, KV of values. INVERSE: from q, k, v to mixed."""
+    """Rotate from mixed to q, k, v or, if INVERSE, from these to mixed. A block has Q heads of queries, KV of keys, KV
+    of values."""
     token = tl.program_id(0).to(tl.int64)
     a = token // B
     b = token - a * B
@@ -169,7 +171,7 @@ def join(
 
 
 def _with_rows(t: torch.Tensor) -> torch.Tensor:
-    """Copied only where the channels of a head are not neighbours."""
+    """Return t, copied only if the channels of a head are not neighbours."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -181,7 +183,7 @@ def _launch(
     interleaved: bool,
     inverse: bool,
 ) -> None:
-    """Between whole [a, b, h, d] and parts, one or three, [a, b, h of a kind, d]."""
+    """Rotate between whole [a, b, h, d] and parts, one or three, [a, b, h of a kind, d]."""
     if whole.numel() == 0:
         return
     A, B, H, D = whole.shape

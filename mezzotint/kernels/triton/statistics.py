@@ -1,7 +1,7 @@
-"""Statistics of a tensor against its quantized copy on CUDA: one read of both.
+"""Statistics of a tensor against its quantized copy on CUDA: one launch reads both once.
 
-A program reduces a part of one cell of the map; the parts of a cell are put together behind the launch, in one order.
-The histograms are whole numbers that programs add to, in any order.
+A program reduces a part of one cell of the map; the parts of a cell are joined after the launch, in one order. The
+histograms are whole numbers that programs add to, in any order.
 """
 
 import torch
@@ -19,14 +19,14 @@ _KEPT = tl.constexpr(_COUNTED + len(MAXIMA))
 
 
 def statistics_config(high: int, wide: int) -> dict[str, int]:
-    """Rows and columns at a time, of a cell of that many."""
+    """Return rows and columns at a time, for a cell of `high` rows and `wide` columns."""
     BC = min(256, max(16, triton.next_power_of_2(wide)))
     return {"BR": max(1, 2048 // BC), "BC": BC, "num_warps": 4}
 
 
 @triton.jit
 def _bins(value, counted):
-    """How many of the counted values of an FP32 tile have each exponent."""
+    """Return how many of the counted values of an FP32 tile have each exponent."""
     bits = (value.to(tl.int32, bitcast=True) >> 23) & 0xFF
     flat = tl.reshape(bits, [bits.numel], can_reorder=True)
     return tl.histogram(flat, 256, mask=tl.reshape(counted, [bits.numel], can_reorder=True))
@@ -61,7 +61,8 @@ def _statistics_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """parts FP64 (programs of a cell, 14, 256); bins INT32 (2, 256); `top`: the edge. Program (cell, part)."""
+    """Write parts FP64 (programs of a cell, 14, 256) and add to bins INT32 (2, 256). `top` is the edge. A program is
+    (cell, part)."""
     cell, part = tl.program_id(0), tl.program_id(1)
     i, j = cell // _SIDE, cell % _SIDE
     top_row = i.to(tl.int64) * high + part * part_rows
@@ -118,7 +119,7 @@ def _statistics_kernel(
 def tensor_statistics(
     x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None, edge: float
 ) -> torch.Tensor:
-    """Rows of x may lie apart; the others are as dequantization makes them."""
+    """Return the table (16, 256) of x. Its rows may lie apart; the other tensors are as dequantization makes them."""
     x = x if x.stride(1) == 1 else x.contiguous()
     quantized, scale = quantized.contiguous(), None if scale is None else scale.contiguous()
     rows, cols = x.shape
