@@ -175,8 +175,8 @@ def _product_unit(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor 
 
 def _grouped(a: list[Operand], b: list[Operand], cc: CC, may_copy: bool, fast_accum: bool) -> torch.Tensor | None:
     """Return all groups' products by `torch._scaled_grouped_mm`, or None if it does not fit. It takes E4M3 on Hopper,
-    and groups of different numbers of rows of A that are multiples of 16. It does not serve the weight gradient, for
-    which it is slower than one GEMM after another."""
+    and groups that differ in the rows of A, which are multiples of 16. Groups that differ in the contraction, as in a
+    weight gradient, are refused, because it is slower for these than one GEMM after another."""
     if not a[0].dtype == b[0].dtype == E4M3 or cc >= (10, 0):
         return None
     sizes, width = [operand.rows(op) for op in a], operand.codes(a[0])

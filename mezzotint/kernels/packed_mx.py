@@ -1,4 +1,4 @@
-"""MX formats with elements of 4 and 6 bits: they share 32 elements under one E8M0 scale, and codes packed into bytes.
+"""MX formats with elements of 4 and 6 bits: 32 elements share one E8M0 scale, and codes are packed into bytes.
 
 The conversion is that of the OCP Microscaling specification (MX v1.0, section 6.3). The scale of a block is a byte b
 that stands for 2^(b-127); the element type has a largest value `max` and that value's exponent `emax`:

@@ -1,4 +1,4 @@
-"""The ops of one quantization: it takes a tensor that exists, given buffers to write, or what a producer would write.
+"""The ops of one quantization: they quantize a tensor, into new or given buffers, or what a producer would write.
 
 A norm, an activation or its backward in front of a GEMM (a source) need not write its result in high precision: the
 quantization takes the producer in. `name_of_<source>` has the source's arguments in the place of `x`. Its result is,

@@ -1,17 +1,18 @@
-"""Expert parallel: rows go to the processes that have their experts, and come back.
+"""Expert parallelism: rows are sent to the ranks that have their experts, and come back.
 
     exchange = plan_exchange(tokens_per_expert, x.shape[0], group)   one small all-to-all: who sends how many rows
     rows     = dispatch(x, exchange, group)                          x sorted by expert, as `moe_permute` gives it
-    y        = experts(rows, exchange.m_splits)                      a GroupedLinear of this process's experts
+    y        = experts(rows, exchange.m_splits)                      a GroupedLinear of this rank's experts
     back     = combine(y, exchange, group)                           in the order of x
 
-Of E experts process p of P has those from p · E / P on. Its rows come expert by expert, those of an expert from process
-0, 1, …: what one process with all tokens, in that order, would have. Counts are ragged and may be 0 anywhere; every
-process takes part in every exchange, forward and backward, also one that has nothing to send. The gradient of an
+Of E experts rank p of P has those from p · E / P on. Its rows come expert by expert, those of an expert from rank 0, 1,
+…: the same order that one rank with all tokens would have. Counts differ by rank and expert and may be 0 anywhere;
+every rank takes part in every exchange, forward and backward, even if it has nothing to send. The gradient of an
 exchange is the exchange the other way.
 
-The collectives are PyTorch's functional ones, which compile. A graph reads the counts where
-`torch._dynamo.config.capture_scalar_outputs` is set; an `Exchange` that is made outside of it is a constant to it.
+The collectives are PyTorch's functional ones, which compile. A graph reads the counts if
+`torch._dynamo.config.capture_scalar_outputs` is set; an `Exchange` that is made outside of the graph is a constant to
+it.
 """
 
 from dataclasses import dataclass
@@ -28,18 +29,19 @@ from mezzotint.tracing import require
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How many rows this process sends and gets."""
+    """An `Exchange` holds how many rows this rank sends and receives; `plan_exchange` makes it."""
 
-    sent: tuple[int, ...]  # rows to each process
-    received: tuple[int, ...]  # rows from each process
-    m_splits: tuple[int, ...]  # rows of each expert of this process
-    counts: torch.Tensor  # int64 [P, experts of this process]: rows from each process for each
+    sent: tuple[int, ...]  # rows to each rank
+    received: tuple[int, ...]  # rows from each rank
+    m_splits: tuple[int, ...]  # rows of each expert of this rank
+    counts: torch.Tensor  # int64 [P, experts of this rank]: rows from each rank for each expert
 
 
 def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None) -> Exchange:
-    """Counts [E] of this process's rows for every expert, and how many rows there are → what all processes exchange.
+    """Return how many rows the ranks of `group` exchange with each other.
 
-    A collective, whose result the host waits for. If the counts of any process do not add up, all of them raise.
+    `tokens_per_expert` [E] counts this rank's rows for every expert of the group, and `rows` is their sum. This is a
+    collective, whose result the host waits for. If the counts of any rank do not add up to its rows, all ranks raise.
     """
     if tokens_per_expert.dim() != 1 or tokens_per_expert.is_floating_point():
         raise ValueError(
@@ -50,7 +52,7 @@ def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None)
     experts = local_size("the number of experts", tokens_per_expert.shape[0], group)
     sent = tokens_per_expert.long().view(count, experts)
     wrong = (sent.sum() != rows) | (sent < 0).any()
-    # One message for each process: the rows for each of its experts, and whether the sender has an error.
+    # Each rank gets one message: the rows for each of its experts, and whether the sender has an error.
     message = torch.cat([sent, wrong.long().expand(count, 1)], 1)
     got = _all_to_all(message.view(-1), None, None, group).view(count, experts + 1)
     received = got[:, :experts].contiguous()
@@ -73,20 +75,29 @@ def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None)
 
 
 def dispatch(x: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Tensor:
-    """Rows of this process [N, …], sorted by expert → rows of all processes for its experts [M, …], sorted too."""
+    """Send the rows of `x` to the ranks that have their experts, and return the rows that this rank's experts receive.
+
+    `x` [N, …] has this rank's rows, sorted by expert. The result [M, …] has rows from all ranks, sorted by expert, too;
+    `exchange` is that of `plan_exchange`.
+    """
     _check_rows("x", x, exchange.sent)
     got = _all_to_all(x, exchange.received, exchange.sent, group)
     return _sort(got, exchange.counts)
 
 
 def combine(y: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Tensor:
-    """What was made of the rows that `dispatch` gave [M, …] → what was made of those that it was given [N, …]."""
+    """Send rows back to the ranks that they came from, which undoes `dispatch`.
+
+    `y` [M, …] has one row for each row that `dispatch` returned, usually the experts' outputs. The result [N, …] has
+    one for each row that it was given, in the same order.
+    """
     _check_rows("y", y, exchange.received)
     return _all_to_all(_sort(y, exchange.counts.t()), exchange.sent, exchange.received, group)
 
 
 def _sort(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Rows in chunks of counts [a, b] → the chunks in the order of its transpose."""
+    """Return the rows of x, which are in chunks of counts [a, b], with the chunks in the order of the transpose [b,
+    a]."""
     outer, inner = counts.shape
     if outer == 1 or inner == 1:
         return x
@@ -96,7 +107,7 @@ def _sort(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
-    """Rows from each process, for those to each."""
+    """Send `sent` rows of x to each rank and return the `received` rows from each; if there is one rank, return x."""
     x = x.dequantize() if isinstance(x, QuantizedTensor) else x
     return x if world_size(group) == 1 else _AllToAll.apply(x, received, sent, group)
 

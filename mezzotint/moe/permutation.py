@@ -1,15 +1,15 @@
-"""Tokens sorted by expert, and back.
+"""Permutation of tokens: this module sorts tokens by expert, and sorts them back.
 
     row_id_map int64 [T, C]: the row at which token t stands as its choice c; -1 where it is not routed, or dropped
     permute    y[row_id_map[t, c]] = x[t]                        rows in the order of experts, then of tokens
     unpermute  x[t] = Σ_c p[t, c] · y[row_id_map[t, c]]          one by one in FP32, rounded once
 
 C is the number of experts with a mask (1 where a token is routed) and of choices with an index map (an expert each, or
--1). Each is the gradient of the other. Rows that no token goes to are zeros. On a GPU the order of the sums is fixed
-only under `torch.use_deterministic_algorithms`.
+-1). Each function is the gradient of the other. Rows that no token goes to are zeros. On a GPU the order of the sums is
+fixed only under `torch.use_deterministic_algorithms`.
 
-A quantized input is moved as it is, its rows with their scales, where its format can (FP8 with one scale or one per
-row, MXFP8), and gives a quantized output; other formats are dequantized. What is summed is dequantized always.
+A quantized input is moved as it is, its rows with their scales, if its format can do that (FP8 with one scale or one
+per row, MXFP8), and gives a quantized output; other formats are dequantized. What is summed is always dequantized.
 """
 
 import warnings
@@ -30,10 +30,12 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """inp [T, H] and routing_map [T, experts] (mask) or [T, choices] (index) → rows [N, H] and the row_id_map.
+    """Sort tokens by expert; return rows [N, H], and the row_id_map that `moe_unpermute` takes.
 
-    N is `num_out_tokens`: rows past it are dropped. -1 counts the map, which waits for the GPU; give the number where
-    it is known, and under `torch.compile`. `max_token_num` is accepted: nothing is allocated ahead.
+    `inp` is [T, H]. `routing_map` is [T, experts] if `map_type` is "mask" (1 where a token goes to an expert), or [T,
+    choices] if it is "index" (the number of an expert, or -1). N is `num_out_tokens`, and rows past it are dropped; -1
+    counts the map, which waits for the GPU: give the number where it is known, and under `torch.compile`.
+    `max_token_num` is accepted but has no effect, because nothing is allocated ahead.
     """
     _check_input(inp, routing_map, map_type)
     row_id_map, rows = _route(routing_map, num_out_tokens, map_type)
@@ -43,7 +45,11 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """inp [T, H], probs and mask [T, experts] → rows [N, H], the probability of each [N], and the row_id_map."""
+    """Sort tokens and their probabilities by expert; return rows [N, H], the probability of each [N], and the
+    row_id_map.
+
+    `inp` is [T, H]; `probs` and `routing_map`, a mask, are [T, experts]. `num_out_tokens` is as in `moe_permute`.
+    """
     _check_input(inp, routing_map, "mask")
     _check_probs("probs", probs, routing_map.shape)
     row_id_map, rows = _route(routing_map, num_out_tokens, "mask")
@@ -58,10 +64,11 @@ def moe_permute_and_pad_with_probs(
     tokens_per_expert: torch.Tensor,
     align_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same with each expert's rows padded with zeros to a multiple of `align_size`.
+    """Sort as `moe_permute_with_probs` does, and pad each expert's rows with zeros to a multiple of `align_size`.
 
-    tokens_per_expert [experts] are the mask's counts. Gives rows, probabilities, the row_id_map without padding,
-    pad_offsets [experts] (padding before each expert: `moe_unpermute` takes it) and the padded counts [experts].
+    `tokens_per_expert` [experts] must be the counts of the mask `routing_map`. The result is rows, probabilities, the
+    row_id_map without padding, pad_offsets [experts] (the padding before each expert, which `moe_unpermute` takes) and
+    the padded counts [experts].
     """
     _check_input(inp, routing_map, "mask")
     _check_probs("probs", probs, routing_map.shape)
@@ -102,10 +109,11 @@ def moe_unpermute(
     probs: torch.Tensor | None = None,
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rows [N, H] → tokens [T, H]: the sum of each token's rows, weighted by `merging_probs` [T, C] where given.
+    """Return tokens [T, H] for rows [N, H]: the sum of each token's rows, weighted by `merging_probs` [T, C] if given.
 
-    row_id_map [T, C] is what the permutation gave, `pad_offsets` too if it padded. A token without rows is zeros.
-    `restore_shape` is checked: T is known from the map. `probs` is the former name of `merging_probs`.
+    `row_id_map` [T, C] is what the permutation returned, and so are `pad_offsets` if it padded. A token without rows is
+    zeros. `restore_shape` is only checked, because T is known from the map. `map_type` is "mask" or "index", with no
+    effect. `probs` is the former name of `merging_probs`.
     """
     if probs is not None:
         warnings.warn("probs of moe_unpermute is called merging_probs", DeprecationWarning, stacklevel=2)
@@ -136,7 +144,8 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
-    """inp [N, H] in chunks of `split_sizes` rows → the chunks in the order of `sorted_index`, a permutation."""
+    """Reorder chunks of rows: `inp` [N, H] has chunks of `split_sizes` rows, and the result has them in the order of
+    `sorted_index`, a permutation."""
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)
     return sort_chunks(inp, sizes, order)
 
@@ -144,14 +153,16 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: 
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: Any, sorted_index: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, and the probability of each row [N] along with it."""
+    """Reorder chunks of rows as `moe_sort_chunks_by_index` does, and the probability of each row, `probs` [N], with
+    them."""
     _check_probs("probs", probs, inp.shape[:1])
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)
     return sort_chunks(inp, sizes, order), probs.index_select(0, _sorted_rows(probs.shape[0], sizes, order))
 
 
 def sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The same without looking at what is in the tensors: x [N, H], int64 sizes and order [chunks] on x's device."""
+    """Reorder chunks of the rows of x [N, H] without reading `sizes` and `order` on the host; both are int64 [chunks]
+    on x's device."""
     return _Reorder.apply(x, _sorted_rows(x.shape[0], sizes, order))
 
 
@@ -159,7 +170,7 @@ def sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> to
 
 
 def _route(routing_map: torch.Tensor, num_out_tokens: int, map_type: str) -> tuple[torch.Tensor, int]:
-    """row_id_map [T, C] and the number of rows. Rows past `num_out_tokens` are dropped; -1: all are kept."""
+    """Return the row_id_map [T, C] and the number of rows. Rows past `num_out_tokens` are dropped; -1 keeps all."""
     if num_out_tokens < -1:
         raise ValueError(f"num_out_tokens is {num_out_tokens}: give the number of rows, or -1 for all that are routed")
     row_id_map = _rows_of_mask(routing_map) if map_type == "mask" else _rows_of_index(routing_map)
@@ -178,7 +189,7 @@ def _rows_of_mask(mask: torch.Tensor) -> torch.Tensor:
 
 def _rows_of_index(index: torch.Tensor) -> torch.Tensor:
     flat = index.reshape(-1).long()
-    last = torch.iinfo(torch.int64).max  # what is not routed is sorted behind all that is
+    last = torch.iinfo(torch.int64).max  # sorts what is not routed behind all that is
     order = torch.where(flat < 0, last, flat).argsort(stable=True)
     rows = torch.empty_like(order).scatter(0, order, torch.arange(flat.shape[0], device=flat.device))
     return torch.where(flat < 0, -1, rows).view(index.shape)
@@ -189,15 +200,15 @@ def _with_padding(row_id_map: torch.Tensor, pad_offsets: torch.Tensor) -> torch.
 
 
 def _sources(row_id_map: torch.Tensor, rows: int) -> torch.Tensor:
-    """int64 [rows]: the place in the map that sends to each row, t · C + c; -1 (and -1 // C) for a row of zeros."""
+    """Return int64 [rows]: for each row its place in the map, t · C + c, or -1 (and -1 // C) for a row of zeros."""
     flat = row_id_map.reshape(-1)
     places = torch.arange(flat.shape[0], device=flat.device)
-    made = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat.device)  # the last takes what goes nowhere
+    made = torch.full((rows + 1,), -1, dtype=torch.int64, device=flat.device)  # the last row takes what is not routed
     return made.scatter(0, torch.where(flat < 0, rows, flat), places)[:rows]
 
 
 def _sorted_rows(count: int, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """int64 [count]: the row that comes to each row."""
+    """Return int64 [count]: for each row of the result the row of the input that goes there."""
     starts, ends = (sizes.cumsum(0) - sizes)[order], sizes[order].cumsum(0)
     rows = torch.arange(count, device=sizes.device)
     if order.shape[0] == 0:
@@ -210,7 +221,7 @@ def _sorted_rows(count: int, sizes: torch.Tensor, order: torch.Tensor) -> torch.
 
 
 def _permute(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """x [T, H] → the rows of these tokens [N, H]; zeros for -1."""
+    """Return the rows [N, H] of these tokens of x [T, H]; zeros for -1."""
     return _Take.apply(x, tokens)
 
 
@@ -221,22 +232,23 @@ def _permute_probs(probs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a plain matrix; zeros for -1."""
+    """Return rows of a plain matrix; zeros for -1."""
     if x.shape[0] == 0:
         return x.new_zeros(rows.shape[0], x.shape[1])
     return torch.where((rows < 0)[:, None], 0.0, x.index_select(0, rows.clamp(min=0)))
 
 
 def _summed(rows: torch.Tensor, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """FP32 rows [N, H] → their sums [count, H], one by one, then rounded; those of token -1 go nowhere."""
+    """Sum FP32 rows [N, H] by token, one by one, and return [count, H], rounded to `dtype`; rows of token -1 are
+    dropped."""
     made = rows.new_zeros(count + 1, rows.shape[1])
     made.index_add_(0, torch.where(tokens < 0, count, tokens), rows)
-    # A copy, in FP32 too: torch 2.11 loses the gradients of a traced function that gives out a view of what it made.
+    # This copies in FP32, too: torch 2.11 loses the gradients of a traced function that returns a view of what it made.
     return made[:count].to(dtype, copy=True)
 
 
 class _Take(torch.autograd.Function):
-    """Rows of x, -1 for zeros; its gradient adds them up."""
+    """This function takes rows of x, with zeros for -1; its gradient adds them up."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> Any:
@@ -254,7 +266,8 @@ class _Take(torch.autograd.Function):
 
 
 class _Reorder(torch.autograd.Function):
-    """Every row of x once; its gradient orders them back. Nothing asks how many there are: a graph may not know."""
+    """This function takes every row of x once; its gradient orders them back. It does not read how many there are,
+    because a graph may not know."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> Any:
@@ -272,7 +285,7 @@ class _Reorder(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of each token's rows; its gradient copies."""
+    """This function sums the rows of each token; its gradient copies."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
@@ -286,7 +299,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """The same, each row times its probability [T, C]."""
+    """This function sums the rows of each token, each times its probability [T, C]."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, probs: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
@@ -300,7 +313,7 @@ class _WeightedSum(torch.autograd.Function):
         y, probs, sources = ctx.saved_tensors
         rows = _taken(dx, sources // probs.shape[1]).float()
         weights = _permute_probs(probs.float().reshape(-1), sources)
-        slopes = (rows * y.float()).sum(-1)  # of a row's probability
+        slopes = (rows * y.float()).sum(-1)  # the gradient of each row's probability
         count = probs.numel()
         dprobs = slopes.new_zeros(count + 1).scatter(0, torch.where(sources < 0, count, sources), slopes)[:count]
         return (rows * weights[:, None]).to(y.dtype), dprobs.view(probs.shape).to(probs.dtype), None
@@ -333,7 +346,7 @@ def _check_probs(name: str, probs: torch.Tensor, shape: Any) -> None:
 
 
 def _check_chunks(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as int64 tensors on inp's device."""
+    """Return both as int64 tensors on inp's device; raise ValueError if they do not fit it."""
     sizes, order = (torch.as_tensor(x, dtype=torch.int64, device=inp.device) for x in (split_sizes, sorted_index))
     if inp.dim() != 2 or sizes.dim() != 1 or sizes.shape != order.shape:
         raise ValueError(

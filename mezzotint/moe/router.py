@@ -1,10 +1,10 @@
-"""A router's choice of experts: scores of logits, the top k of them, and the loss that balances the load. FP32 inside.
+"""A router's choice of experts: it scores logits, takes the top k, and computes the loss that balances the load.
 
     softmax              top k of the logits, softmax over those; with `use_pre_softmax`, softmax over all, top k of it
     sigmoid              s = 1 / (1 + e⁻ˣ), top k of s + bias, s / Σ s of those (k = 1: s itself)
     sqrtsoftplus         the same with s = √ log(1 + eˣ)
 
-Ties go as `torch.topk` has them.
+All of it is computed in FP32. Ties are resolved as `torch.topk` does.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-EPSILON = 1e-20  # of a sum of scores that is divided by
+EPSILON = 1e-20  # added to a sum of scores before dividing by it
 
 
 class RoutingMapFormat(IntEnum):
-    """What a routing map looks like."""
+    """A `RoutingMapFormat` says how a routing map is stored."""
 
     BYTEMAP = 0  # bool [tokens, experts]
     BITMAP_U8 = 1  # uint8 [tokens, ⌈experts / 8⌉], the lowest bit first
@@ -28,7 +28,7 @@ ROUTING_MAP_FORMATS = tuple(RoutingMapFormat)
 
 
 def _sqrt_softplus(x: torch.Tensor) -> torch.Tensor:
-    # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written so, since the slope of √ is infinite where eˣ is 0.
+    # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written as e^(x/2), because √ has an infinite slope where eˣ is 0.
     return torch.where(x < -20.0, (x.clamp(max=-20.0) * 0.5).exp(), functional.softplus(x.clamp(min=-20.0)).sqrt())
 
 
@@ -40,7 +40,7 @@ SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _refuse_histogram(**given: Any) -> None:
-    """No histogram of scores is written beside the choice."""
+    """Raise NotImplementedError if any of these is given: no histogram of scores is written."""
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(
@@ -64,11 +64,16 @@ def fused_topk_with_score_function(
     qb_bin_bounds: torch.Tensor | None = None,
     qb_histogram_mode: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [.., experts] → probs like logits, 0 where an expert is not chosen, and the routing map [tokens, experts].
+    """Choose `topk` experts for each token; return probs like logits, 0 where an expert is not chosen, and the routing
+    map.
 
-    `num_groups`, `group_topk`: experts come from the best `group_topk` of `num_groups` groups of neighbours, by the sum
-    of a group's topk / group_topk largest scores. `expert_bias` [experts] changes the choice, not the probabilities.
-    `topk_indices` int [tokens, topk]: experts that were chosen before, instead of a choice.
+    `logits` are [.., experts], and the map is [tokens, experts], stored as `routing_map_format` says. `score_function`
+    is "softmax", "sigmoid" or "sqrtsoftplus"; with `use_pre_softmax` the softmax comes before the choice. If
+    `num_groups` and `group_topk` are given, experts come from the best `group_topk` of `num_groups` groups of
+    neighbours, by the sum of a group's topk / group_topk largest scores. The probabilities are multiplied by
+    `scaling_factor`, if given. `expert_bias` [experts] changes the choice, not the probabilities. `topk_indices`,
+    integers [tokens, topk], are experts that were chosen before, and replace the choice. Histograms (`qb_…`) are
+    refused.
     """
     _check(logits, topk, score_function)
     _refuse_histogram(qb_histogram=qb_histogram, qb_bin_bounds=qb_bin_bounds, qb_histogram_mode=qb_histogram_mode)
@@ -105,7 +110,10 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [.., experts] → the routing map of the top k, and FP32 scores like logits, which add up to 1."""
+    """Return the routing map of the top k, and FP32 scores like logits, which add up to 1 for each token.
+
+    `logits` are [.., experts]; `score_function` and `routing_map_format` are as in `fused_topk_with_score_function`.
+    """
     _check(logits, topk, score_function)
     scores = SCORES[score_function](logits.reshape(-1, logits.shape[-1]).float())
     if score_function != "softmax":
@@ -122,10 +130,11 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²), in probs' dtype.
+    """Return Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²), in probs'
+    dtype.
 
-    probs [tokens, experts] are scores of tokens of this process; tokens_per_expert [experts] and `total_num_tokens`
-    count those that the loss is over, which may be more.
+    `probs` [tokens, experts] are the scores of this rank's tokens. `tokens_per_expert` [experts] and `total_num_tokens`
+    count the tokens that the loss is over, which may be those of more ranks.
     """
     _check_shape("probs", probs, (probs.shape[0], num_experts))
     _check_shape("tokens_per_expert", tokens_per_expert, (num_experts,))
@@ -134,8 +143,8 @@ def fused_moe_aux_loss(
 
 
 def _choose(scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None) -> torch.Tensor:
-    """Experts of each token, int64 [tokens, topk]."""
-    if group_topk is None or group_topk < 1:  # -1 and 0 are others' words for no groups
+    """Return the experts of each token, int64 [tokens, topk]."""
+    if group_topk is None or group_topk < 1:  # other libraries write -1 or 0 for no groups
         return scores.topk(topk, -1).indices
     tokens, experts = scores.shape
     if num_groups is None or num_groups < 1 or experts % num_groups:
@@ -160,7 +169,7 @@ def _as_map(chosen: torch.Tensor, experts: int, wanted: RoutingMapFormat | int |
 
 
 def _map_format(wanted: RoutingMapFormat | int | str) -> RoutingMapFormat:
-    for known in ROUTING_MAP_FORMATS:  # the compiler of torch 2.11 does not go through an enum
+    for known in ROUTING_MAP_FORMATS:  # the compiler of torch 2.11 cannot iterate over an enum
         if wanted == known or (isinstance(wanted, str) and wanted.upper() == known.name):
             return known
     raise ValueError(f"routing_map_format is {wanted!r}: give 'bytemap' or 'bitmap_u8'")
