@@ -1,10 +1,11 @@
-"""The 16-point Hadamard transform that spreads outliers before NVFP4 rounds the operands of a weight gradient.
+"""The 16-point Hadamard transform: it spreads outliers before NVFP4 rounds the operands of a weight gradient.
 
     y_j = 0.25 · Σ_i s_i · x_i · (-1)^popcount(i & j)
 
-in Sylvester order, as a butterfly: four stages of FP32 sums and differences, the same order on every device, so that
-the bits agree; one rounding to the input's dtype at the end. `sign_mask` has bit i set where s_i = -1. The transform is
-its own inverse up to the signs and both operands of a product carry it, so no inverse is ever applied.
+The order is Sylvester's. It is computed as a butterfly: four stages of FP32 sums and differences, in the same order on
+every device, so that the bits agree, and one rounding to the input's dtype at the end. `sign_mask` has bit i set where
+s_i = -1. The transform is its own inverse up to the signs and both operands of a product carry it, so no inverse is
+ever applied.
 """
 
 import torch

@@ -167,7 +167,8 @@ operand_statistics = leaf(
 
 
 def statistics_add_reference(table: torch.Tensor, seen: torch.Tensor) -> None:
-    """Add what was seen, (16, …), to the table of the same shape, in place."""
+    """Merge what was seen, (16, …), into the table of the same shape, in place: add the sums, and take the larger
+    maxima."""
     count = len(SUMS)
     table[:count].add_(seen[:count])
     table[count:].copy_(torch.maximum(table[count:], seen[count:]))

@@ -28,7 +28,7 @@ ROUTING_MAP_FORMATS = tuple(RoutingMapFormat)
 
 
 def _sqrt_softplus(x: torch.Tensor) -> torch.Tensor:
-    # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written as e^(x/2), because √ has an infinite slope where eˣ is 0.
+    # Below -20 log(1 + eˣ) is eˣ in FP32. Its root is written as e^(x/2), because the slope of √ is infinite at 0.
     return torch.where(x < -20.0, (x.clamp(max=-20.0) * 0.5).exp(), functional.softplus(x.clamp(min=-20.0)).sqrt())
 
 

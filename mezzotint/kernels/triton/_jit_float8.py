@@ -1,4 +1,4 @@
-"""The kernels of FP8 with one scale per tensor, and their tiles; `float8.py` has the launches."""
+"""The kernels of FP8 with one scale per tensor: this file has them and their tiles, `float8.py` has the launches."""
 
 import torch
 import triton

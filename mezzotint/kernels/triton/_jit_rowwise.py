@@ -1,4 +1,7 @@
-"""The kernels of FP8 with one scale per row and per column, and their tiles; `float8_rowwise.py` has the launches."""
+"""The kernels of FP8 with one scale per row and per column: this file has them and their tiles.
+
+`float8_rowwise.py` has the launches.
+"""
 
 from typing import Any
 
