@@ -183,8 +183,7 @@ def _has_negative(args: Sequence[Any]) -> bool:
 
 
 class Late:
-    """A `Late` is a CUDA implementation that is imported when it is first called. Without a target it is the
-    reference."""
+    """A `Late` is a CUDA implementation that is imported when it is first called, or the reference without a target."""
 
     def __init__(self, target: str | None, reference: Callable[..., Any]) -> None:
         self.target, self.reference = target, reference
@@ -207,8 +206,7 @@ class Late:
 
 
 def _on_device(device: torch.device, launch: Callable[..., Any], *args: Any) -> Any:
-    """Call `launch` with `device` current, because Triton launches on the current device, wherever its arguments
-    are."""
+    """Call `launch` with `device` current: Triton launches on the current device, wherever its arguments are."""
     with torch.cuda.device(device):
         return launch(*args)
 
@@ -246,6 +244,5 @@ def _leading(shape: Sequence[int]) -> int:
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Return (M, K) of a logical shape: the product of all sizes but the last, and the last. No dimensions give (1,
-    1)."""
+    """Return (M, K) of a logical shape, where M is the product of all sizes but the last; () gives (1, 1)."""
     return _leading(shape), shape[-1] if len(shape) > 0 else 1

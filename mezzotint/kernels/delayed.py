@@ -31,8 +31,7 @@ def delayed_saw_reference(history: torch.Tensor, amaxes: Sequence[torch.Tensor],
 def delayed_update_reference(
     scales: Sequence[torch.Tensor], histories: Sequence[torch.Tensor], tops: Sequence[float], most_recent: bool
 ) -> None:
-    """Update each state on its own: scale [n], history (L, n), and top, which is the format's largest value ·
-    2^-margin."""
+    """Update each state on its own: scale [n], history (L, n), top = the format's largest value · 2^-margin."""
     for scale, history, top in zip(scales, histories, tops, strict=True):
         last = history[0].clone()
         amax = last if most_recent else history.amax(0)
@@ -54,8 +53,7 @@ def delayed_step_reference(
     top: float,
     most_recent: bool,
 ) -> None:
-    """Enter the amaxes into a state and update it. It is for a state that waits for no other; on CUDA it is one
-    launch."""
+    """Enter the amaxes into one state, which waits for no other, and update it. On CUDA this is one launch."""
     delayed_saw_reference(history, amaxes, slots)
     delayed_update_reference([scale], [history], [top], most_recent)
 

@@ -19,8 +19,7 @@ def div(a: float, b: torch.Tensor) -> torch.Tensor:
 
 
 def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return max |x| in FP32 over `dim` (None: over everything). NaN is ignored, infinity counts, no elements give
-    0."""
+    """Return max |x| in FP32 over `dim` (None: all). NaN is ignored, infinity counts, no elements give 0."""
     if x.numel() == 0:
         return x.abs().sum(dim=dim).float()
     top = _magnitude(x, dim)
@@ -71,8 +70,7 @@ def cast_fp8(value: torch.Tensor, dtype: int) -> torch.Tensor:
 
 
 def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return fl32(x · factor) as a new FP32 tensor of x's shape; where x has to be converted, no second one is
-    allocated."""
+    """Return fl32(x · factor) as a new FP32 tensor of x's shape; no second one is allocated to convert x."""
     return x * factor if x.dtype == torch.float32 else x.float().mul_(factor)
 
 
@@ -102,8 +100,7 @@ def mul_blocks_(value: torch.Tensor, scale: torch.Tensor, height: int, width: in
 
 
 def e8m0_up(value: torch.Tensor) -> torch.Tensor:
-    """Return the E8M0 byte of the smallest power of two that is not less than `value` (FP32 ≥ 0), saturating; NaN gives
-    255."""
+    """Return the E8M0 byte of the smallest power of two ≥ `value` (FP32 ≥ 0), saturating; NaN gives 255."""
     bits = value.view(torch.int32) & 0x7FFFFFFF
     byte = (bits + 0x7FFFFF >> 23).clamp_max_(254)  # any mantissa carries into the exponent; infinity saturates
     byte *= bits > 0x400000  # up to the subnormal 2^-127
@@ -111,8 +108,7 @@ def e8m0_up(value: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_down(value: torch.Tensor) -> torch.Tensor:
-    """Return the E8M0 byte of the largest power of two that is not greater than |value| (FP32), saturating; NaN gives
-    255."""
+    """Return the E8M0 byte of the largest power of two ≤ |value| (FP32), saturating; NaN gives 255."""
     bits = value.view(torch.int32) & 0x7FFFFFFF
     byte = torch.where(bits == _INF_BITS, 254, bits >> 23)
     return torch.where(bits > _INF_BITS, 255, byte).to(torch.uint8)
@@ -143,8 +139,7 @@ def e8m0_inverse(byte: torch.Tensor) -> torch.Tensor:
 
 
 def cast_e2m1(value: torch.Tensor) -> torch.Tensor:
-    """Cast FP32 to uint8 E2M1 codes 0..15: round to nearest even, saturate, keep the sign of zero, turn NaN into 7
-    (+6)."""
+    """Cast FP32 to uint8 E2M1 codes 0..15: round to nearest even, saturate, keep the sign of zero; NaN gives 7 (+6)."""
     a = value.abs()
     code = (a > 0.25).to(torch.uint8)
     code += a >= 0.75
@@ -165,8 +160,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def round_e2m1_stochastic(value: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Round FP32 to E2M1 codes, up or down with the probability that keeps the mean; `random` is one byte per
-    element."""
+    """Round FP32 to E2M1 codes, up or down with the probability that keeps the mean, by one `random` byte each."""
     a = value.abs()
     t = a + random.float() * (_step(a) / 256)  # exact product: the sum is the only rounding, as in an FMA
     step = _step(t)
@@ -181,8 +175,7 @@ def _step(a: torch.Tensor) -> torch.Tensor:
 
 
 def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Pack (..., n) codes into (..., ceil(n/2)) bytes: the even index is in the low nibble; an odd last byte has 0
-    above."""
+    """Pack (..., n) codes into (..., ceil(n/2)) bytes, even indices in the low nibble; an odd last byte has 0 above."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

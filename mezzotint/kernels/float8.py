@@ -61,8 +61,7 @@ def float8_quantize_reference(
     rowwise: bool,
     columnwise: bool,
 ) -> list[torch.Tensor]:
-    """Quantize with current scaling. `amax` FP32 [1] is given if it was reduced over a process group, else computed
-    here."""
+    """Quantize with current scaling. `amax` FP32 [1] is given if a process group has reduced it, else computed."""
     amax = float8_amax_reference(x) if amax is None else amax
     scale = scale_from_amax(amax, FP8_MAX[dtype], pow2=pow2, eps=eps)
     return _cast(x, scale, dtype, rowwise, columnwise)
@@ -71,16 +70,14 @@ def float8_quantize_reference(
 def float8_quantize_scaled_reference(
     x: torch.Tensor, scale: torch.Tensor, dtype: int, rowwise: bool, columnwise: bool
 ) -> list[torch.Tensor]:
-    """Quantize with delayed scaling: `scale` FP32 [1] is given. The last output is the amax of this tensor, FP32
-    [1]."""
+    """Quantize with delayed scaling, by a given `scale` FP32 [1]. The last output is the tensor's amax, FP32 [1]."""
     return [*_cast(x, scale.reshape(1), dtype, rowwise, columnwise), float8_amax_reference(x)]
 
 
 def float8_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
-    copy."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `data` is the column-wise copy if `transposed`."""
     if transposed:
         data = as_columns(data).t().reshape(*data.shape[1:], data.shape[0])
     codes = torch.arange(256, dtype=torch.uint8, device=data.device)

@@ -99,8 +99,7 @@ def float8_block_dequantize_reference(
     transposed: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
-    copy."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `data` is the column-wise copy if `transposed`."""
     rows, cols = (as_columns(data) if transposed else as_matrix(data)).shape
     scales = scale_inv if two_d else scale_inv.t()
     value = decode_fp8(data.reshape(rows, cols), dtype)
@@ -180,8 +179,7 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 def _one_call(
     a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor | None:
-    """Return the product that `_product` writes, made by one call of `_scaled_mm_v2`; None if it takes more than
-    one."""
+    """Return the product that `_product` writes by one call of `_scaled_mm_v2`; None if it takes more than one."""
     if not scaled_mm.adds_bias_inside(bias, dtype):
         return None
     sides: list[Any] = []

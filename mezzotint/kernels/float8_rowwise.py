@@ -41,8 +41,7 @@ def check_amaxes(row_amax: torch.Tensor | None, col_amax: torch.Tensor | None, s
 
 
 def float8_rowwise_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Return the buffers of the copies: data in the logical shape and transposed, with one FP32 scale per row of
-    each."""
+    """Return the buffers of the copies: data in the logical shape and transposed, each with one FP32 scale per row."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
     if rowwise:
@@ -97,8 +96,7 @@ def float8_rowwise_quantize_reference(
 def float8_rowwise_dequantize_reference(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: int, transposed: bool, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return dtype(fl32(code · scale_inv)) in the logical shape; `transposed` says that `data` is the column-wise
-    copy."""
+    """Return dtype(fl32(code · scale_inv)) in the logical shape; `data` is the column-wise copy if `transposed`."""
     rows = as_columns(data) if transposed else as_matrix(data)
     value = decode_fp8(rows, dtype).mul_(scale_inv[:, None]).to(out_dtype)
     if transposed:
@@ -165,8 +163,7 @@ def _product_16(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | 
 
 
 def _product_unit(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | None, fast_accum: bool) -> None:
-    """Write the product on GPUs without a kernel for row scales: multiply the codes alone to FP32, then apply the
-    scales."""
+    """Write the product on GPUs without a kernel for row scales: multiply codes to FP32, then apply the scales."""
     one = torch.ones(1, dtype=torch.float32, device=out.device)
     product = torch.empty_like(out, dtype=torch.float32)
     scaled_mm.multiply_fp8(product, a, b, one, one, None, fast_accum)

@@ -86,8 +86,7 @@ def join_rows(tensors: Sequence[torch.Tensor], may_copy: bool) -> torch.Tensor |
 
 
 def group_ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return where each group ends, int32 [G]. The sizes travel as kernel arguments: a copy from the host would
-    wait."""
+    """Return where each group ends, int32 [G]. Kernel arguments carry the sizes: a copy from the host would wait."""
     ends = torch.zeros(len(sizes), dtype=torch.int32, device=device)
     torch._foreach_add_(list(ends.unbind()), list(accumulate_sizes(sizes)))
     return ends
@@ -163,8 +162,7 @@ _grouped_op_ = leaf(
 
 
 def _flat(side: Sequence[Operand], name: str) -> tuple:
-    """Return the groups' tensors as lists, and the flags that they share; raise ValueError if they do not share
-    them."""
+    """Return the groups' tensors as lists, and the flags that they share; raise ValueError if they do not."""
     first = side[0]
     flags = (first.kind, first.dtype, first.swizzled, first.e4m3_max, first.transposed)
     for i, op in enumerate(side):

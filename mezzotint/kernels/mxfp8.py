@@ -45,7 +45,7 @@ def mxfp8_scale_shape(rows: int, cols: int, columnwise: bool) -> tuple[int, int]
 
 
 def mxfp8_buffers(shape: tuple[int, ...], rowwise: bool, columnwise: bool) -> Buffers:
-    """Return the buffers of the copies: data of each direction in the logical shape, and scale bytes padded for the
+    """Return the buffers of the copies: data of each direction in the logical shape, scale bytes padded for the
     GEMM."""
     rows, cols = matrix_shape(shape)
     buffers: Buffers = {}
@@ -151,7 +151,7 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 
 
 def _side(op: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes (R, C) and swizzled scale bytes. GPUs of cc 10.x read either order of the codes, those of 12.x do
+    """Return codes (R, C) and swizzled scale bytes. GPUs of cc 10.x read either order of codes, those of 12.x do
     not."""
     assert op.scale is not None
     height, width = rup(operand.rows(op), scaled_mm.ALIGN), rup(operand.codes(op), MX_BLOCK)

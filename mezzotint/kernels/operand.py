@@ -46,8 +46,7 @@ def codes(op: Operand) -> int:
 
 
 def contraction(a: Operand, b: Operand) -> int:
-    """Return the size along which A·Bᵀ contracts. Packed codes may be longer by zero padding: the shorter one
-    counts."""
+    """Return the size along which A·Bᵀ contracts: the smaller one, because packed codes may have zero padding."""
     return min(codes(a), codes(b))
 
 

@@ -41,7 +41,7 @@ Cast = Callable[[torch.Tensor], torch.Tensor]  # scaled FP32 → codes
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An `Element` is a float type of a sign, `exponent` and `mantissa` bits. It has subnormals, but no infinity and no
+    """An `Element` is a float type of a sign, `exponent` and `mantissa` bits, with subnormals, without infinity and
     NaN."""
 
     exponent: int
@@ -110,8 +110,7 @@ def decode(codes: torch.Tensor, element: Element, dtype: torch.dtype) -> torch.T
 
 
 def pack(codes: torch.Tensor, element: Element) -> torch.Tensor:
-    """Pack codes (..., n) into the bytes of their groups: (..., ceil(n/group)), with a last dimension if a group has
-    several."""
+    """Pack codes (..., n) into the bytes of their groups, (..., ceil(n/group)); several bytes are a last dimension."""
     size, count = codes.shape[-1], element.group
     if size % count:
         codes = torch.nn.functional.pad(codes, (0, rup(size, count) - size))

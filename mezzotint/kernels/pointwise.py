@@ -42,8 +42,7 @@ def scale_add_reference(x: torch.Tensor, factor: float, y: torch.Tensor) -> torc
 
 
 def keep_limit(p: float) -> int:
-    """Return the limit which the 24 random bits of a kept element must reach: none reaches it if p is 1, all do if p is
-    0."""
+    """Return the limit that the 24 random bits of a kept element reach: none do if p is 1, all do if p is 0."""
     return round(p * 2**24)
 
 

@@ -116,8 +116,7 @@ _GROUPS: dict[torch._ops.OpOverload, torch._ops.OpOverload] = {}
 
 
 def of_groups(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """Return the op that quantizes each of many tensors as `op` quantizes one; it returns the buffers tensor by
-    tensor."""
+    """Return the op that quantizes each of many tensors as `op` does one, and returns the buffers tensor by tensor."""
     return _GROUPS[op]
 
 

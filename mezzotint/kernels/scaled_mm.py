@@ -1,5 +1,4 @@
-"""PyTorch's scaled GEMMs: this module calls them for the formats, padded with zero codes to the sizes that they
-require.
+"""PyTorch's scaled GEMMs: this module calls them for the formats, padded with zero codes to the sizes they require.
 
 All take A (Ra, C) and B (Rb, C), row-major along the contraction, and write D = A·Bᵀ into `out`. `torch._scaled_mm`
 requires C and Rb to be multiples of 16. Some scales go through `_scaled_mm_v2`, which is told what they are;
@@ -39,8 +38,7 @@ def scaled_mm(*args: Any, out: torch.Tensor | None, **kwargs: Any) -> torch.Tens
 
 
 def scaled_mm_v2(*args: Any, out: torch.Tensor | None) -> torch.Tensor:
-    """Call `aten::_scaled_mm_v2`, which writes into `out` if given. (`torch.nn.functional.scaled_mm` takes no
-    `out`.)"""
+    """Call `aten::_scaled_mm_v2`, which writes into `out` if given. (`torch.nn.functional.scaled_mm` has no `out`.)"""
     if out is None:
         return torch.ops.aten._scaled_mm_v2.default(*args)
     return torch.ops.aten._scaled_mm_v2.out(*args, out=out)
@@ -54,7 +52,7 @@ def as_one_call(
     dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor | None:
-    """Return the product that `multiply_fp8` writes, by one call of `torch._scaled_mm`; None if it takes more than
+    """Return the product that `multiply_fp8` writes by one call of `torch._scaled_mm`; None if it takes more than
     one."""
     if not (adds_bias_inside(bias, dtype) and is_as_stored(a, 1, ALIGN) and is_as_stored(b, ALIGN, ALIGN)):
         return None
@@ -100,7 +98,7 @@ def multiply_fp8(
 def plan_output(
     out: torch.Tensor, x: torch.Tensor, y: torch.Tensor, bias: OptionalTensor
 ) -> tuple[torch.Tensor | None, torch.dtype, OptionalTensor, OptionalTensor]:
-    """Return the tensor that the GEMM writes (None: a new one), its dtype, the bias that it adds, and the bias left to
+    """Return what the GEMM writes into (None: a new tensor), its dtype, the bias that it adds, and the bias left to
     add."""
     is_inside = bias is not None and out.dtype != torch.float32 and bias.dtype == out.dtype
     after = None if is_inside else bias
@@ -119,8 +117,7 @@ def cut_to(out: torch.Tensor, product: torch.Tensor, bias: OptionalTensor) -> No
 
 
 def filled(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return x as a contiguous (height, width) that starts at a multiple of 16 bytes, with zeros where x has no
-    elements."""
+    """Return x as a contiguous (height, width) at a multiple of 16 bytes, with zeros where x has no elements."""
     if x.shape[0] == height and x.shape[1] == width:
         x = x.contiguous()
         return x if x.data_ptr() % ALIGN == 0 else x.clone()

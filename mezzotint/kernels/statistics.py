@@ -167,8 +167,7 @@ operand_statistics = leaf(
 
 
 def statistics_add_reference(table: torch.Tensor, seen: torch.Tensor) -> None:
-    """Merge what was seen, (16, …), into the table of the same shape, in place: add the sums, and take the larger
-    maxima."""
+    """Merge what was seen, (16, …), into the table of the same shape, in place: add sums, take the larger maxima."""
     count = len(SUMS)
     table[:count].add_(seen[:count])
     table[count:].copy_(torch.maximum(table[count:], seen[count:]))
@@ -182,7 +181,7 @@ statistics_add_ = leaf(
 
 
 def statistics_whole_reference(seen: torch.Tensor) -> torch.Tensor:
-    """Return [16], the figures of the whole matrix, of a table (16, 256); that of a histogram is how many values it
+    """Return [16], the figures of the whole matrix, of a table (16, 256); a histogram's is how many values it
     counts."""
     count = len(SUMS)
     return torch.cat([seen[:count].sum(1), seen[count:].amax(1)])

@@ -96,8 +96,7 @@ def combine(y: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Ten
 
 
 def _sort(x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return the rows of x, which are in chunks of counts [a, b], with the chunks in the order of the transpose [b,
-    a]."""
+    """Return the rows of x, in chunks of counts [a, b], with the chunks in the order of the transpose [b, a]."""
     outer, inner = counts.shape
     if outer == 1 or inner == 1:
         return x

@@ -45,8 +45,7 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort tokens and their probabilities by expert; return rows [N, H], the probability of each [N], and the
-    row_id_map.
+    """Sort tokens and probabilities by expert; return rows [N, H], the probability of each [N], and the row_id_map.
 
     `inp` is [T, H]; `probs` and `routing_map`, a mask, are [T, experts]. `num_out_tokens` is as in `moe_permute`.
     """
@@ -144,8 +143,11 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
-    """Reorder chunks of rows: `inp` [N, H] has chunks of `split_sizes` rows, and the result has them in the order of
-    `sorted_index`, a permutation."""
+    """Return the chunks of rows of `inp` [N, H] in another order.
+
+    `split_sizes` has the number of rows of each chunk, and `sorted_index`, a permutation, the chunks in their new
+    order.
+    """
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)
     return sort_chunks(inp, sizes, order)
 
@@ -153,16 +155,18 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: 
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: Any, sorted_index: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorder chunks of rows as `moe_sort_chunks_by_index` does, and the probability of each row, `probs` [N], with
-    them."""
+    """Return the chunks of rows of `inp` [N, H], and the probability of each row, `probs` [N], in another order.
+
+    `split_sizes` and `sorted_index` are as in `moe_sort_chunks_by_index`.
+    """
     _check_probs("probs", probs, inp.shape[:1])
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)
     return sort_chunks(inp, sizes, order), probs.index_select(0, _sorted_rows(probs.shape[0], sizes, order))
 
 
 def sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Reorder chunks of the rows of x [N, H] without reading `sizes` and `order` on the host; both are int64 [chunks]
-    on x's device."""
+    """Reorder chunks of rows of x [N, H] without reading `sizes` and `order` (int64 [chunks] on x's device) on the
+    host."""
     return _Reorder.apply(x, _sorted_rows(x.shape[0], sizes, order))
 
 
@@ -239,8 +243,7 @@ def _taken(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _summed(rows: torch.Tensor, tokens: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Sum FP32 rows [N, H] by token, one by one, and return [count, H], rounded to `dtype`; rows of token -1 are
-    dropped."""
+    """Sum FP32 rows [N, H] by token, one by one, to [count, H], rounded to `dtype`; rows of token -1 are dropped."""
     made = rows.new_zeros(count + 1, rows.shape[1])
     made.index_add_(0, torch.where(tokens < 0, count, tokens), rows)
     # This copies in FP32, too: torch 2.11 loses the gradients of a traced function that returns a view of what it made.

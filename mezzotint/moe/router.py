@@ -64,8 +64,7 @@ def fused_topk_with_score_function(
     qb_bin_bounds: torch.Tensor | None = None,
     qb_histogram_mode: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `topk` experts for each token; return probs like logits, 0 where an expert is not chosen, and the routing
-    map.
+    """Choose `topk` experts for each token; return probs like logits, 0 for experts not chosen, and the routing map.
 
     `logits` are [.., experts], and the map is [tokens, experts], stored as `routing_map_format` says. `score_function`
     is "softmax", "sigmoid" or "sqrtsoftplus"; with `use_pre_softmax` the softmax comes before the choice. If
@@ -130,8 +129,9 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """Return Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²), in probs'
-    dtype.
+    """Return the loss that balances the load of the experts, in probs' dtype:
+
+        Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²)
 
     `probs` [tokens, experts] are the scores of this rank's tokens. `tokens_per_expert` [experts] and `total_num_tokens`
     count the tokens that the loss is over, which may be those of more ranks.

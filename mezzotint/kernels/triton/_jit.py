@@ -51,8 +51,7 @@ def drop_nan(amax):
 
 @triton.jit
 def raise_amax(amax, value):
-    """Raise amax[0] to max(amax[0], |value|), ignoring NaN. FP32 that are not negative are ordered as their bits
-    are."""
+    """Raise amax[0] to max(amax[0], |value|), without NaN. FP32 that are not negative are ordered as their bits are."""
     top = drop_nan(tl.max(tl.abs(value)))
     bits = amax.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(bits, top.to(tl.int32, bitcast=True), sem="relaxed")
@@ -161,7 +160,7 @@ def e8m0_inverse(byte):
 
 @triton.jit
 def swizzled(i, j, tiles):
-    """Return the byte index of the scale (outer i, block j) in the order of Blackwell's GEMM; `tiles` = padded blocks /
+    """Return the byte index of scale (outer i, block j) in the order of Blackwell's GEMM; `tiles` = padded blocks /
     4."""
     return (i // 128 * tiles + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
 
@@ -262,14 +261,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def for_inf(dtype: torch.dtype, pow2: bool) -> float:
-    """Return the scale for a quotient that overflows: the largest number of `dtype`, or with `pow2` the power of two
-    below it."""
+    """Return the scale for a quotient that overflows: the maximum of `dtype`, or the power of two below it if
+    `pow2`."""
     maximum = torch.finfo(dtype).max
     return 2.0 ** (math.frexp(maximum)[1] - 1) if pow2 else maximum
 
 
 def natural_span(BM: int, BN: int, num_warps: int, width: int = 16) -> int:
-    """Return how many rows of a tile one thread holds when it holds `width` columns: the SPAN that transposes
+    """Return how many rows of a tile a thread holds when it holds `width` columns: the SPAN that transposes
     cheapest."""
     return max(1, BM * BN // (32 * width * num_warps))
 

@@ -315,8 +315,7 @@ def _narrow_pair(low, high, like):
 
 @triton.jit
 def narrow_pairs(y, like):
-    """Return sixteen FP32 tensors as eight words of two, paired as `round8_stochastic` takes the signs of each
-    eight."""
+    """Return sixteen FP32 tensors as eight words of two, paired as `round8_stochastic` takes signs of each eight."""
     words = ()
     for i in tl.static_range(0, 16, 8):
         words += (
@@ -340,8 +339,7 @@ def _widen_pair(word, like):
 
 @triton.jit
 def widen_pairs(words, like):
-    """Return the words of `narrow_pairs`, eight or the four of one half, as FP32 tensors in the order of the
-    elements."""
+    """Return the words of `narrow_pairs`, eight or the four of one half, as FP32 tensors in order."""
     values = ()
     for i in tl.static_range(0, len(words), 4):
         v0, v2 = _widen_pair(words[i], like)
@@ -475,8 +473,7 @@ def philox_key(rng):
 
 @triton.jit
 def philox16(key, low, high, like, DIRECTION: tl.constexpr):
-    """Return four uint32 words, the bytes of a block's 16 elements, for a `philox_key` and the block index as two
-    uint32.
+    """Return four uint32 words, the bytes of a block's 16 elements, by `philox_key` and block index (two uint32).
 
     `like` is a tensor that threads hold as they shall hold the words. Without it Triton chooses another layout for
     Philox, and moves the words.
@@ -522,8 +519,8 @@ def split8(x):
 
 @triton.jit
 def wide_product(a, b):
-    """Return a · b as int64, for `a` of 32 bits and the number b, neither negative: one multiplication if b has 32
-    bits, too."""
+    """Return a · b as int64 for 32-bit `a` and the number b, neither negative: one multiplication if b has 32 bits,
+    too."""
     if (a * b).dtype == tl.int64:
         return a.to(tl.int64) * b
     else:

@@ -44,7 +44,7 @@ def tile_max(t, SPAN: tl.constexpr):
 
 @triton.jit
 def _tile_sum(t):
-    """Return the sum over each tile of (A, B), at each of its 16 entries; four times the upper half is added to the
+    """Return the sum over each tile of (A, B), at each of its 16 entries: four times the upper half is added to the
     lower."""
     rest = _tiles(t, 1)
     for stage in tl.static_range(4):
@@ -56,8 +56,7 @@ def _tile_sum(t):
 
 @triton.jit
 def _try(x, d, s_dec, amax, E4M3_MAX: tl.constexpr, ERROR: tl.constexpr):
-    """Quantize with one scale; return codes (two words), scale byte and the error, summed in the order of the
-    elements."""
+    """Quantize with one scale; return codes (two words), scale byte and the error, summed in the elements' order."""
     sf, value, factor = block_scale(tl.minimum(d, 448.0), s_dec)
     v = ()
     for i in tl.static_range(16):

@@ -68,8 +68,7 @@ class Groups(NamedTuple):
 
 
 def pack(sizes: Sequence[int], programs_of: Callable[[int], int]) -> Groups:
-    """Return the groups with `sizes` rows, at most MOST of them; `programs_of` says how many programs a number of rows
-    takes."""
+    """Return groups of `sizes` rows, at most MOST of them; `programs_of` says how many programs some rows take."""
     packed, programs = [], 0
     for size in sizes:
         packed.append(_packed(size, programs))

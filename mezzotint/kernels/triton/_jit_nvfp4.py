@@ -77,8 +77,7 @@ def _random_words(key, block0, block, like, DIRECTION: tl.constexpr, FAR: tl.con
 
 @triton.jit
 def _transform(raw, amax, SIGN_MASK: tl.constexpr, OWN: tl.constexpr):
-    """Return the words of the transform of a block's 16-bit tensors. OWN says that the amax is that of the
-    transform."""
+    """Return the words of the transform of a block's 16-bit tensors. OWN says that the amax is the transform's."""
     if raw[0].dtype == tl.float16:
         return narrow_pairs(hadamard16_small(raw, SIGN_MASK), raw[0])
     elif OWN:

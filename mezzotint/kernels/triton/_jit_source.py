@@ -191,8 +191,7 @@ def produce(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def produce_halves(x, given, r, c, M, N, stride, ACT: tl.constexpr, EVEN: tl.constexpr):
-    """Return the gradients of a gated activation at columns c < N and at c + N, in the dtype of x; 0 outside of (M,
-    N)."""
+    """Return the gradients of a gated activation at columns c < N and c + N, in the dtype of x; 0 outside of (M, N)."""
     TYPE: tl.constexpr = x.dtype.element_ty
     rows = None if EVEN else r < M
     inside = None if EVEN else (r < M)[:, None] & (c < N)
@@ -234,8 +233,7 @@ def load_halves(x, given, r, c, M, K, stride, SOURCE: tl.constexpr, EVEN: tl.con
 
 @triton.jit
 def store_sums(given, value, row, c, K, SOURCE: tl.constexpr):
-    """Store the column sums of the tile in row `row` of tiles as one row of the partial sums (tiles, K), if these are
-    wanted."""
+    """Store the column sums of the tile in row `row` of tiles as a row of the partial sums (tiles, K), if wanted."""
     if SOURCE is not None and given[0] is not None:
         tl.store(given[0] + row * K + c, tl.sum(value, 0), mask=c < K)
 

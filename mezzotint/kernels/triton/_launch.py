@@ -17,8 +17,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Fast:
-    """A `Fast` decorates a jitted kernel; `kernel[grid](…)` takes tensors and numbers by position, constants by
-    name."""
+    """A `Fast` wraps a jitted kernel; `kernel[grid](…)` takes tensors and numbers by position, constants by name."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -70,8 +69,7 @@ _AT_HAND = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_traced(args: tuple[Any, ...]) -> bool:
-    """Return whether the compiler traces a launch, by the first tensor among its arguments, of which some may be
-    None."""
+    """Return whether the compiler traces a launch, by the first tensor among its arguments; some may be None."""
     for arg in args:
         if isinstance(arg, torch.Tensor):
             return type(arg) not in _AT_HAND

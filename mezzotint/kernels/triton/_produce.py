@@ -73,8 +73,7 @@ def _sums_kernel(
     BN: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """Write partials[strip, c], FP32 sums of STRIP rows. They are cast if there is one strip, because they are the
-    result then."""
+    """Write partials[strip, c], FP32 sums of STRIP rows; if there is one strip they are the result, and are cast."""
     strip, tile = tile_of(tl.program_id(0), M, K, STRIP, BN, 1)
     c = tile * BN + tl.arange(0, BN)
     total = tl.zeros([BM, BN], tl.float32)

@@ -32,8 +32,7 @@ def _saw_kernel(history, a, b, c, d, COUNT: tl.constexpr, SLOTS: tl.constexpr):
 
 
 def update_config() -> dict[str, int]:
-    """Return rows at a time and slots per program. It has many warps, because a program waits for the memory most of
-    its time."""
+    """Return rows at a time and slots per program, with many warps: a program mostly waits for the memory."""
     return {"BL": 256, "BN": 4, "num_warps": 16}
 
 
@@ -132,8 +131,7 @@ def step(
     top: float,
     most_recent: bool,
 ) -> None:
-    """Enter the amaxes into one state and update it in place. Many amaxes, as those of experts, enter by a launch of
-    their own."""
+    """Enter the amaxes into one state and update it in place. Many, as those of experts, enter by their own launch."""
     if len(amaxes) > MOST_AMAXES:
         delayed_saw_reference(history, amaxes, slots)
         amaxes, slots = (), ()

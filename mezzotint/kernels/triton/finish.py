@@ -15,8 +15,7 @@ from mezzotint.kernels.triton._produce import write_config
 
 @triton.jit
 def _times(value, scale, r, c, M, N, KIND: tl.constexpr):
-    """Return value times scale. KIND says whether that is a number, a tensor of one, of one for each row or each
-    column, or none."""
+    """Return value times scale: by its KIND a number, a tensor of one, of one per row or per column, or none."""
     if KIND == "number":
         return value * tl.cast(scale, tl.float32)
     elif KIND == "one":

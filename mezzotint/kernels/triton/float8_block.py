@@ -41,7 +41,7 @@ TAKES_SOURCES = True
 def tile_config(
     two_d: bool, rowwise: bool, columnwise: bool, sourced: bool = False, halves: bool = False
 ) -> dict[str, Any]:
-    """Return the tile: 128 rows unless only rows are scaled, 128 columns unless only columns are. For ONCE see
+    """Return the tile: 128 rows unless only rows are scaled, 128 columns unless only columns are; ONCE: see
     `load_tile`.
 
     A source needs registers of its own, hence more threads; halves need twice as many.
@@ -125,7 +125,7 @@ def _block_kernel(
 
 @triton.jit
 def _store_scale(scales, scale_inv, i, j, count):
-    """Store scale_inv at scales[i, j] of a matrix with `count` columns; its last column pads with 0 to a multiple of
+    """Store scale_inv at scales[i, j] of a matrix with `count` columns; the last column pads with 0 to a multiple of
     4."""
     padded = (count + 3) // 4 * 4
     end = tl.where(j + 1 == count, padded, j + 1)
@@ -160,8 +160,7 @@ def _square_kernel(
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Quantize by 128x128: one scale serves both directions, scales[M block, K block] and col_scales[K block, M
-    block]."""
+    """Quantize by 128x128: one scale serves both directions, scales[M block, K block], col_scales[K block, M block]."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.program_id(0)

@@ -55,8 +55,8 @@ def quantize(
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Quantize in the wanted directions. `config` overrides the tile of the cast, or with row-wise alone that of the
-    only kernel."""
+    """Quantize in the wanted directions. `config` is the tile of the cast, or with row-wise alone that of the only
+    kernel."""
     check_amaxes(row_amax, col_amax, x.shape)
     row_amax = None if row_amax is None else row_amax.contiguous()
     kind = "rowwise" if columnwise else "rows" if x.shape[-1] <= WHOLE_ROW else "long rows"
@@ -268,8 +268,7 @@ def _take_maxima(
     written: torch.Tensor | None,
     noop: torch.Tensor | None,
 ) -> None:
-    """Run the first pass: write the partial amaxes of rows and columns, and what the source makes, as far as they are
-    wanted."""
+    """Run the first pass: write the wanted partial amaxes of rows and columns, and what the source makes if wanted."""
     options = partial_config(source.kind)
     partial_kernel[(cdiv(source.M, options["STRIP"]) * cdiv(source.columns(), options["BN"]),)](
         source.x,

@@ -90,8 +90,7 @@ def _grouped(GROUPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _max_of_groups(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Reduce (32 · GROUPS, WIDTH) to the maxima (GROUPS, WIDTH), first over what a thread holds, then over its
-    lanes."""
+    """Reduce (32 · GROUPS, WIDTH) to maxima (GROUPS, WIDTH), first over what a thread holds, then over its lanes."""
     return tl.max(tl.max(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), 0), 1)
 
 
@@ -104,8 +103,7 @@ def _to_rows(groups, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def _side_by_side(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Reorder (32 · GROUPS, WIDTH) to (32, GROUPS · WIDTH), with the groups of a row as neighbours as they are in
-    memory."""
+    """Reorder (32 · GROUPS, WIDTH) to (32, GROUPS · WIDTH), the groups of a row as neighbours, as in memory."""
     rows = tl.permute(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), (0, 2, 1, 3))
     return tl.reshape(rows, [32, GROUPS * WIDTH])
 

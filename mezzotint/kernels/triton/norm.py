@@ -138,7 +138,7 @@ def _backward_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write dx for every P-th group of BM rows; row p of dgammas and dbetas (P, K) holds the sums over those of program
+    """Write dx of every P-th group of BM rows; row p of dgammas and dbetas (P, K) has the sums over those of program
     p."""
     pid = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BK)

@@ -144,8 +144,7 @@ def partials(
 def vectors(
     x: torch.Tensor, noop: torch.Tensor | None, rht: bool, sign_mask: int, rowwise: bool, columnwise: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the amax of every row [M] and of every column [K], as far as wanted, of a matrix whose rows are
-    contiguous."""
+    """Return the amax of every row [M] and column [K], as far as wanted, of a matrix whose rows are contiguous."""
     M, K = x.shape
     options = tile_config()
     row = x.new_zeros(M, dtype=torch.float32) if rowwise else None
