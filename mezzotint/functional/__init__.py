@@ -1,1 +1,2 @@
-"""Pure cores: forward, setup, backward over argument objects. No modules, no recipes, no state."""
+"""The pure cores of layers: this package defines forward, setup and backward as functions of argument objects. They
+know no modules, no recipes and no state."""

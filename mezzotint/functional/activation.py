@@ -1,4 +1,5 @@
-"""Activations, with the quantization of what they make, forward and backward, taken in."""
+"""Activations: this module computes them and their gradients, and quantizes the result in the same pass where it is
+asked to."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,7 +32,8 @@ _COMPRESSION = Float8BlockQuantizer(
 
 
 def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, tuple[float, ...]]:
-    """A name and its parameters by name → both as the kernels take them."""
+    """Check an activation's `name` and its `params`, given by name, and return both as the kernels take them: the
+    values in the kernels' order, with defaults where none was given."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation is {name!r}: give one of {', '.join(ACTIVATIONS)}")
     defaults = PARAMETERS.get(name, {})
@@ -45,7 +47,8 @@ def resolve_activation(name: str, params: dict[str, Any] | None) -> tuple[str, t
 
 @dataclass(slots=True)
 class ActivationFwdArgs:
-    """`x` (…, N), twice as wide when gated; `scales` (…) multiply the rows of what the activation makes."""
+    """The arguments of an activation's forward: `x` has the shape (…, N), or (…, 2N) where the activation is gated;
+    `scales` (…), if given, multiply the rows of the result."""
 
     x: torch.Tensor
     name: str
@@ -67,7 +70,7 @@ class ActivationBwdArgs(Saved):
 def activation_quantized(
     a: ActivationFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """act(x), rows scaled, quantized in the same pass; its amax where the scale was given."""
+    """Return act(x), its rows scaled, quantized in the same pass, and its amax if `scale` was given."""
     x = a.x
     width = x.shape[-1] // 2 if is_gated(a.name) else x.shape[-1]
     arguments = (x, None, a.name, a.params, a.scales)
@@ -82,7 +85,8 @@ def activation_gradient_quantized(
     scale: torch.Tensor | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """The gradient of x, quantized in the same pass; its amax; its column sums, the bias gradient."""
+    """Return the gradient of x, quantized in the same pass, its amax, and its column sums, which are the bias
+    gradient."""
     arguments = (dy, b.x, None, b.name, b.params, b.scales)
     return quantize_source("activation_backward", arguments, b.x.shape, b.x.dtype, quantizer, scale, bias_dtype)
 
@@ -92,18 +96,18 @@ def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
 
 
 def activation_quantized_again(b: ActivationBwdArgs, quantizer: Quantizer, scale: torch.Tensor | None) -> Any:
-    """Return act(x) again, quantized, in backward."""
+    """Compute act(x) again in backward and return it quantized."""
     with left_to_backward():
         return activation_quantized(ActivationFwdArgs(b.x, b.name, b.params, None, b.scales), quantizer, scale)[0]
 
 
 def compress(x: torch.Tensor) -> Any:
-    """Return x (M, N) in FP8 with a scale for each 128 elements of a row, to be held for backward."""
+    """Return x (M, N) in FP8 with one scale for every 128 elements of a row, to be held for backward."""
     return quantize_scaled(x, _COMPRESSION, None)[0]
 
 
 def decompress(b: ActivationBwdArgs) -> ActivationBwdArgs:
-    """Return the arguments with x as the kernels take it."""
+    """Return the arguments with x in high precision, as the kernels take it."""
     if not isinstance(b.x, QuantizedTensorStorage):
         return b
     with left_to_backward():
@@ -115,7 +119,7 @@ def activation_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor:
 
 
 def scales_gradient(b: ActivationBwdArgs, dy: torch.Tensor) -> torch.Tensor | None:
-    """In the shape and dtype of the scales; None where there are none."""
+    """Return the gradient of `scales`, in their shape and dtype, or None if there are none."""
     if b.scales is None:
         return None
     summed = run_op(activation_scale_gradient, dy, b.x, b.name, b.params)

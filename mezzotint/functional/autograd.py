@@ -1,12 +1,13 @@
-"""The one autograd function: runs a core, saves what its setup keeps, gives it back to its backward.
+"""The one autograd function of the project: it runs a core, saves what the core's setup keeps, and hands that to the
+core's backward.
 
     core.forward(args)             -> (y, made)                  pure
     core.outputs(args, y, made)    -> (outputs, extras)
     core.setup(args, made)         -> backward arguments         decides what is saved
     core.backward(bwd, *grads)     -> (gradients, amaxes)        pure
 
-`outputs` are differentiable, `extras` are tensors for the module to keep (amaxes). Gradients come in the order of
-`core.diff`, fields of `args`, a tuple field as a tuple.
+`outputs` are differentiable. `extras` are tensors that the module keeps (amaxes). Gradients come in the order of
+`core.diff`, which names fields of `args`; the gradient of a field that is a tuple is a tuple.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from mezzotint.tracing import differentiates_forward, eager_only, read_live
 
 @dataclass(frozen=True)
 class Core:
-    """The functions of an operation and the fields of its arguments that get gradients."""
+    """A `Core` holds the functions of an operation, and in `diff` the names of the arguments that get gradients."""
 
     forward: Callable[[Any], tuple[Any, Any]]
     outputs: Callable[[Any, Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
@@ -43,20 +44,22 @@ class Core:
 
 @dataclass(slots=True)
 class GradState(ScaleState):
-    """Delayed scaling of gradients: live buffers that backward writes. Never saved, never read by a core."""
+    """The state of delayed scaling for gradients: it holds live buffers that backward writes. It is never saved, and no
+    core reads it."""
 
-    is_first: bool = False  # this run of the module was its first since the last update: its backward is the last
+    is_first: bool = False  # the module's first run since the last update: its backward comes last
 
 
 class Saved:
-    """Base of backward arguments. `SAVED` names the fields whose tensors are saved: tensor, storage, Saved, tuple."""
+    """The base of backward arguments: `SAVED` names the fields whose tensors are saved. Such a field holds a tensor, a
+    storage, another `Saved`, or a tuple of these."""
 
     __slots__ = ()
     SAVED: ClassVar[tuple[str, ...]] = ()
 
 
 def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
-    """Move the tensors of a value to `flat`; what is left tells `unflatten` how to put it together again."""
+    """Move the tensors of `value` to `flat`, and return a spec from which `unflatten` puts the value together again."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
@@ -80,7 +83,8 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
 
 
 def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse; a new object each time, so that a second backward finds what the first one found."""
+    """Put together what `flatten` took apart. The result is a new object each time, so that a second backward finds
+    what the first one found."""
     if spec is None:
         return None
     if isinstance(spec, str):
@@ -105,7 +109,8 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _flatten_own(value: QuantizedTensorStorage, flat: list[torch.Tensor]) -> "_OwnStorage":
-    """A user's storage that declares no buffers says itself what is saved; a copy of it does, for `value` goes on."""
+    """Flatten a user's storage that declares no buffers, by its own `prepare_for_saving`. A copy of it is asked,
+    because that call may empty it while `value` is still in use."""
     tensors, holder = _copy_of(value).prepare_for_saving()
     flat.extend([tensor for tensor in tensors if tensor is not None])
     return _OwnStorage(holder, [tensor is not None for tensor in tensors])
@@ -131,14 +136,14 @@ class _Storage:
 
 @dataclass(slots=True)
 class _OwnStorage:
-    """A user's storage without its tensors, and which of those it held."""
+    """An `_OwnStorage` keeps a user's storage without its tensors, and which of them it held."""
 
     holder: Any
     holds: list[bool]
 
 
 class _Fields:
-    """A `Saved` whose saved fields were taken out of it, and the specs of those."""
+    """A `_Fields` holds a `Saved` whose saved fields were taken out of it, and the specs of those fields."""
 
     __slots__ = ("like", "parts")
 
@@ -175,7 +180,7 @@ class _Apply(torch.autograd.Function):
         return (*outputs, *extras)
 
     @staticmethod
-    @once_differentiable  # kernels have no gradient of their own: a second derivative would be zero, in silence
+    @once_differentiable  # kernels have no gradient: a second derivative would silently be zero
     def backward(ctx: Any, *grads: Any) -> Any:
         begin_backward(ctx.grad_state)
         saved = unflatten(ctx.spec, list(ctx.saved_tensors))
@@ -192,7 +197,7 @@ class _Apply(torch.autograd.Function):
 
 
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
-    """Enter what backward saw, and update after the last backward of the iteration."""
+    """Enter the amaxes that backward saw, and update the scales after the last backward of the iteration."""
     slots = [slot for slot, amax in enumerate(amaxes) if amax is not None]
     seen = [amax for amax in amaxes if amax is not None]
     if state.is_first and state.is_alone():
@@ -205,7 +210,7 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
 
 
 def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[torch.Tensor], slots: list[int]) -> None:
-    """Some of what was seen; `state` where backward saw it, before `end_backward`."""
+    """Enter some amaxes into `history`. `state` is given where backward saw them; `end_backward` comes after it."""
     if state is not None and state.is_handed_over():
         hand_over(state, amaxes, slots, False)
     else:
@@ -213,14 +218,14 @@ def enter_amaxes(state: GradState | None, history: torch.Tensor, amaxes: list[to
 
 
 def begin_backward(state: GradState | None) -> None:
-    """Backward is going to enter what it sees: new scales from what was entered before, if they have waited."""
+    """Update the scales that still wait for an update, because backward is going to enter new amaxes."""
     if state is not None:
         update_waiting(state.scale)
 
 
 def end_backward(state: GradState) -> None:
-    """All that backward saw is entered: new scales, if this was the last backward of the iteration. Where other
-    processes are asked, at the end of the backward of all modules."""
+    """Update the scales if this was the last backward of the iteration; all amaxes that it saw are entered. If amaxes
+    are reduced over ranks, the update waits for the end of the backward of all modules."""
     if not state.is_first:
         return
     if state.is_handed_over():
@@ -232,7 +237,7 @@ def end_backward(state: GradState) -> None:
 
 
 def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
-    """Run the core: (*outputs, *extras). `needs_grad`: whether any of its tensors needs a gradient."""
+    """Run the core and return (*outputs, *extras). `needs_grad` says whether any of its tensors needs a gradient."""
     if not (needs_grad and torch.is_grad_enabled()) and not differentiates_forward():
         outputs, extras = core.outputs(args, *core.forward(args))
         return (*outputs, *extras)
@@ -250,6 +255,7 @@ def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
 
 @eager_only()
 def _place_for_extras() -> list[Any]:
-    """Return where a core's forward leaves its extras: autograd would launch zeros as the gradient of each output. Of
-    an autograd function that Dynamo walks through they are outputs, since it sees nothing else that forward gives."""
+    """Return a list in which a core's forward leaves its extras. If they were outputs, autograd would launch zeros as
+    the gradient of each. They are outputs only where Dynamo traces the autograd function, because it sees nothing else
+    that forward returns."""
     return []

@@ -1,23 +1,24 @@
 """Delayed scaling's scale updates, for many modules at once: their amaxes are reduced over ranks in one collective.
 
-Forward amaxes are reduced when the outermost `autocast` region ends. In backward, the modules that autograd has gone
-through wait for its end (`SCALE_UPDATES`), so that one collective serves all of them, too. A module whose next amaxes
-come before that (two regions in one backward) makes those that wait update first. So what is computed is what each
-module would compute on its own, as soon as its backward is over; a group of one rank does just that:
+Forward amaxes are reduced when the outermost `autocast` region ends. In backward, the modules that autograd has passed
+wait for the end of backward (`SCALE_UPDATES`), so that one collective serves all of them, too. If a module's next
+amaxes come before that (two regions in one backward), the waiting updates are done first. The result is therefore what
+each module would compute on its own as soon as its backward is over. A module without groups does just that:
 `update_scale_state` enters the amaxes and updates the scales in one launch.
 
-Which backward is the last of an iteration nobody says: of the runs of a module in a region the first one's comes last,
-if it comes. So a run that is not the first takes what gradients have left since (`take`): where the output of the first
-one was dropped, or detached, they would wait for ever.
+Nothing announces which backward is the last of an iteration. Among the runs of a module in a region, the backward of
+the first run comes last, if it comes. So a run that is not the first takes over the amaxes that gradients have left
+since the last update (`take`): if the output of the first run was dropped, or detached, they would wait for ever.
 
-Processes that run different modules would take each other's maxima. Modules are numbered as a process makes them, and
-registered when a group first reduces them. Its processes compare which ones they are going to reduce, and eager code
-reduces them in the order of their registration, in whatever order they have run.
+Ranks that run different modules would take each other's amaxes. So each process numbers its modules as it makes them,
+and a group registers them when it first reduces their amaxes. The ranks compare which modules they are going to reduce,
+and eager code reduces them in the order of their registration, in whatever order they have run.
 
-A graph hands over what its backward saw to an operator (`hand_over`), which does what eager code does. So the state of
-gradients is written without the compiler's knowledge. That is sound because nothing else in such a graph writes it, or
-reads it in backward: then the compiler has no reason for a copy of it, and gives the operator the buffers themselves. A
-user's own rule is Python, which an operator cannot carry: there a graph has a collective for each module.
+A compiled graph hands over what its backward saw to an operator (`hand_over`), which does what eager code does. So the
+state of gradients is written without the compiler's knowledge. That is sound because nothing else in such a graph
+writes it, or reads it in backward: the compiler has no reason to copy it, and gives the operator the buffers
+themselves. A user's own update rule is Python, which an operator cannot carry: there a graph has a collective for each
+module.
 """
 
 import threading
@@ -37,34 +38,37 @@ from mezzotint.tracing import backward_task, eager_only, traced_as
 
 @dataclass(slots=True)
 class ScaleState:
-    """One direction of a module: live buffers, and how they are updated."""
+    """A `ScaleState` holds the live buffers of one direction (forward or backward) of a module, and how they are
+    updated."""
 
     scale: torch.Tensor  # FP32 [n]
     history: torch.Tensor  # FP32 (L, n), or a buffer that begins with it: see `rows`
     top: float
     most_recent: bool
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
-    groups: tuple[Any, ...]  # of processes over which the maxima are taken
-    rows: int | None = None  # in a graph, but for a user's own rule: L. The rows behind are cleared with the update
-    number: torch.Tensor | None = None  # int64 [1] on the CPU: which module of its process it is
-    order: torch.Tensor | None = None  # `ORDER_TOKEN`, where it is an argument, as AOTAutograd asks
+    groups: tuple[Any, ...]  # process groups over which amaxes are reduced
+    rows: int | None = None  # L; only in a graph without a user's rule. An update clears the rows behind
+    number: torch.Tensor | None = None  # int64 [1] on the CPU: the module's number in its process
+    order: torch.Tensor | None = None  # `ORDER_TOKEN`, if it is passed in, as AOTAutograd requires
 
     def is_alone(self) -> bool:
-        """Whether `update_scale_state` is all that it needs: no other process is asked, and the rule is ours."""
+        """Return whether `update_scale_state` suffices: amaxes are not reduced over ranks, and there is no user's own
+        rule."""
         return not self.groups and self.update is None
 
     def is_handed_over(self) -> bool:
-        """Whether a graph gives what backward saw to an operator."""
+        """Return whether a graph hands what backward saw over to an operator."""
         return self.rows is not None and bool(self.groups)
 
 
-# By the name of a group: numbers of this process's modules → which ones of the group they are. Not in a thread's state:
-# an operator takes no object, it must find it.
+# This maps a group's name to the numbers of this process's modules, and each number to the module's place in the group.
+# It is global and not in a thread's state, because an operator takes no object: it must find it.
 REGISTERED: dict[str, dict[int, int]] = {}
 
 
 def update_states(states: Sequence[ScaleState]) -> None:
-    """New scales from what was seen, over all processes: one collective for each group, one launch for each rule."""
+    """Update the scales from the amaxes that were seen, over all ranks, with one collective for each group and one
+    launch for each rule."""
     reduce_amaxes([state for state in states if state.groups])
     if len(states) == 1 and states[0].update is None:
         update_scale_state(states[0], [], [])
@@ -83,7 +87,7 @@ def update_states(states: Sequence[ScaleState]) -> None:
 
 
 def update_scale_state(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
-    """Enter the amaxes, FP32 [1] each, of these slots into a state that waits for no other, and update it."""
+    """Enter the `amaxes`, FP32 [1] each, into these `slots` of a state that depends on no other rank, and update it."""
     if state.rows is None or state.rows == state.history.shape[0]:
         write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
     else:
@@ -93,8 +97,9 @@ def update_scale_state(state: ScaleState, amaxes: list[torch.Tensor], slots: lis
 
 @torch.no_grad()
 def take(state: ScaleState, anchor: torch.Tensor) -> None:
-    """New scales from gradients that were seen since the last ones were taken; none were, mostly. In forward, before
-    the scale is read. `anchor`: a buffer that forward writes. Of a user's own rule a graph takes none."""
+    """Update the scales from gradients that were seen since the last update; mostly there are none. It is called in
+    forward, before the scale is read. `anchor` is a buffer that forward writes. With a user's own rule a graph does
+    nothing here."""
     update_waiting(state.scale)
     if state.is_handed_over():
         hand_over(state, [], [], True)
@@ -108,8 +113,8 @@ def take(state: ScaleState, anchor: torch.Tensor) -> None:
 
 @eager_only()
 def _take_by_own_rule(state: ScaleState) -> None:
-    """Do that by a user's own rule, which rolls a history always: so only where gradients were seen, which a graph
-    cannot ask."""
+    """Do what `take` does, by a user's own rule. That rule always rolls the history, so it is called only if gradients
+    were seen, which a graph cannot ask."""
     reduce_amaxes([state])
     if bool(state.history[0].any()):
         assert state.update is not None
@@ -117,7 +122,7 @@ def _take_by_own_rule(state: ScaleState) -> None:
 
 
 def reduce_amaxes(states: Sequence[ScaleState]) -> None:
-    """Take the maxima of modules, row 0 of their histories, over the processes of their groups, in place: one
+    """Reduce the amaxes of modules, row 0 of their histories, over the ranks of their groups, in place. There is one
     collective for each group, whatever the number of modules, after one that compares which modules they are."""
     by_name: dict[str, tuple[Any, list[ScaleState]]] = {}
     for state in states:
@@ -135,8 +140,9 @@ def reduce_amaxes(states: Sequence[ScaleState]) -> None:
 
 @traced_as(lambda states, group: states)
 def in_order(states: list[ScaleState], group: str) -> list[ScaleState]:
-    """Return states in the order of their modules, the same on all processes: those that the group knows, then new
-    ones. A graph has them in the order that it runs them in: it has no values of their numbers."""
+    """Return the states in the order of their modules, which is the same on all ranks: first those that the group
+    knows, then new ones. A graph keeps the order in which it runs them, because it does not know the values of their
+    numbers."""
     if len(states) == 1:
         return states
     known = REGISTERED.get(group, {})
@@ -146,8 +152,9 @@ def in_order(states: list[ScaleState], group: str) -> list[ScaleState]:
 
 
 def _compare(device: torch.device, numbers: Sequence[torch.Tensor], group: Any) -> None:
-    """Modules that a group knows are compared by their place among those. New ones are registered together: as many on
-    all processes, that were made as far from each other. One alone must be the same that each process has made."""
+    """Check that all ranks of `group` reduce the same modules, and register the new ones. A known module is compared by
+    its place in the group. Several new ones must be as many, and made at the same distances from each other, on all
+    ranks. A single one must have the same number on all of them."""
     known, made = REGISTERED.setdefault(group.group_name, {}), [int(number) for number in numbers]
     new = [number for number in made if number not in known]
     first = new[0] if new and len(made) > 1 else 0
@@ -170,7 +177,7 @@ def _compare_in_graph(seen: torch.Tensor, numbers: list[torch.Tensor], group: st
     return seen.clone()
 
 
-# It gives the maxima on, so that they are reduced after they were compared.
+# The operator returns the amaxes, so that they are reduced after they were compared.
 delayed_compare = leaf(
     "delayed_compare(Tensor seen, Tensor[] numbers, str group) -> Tensor",
     fake=lambda seen, numbers, group: torch.empty_like(seen),
@@ -181,15 +188,17 @@ delayed_compare = leaf(
 
 @dataclass(slots=True)
 class ScaleUpdates:
-    """The scale updates that wait for the end of a backward. The one instance is `SCALE_UPDATES`, for all threads:
-    several may be in a backward at once, and autograd runs one in threads of its own."""
+    """A `ScaleUpdates` holds the scale updates that wait for the end of a backward. The one instance is
+    `SCALE_UPDATES`, which all threads share: several threads may be in a backward at once, and autograd runs one in
+    threads of its own."""
 
     waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
     task: int = field(default=-1, compare=False)  # the last backward that will call back
     lock: Any = field(default_factory=threading.Lock, compare=False)  # held while `waiting` changes
 
     def add(self, state: ScaleState) -> None:
-        """All that backward saw of a module is entered: new scales at its end; outside of one, and in a graph, now."""
+        """Schedule the update of a module whose amaxes from backward are all entered: it happens when this backward
+        ends. Outside of a backward, and in a graph, it happens now."""
         task = backward_task()
         if task == -1:
             update_states([state])
@@ -201,13 +210,14 @@ class ScaleUpdates:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
     def before(self, scale: torch.Tensor) -> None:
-        """Something is going to be entered for a module, or its scale to be read: it must not wait any more."""
+        """Do the update that this `scale` waits for, because an amax is going to be entered for its module, or the
+        scale read."""
         found = self.waiting.get(id(scale))
         if found is not None:
             self._end(found[0])
 
     def end(self) -> None:
-        """None waits any more, in whatever backward it is."""
+        """Do all updates that wait, in whatever backward they are."""
         with self.lock:
             tasks = {task for task, _ in self.waiting.values()}
         for task in tasks:
@@ -222,13 +232,13 @@ class ScaleUpdates:
             update_states(states)
 
 
-SCALE_UPDATES = ScaleUpdates()  # not in a thread's state: an operator takes no object, it must find it
+SCALE_UPDATES = ScaleUpdates()  # global, because an operator takes no object: it must find it
 
 
 @eager_only()
 def update_waiting(scale: torch.Tensor) -> None:
-    """Have a scale updated that waits for the end of a backward: something is going to be entered for its module, or it
-    is going to be read. In a graph none waits but what is handed over, and the operators there do the same."""
+    """Update this `scale` now if it waits for the end of a backward, because an amax is going to be entered for its
+    module, or the scale read. In a graph nothing waits but what is handed over, and the operators there do the same."""
     SCALE_UPDATES.before(scale)
 
 
@@ -236,8 +246,8 @@ ORDER_TOKEN = torch.zeros(1, device="cpu")  # see `_TAGS`
 
 
 def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], is_last: bool) -> None:
-    """In a graph: enter the amaxes, FP32 [1] each, of these slots, and after the last backward of the iteration take
-    new scales, when the backward of all modules ends."""
+    """Enter the `amaxes`, FP32 [1] each, into these `slots` from a graph. If `is_last`, the scales are updated when the
+    backward of all modules ends."""
     if amaxes or is_last:
         groups = [group.group_name for group in state.groups]
         options = (state.rows, state.top, state.most_recent, groups, is_last)
@@ -247,7 +257,7 @@ def hand_over(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int], i
 
 
 def catch_up(state: ScaleState) -> torch.Tensor:
-    """In a graph: the scale, FP32 [n], that follows from what was handed over before; a copy."""
+    """Return a copy of the scale, FP32 [n], that follows from what was handed over before. It is called in a graph."""
     return delayed_catch_up_(ORDER_TOKEN, state.scale)
 
 
@@ -283,7 +293,7 @@ def _catch_up(order: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
-# The operators say that they write `ORDER_TOKEN`: so they are kept, in their order, the same on all ranks.
+# The operators declare that they write `ORDER_TOKEN`: so they are kept, in their order, which is the same on all ranks.
 # A CUDA graph, which is replayed without Python, is cut at them; where it is not cut, a tensor on the CPU keeps it from
 # being recorded.
 _TAGS = (torch.Tag.cudagraph_unsafe,)

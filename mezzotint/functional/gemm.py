@@ -15,14 +15,15 @@ __all__ = ["CustomGemmParams", "GEMMType", "is_made_by_custom", "multiply", "ope
 
 @dataclass(frozen=True)
 class CustomGemmParams:
-    """What a user's `qgemm` is told beside its operands."""
+    """The options that a user's own `qgemm` is given beside its operands."""
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
 
 
 def operand(x: Any, columnwise: bool) -> Operand:
-    """One side: rows of the row-wise copy, or of the column-wise one, which is the transpose."""
+    """Return x as one side of a GEMM: the rows of its row-wise copy, or those of its column-wise copy, which is the
+    transpose."""
     if isinstance(x, QuantizedTensorStorage):
         return x.gemm_operand(columnwise)
     matrix = as_matrix(x)
@@ -40,7 +41,9 @@ def multiply(
     accumulate: torch.Tensor | None = None,
     fast: bool = False,
 ) -> torch.Tensor:
-    """(rows of A, rows of B) = A · Bᵀ + bias, contracted along what is left of both."""
+    """Return A · Bᵀ + bias, of shape (rows of A, rows of B), contracted along the other dimension of both; it is added
+    to `accumulate` in place if that is given. `a_columnwise` and `b_columnwise` take a side's column-wise copy, and
+    `fast` allows fast accumulation."""
     if is_made_by_custom(a) and is_made_by_custom(b):
         return _custom(a, b, a_columnwise, b_columnwise, out_dtype, bias, accumulate, fast)
     x, y = operand(a, a_columnwise), operand(b, b_columnwise)
@@ -52,7 +55,7 @@ def multiply(
 
 
 class GEMMType(Enum):
-    """Which of a linear's products."""
+    """A `GEMMType` names one of a linear's three products."""
 
     FPROP = "fprop"
     DGRAD = "dgrad"
@@ -60,7 +63,7 @@ class GEMMType(Enum):
 
 
 def is_made_by_custom(x: Any) -> bool:
-    """Whether a user's own quantizer made it."""
+    """Return whether a user's own quantizer made x."""
     quantizer = getattr(x, "_quantizer", None) if not isinstance(x, torch.Tensor) else None
     return quantizer is not None and quantizer.is_custom()
 
@@ -75,7 +78,8 @@ def _custom(
     accumulate: torch.Tensor | None,
     fast: bool,
 ) -> torch.Tensor:
-    """By the user's quantizer that made both; they hold `data`, `scale` and, column-wise, `data_t`, `scale_t`."""
+    """Multiply with the `qgemm` of the user's quantizer that made both sides, which hold `data`, `scale` and, for the
+    column-wise direction, `data_t`, `scale_t`."""
     kind = GEMMType.WGRAD if a_columnwise else GEMMType.DGRAD if b_columnwise else GEMMType.FPROP
     x, sx = (a.data_t, a.scale_t) if a_columnwise else (a.data, a.scale)
     w, sw = (b.data_t, b.scale_t) if b_columnwise else (b.data, b.scale)

@@ -1,8 +1,9 @@
-"""One linear for each group of rows (expert): the linear's functions over the grouped GEMM.
+"""One linear for each group of rows (expert): this module runs the linear's functions over the grouped GEMM.
 
-Rows of x are split by `splits`; each group is quantized on its own, padded inside, and multiplied by its own weight. A
-group may be empty: its weight gradient is zero. Autograd sees parameters, one for each group or one (G, …) that holds
-those of all: what is computed is of groups (`group_tensors`), and only gradients are put together again.
+The rows of x are split by `splits`. Each group is quantized on its own, padded inside, and multiplied by its own
+weight. A group may be empty: its weight gradient is zero. Autograd sees parameters: one for each group, or one (G, …)
+that holds those of all groups. The computation is on groups (`group_tensors`), and only gradients are put together
+again.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,8 @@ GroupScales = tuple[torch.Tensor | None, ...]
 
 @dataclass(slots=True)
 class GroupedLinearFwdArgs:
-    """`x` (M, K); G weights (N, K), with `weights_q` as the GEMMs take them; M = Σ splits."""
+    """The arguments of a grouped linear's forward: `x` (M, K), G weights (N, K), and `weights_q`, the weights as the
+    GEMMs take them. M is the sum of `splits`."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, ...]  # parameters: G, or one (G, N, K)
@@ -85,13 +87,13 @@ class GroupedLinearMade:
 
 
 def is_stack(parameters: tuple[Any, ...], dims: int) -> bool:
-    """Whether one parameter holds what has `dims` dimensions in each group."""
+    """Return whether one parameter holds all groups' tensors, each of which has `dims` dimensions."""
     return len(parameters) == 1 and len(parameters[0].shape) > dims
 
 
 def group_tensors(parameters: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
-    """A tensor of `dims` dimensions for each group, a storage where it is quantized: the parameters, or slices of the
-    one that holds all, which are outside of autograd."""
+    """Return a tensor of `dims` dimensions for each group, or a storage if it is quantized: the parameters themselves,
+    or slices of the one that holds all, which are outside of autograd."""
     if not is_stack(parameters, dims):
         return parameters
     whole = as_storage(parameters[0])
@@ -99,7 +101,8 @@ def group_tensors(parameters: tuple[Any, ...], dims: int) -> tuple[Any, ...]:
 
 
 def as_parameters(gradients: tuple[Any, ...], stacks: bool) -> tuple[Any, ...]:
-    """Gradients of groups → of the parameters; a group has none where the others have none."""
+    """Return the gradients of the parameters from those of the groups: stacked if `stacks`, or None if the groups have
+    none."""
     if not stacks or not gradients:
         return gradients
     return (None if gradients[0] is None else torch.stack(gradients),)
@@ -108,12 +111,12 @@ def as_parameters(gradients: tuple[Any, ...], stacks: bool) -> tuple[Any, ...]:
 def _quantized(
     x: torch.Tensor, splits: tuple[int, ...], quantizers: list[Quantizer | None], scales: GroupScales
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
-    """Each group of rows on its own."""
+    """Quantize each group of rows on its own, and return the groups and their amaxes."""
     return quantize_groups(x.split(list(splits)), quantizers, scales)
 
 
 def grouped_linear_forward(a: GroupedLinearFwdArgs) -> tuple[torch.Tensor, GroupedLinearMade]:
-    """y (M, N)."""
+    """Return y (M, N) and what was made on the way."""
     xs_q: tuple[Any, ...]
     amaxes: tuple[torch.Tensor | None, ...] = ()
     if a.xs_q is None:
@@ -171,10 +174,10 @@ def _saved_inputs(b: GroupedLinearBwdArgs) -> list[Any]:
 def grouped_linear_backward(
     b: GroupedLinearBwdArgs, dy: Any, dys_q: tuple[Any, ...] | None = None, dbs: tuple[Any, ...] | None = None
 ) -> tuple[Any, ...]:
-    """dx (M, K), the gradients of the weights and of the biases, parameter by parameter; the amaxes of dy, group by
-    group.
+    """Return dx (M, K) and the gradients of the weights and biases, one for each parameter; then the amaxes of dy,
+    group by group.
 
-    `dys_q`, `dbs`: the groups of dy, and the gradients of their biases, where a producer has made them.
+    `dys_q` and `dbs` are the groups of dy and the gradients of their biases, if a producer has made them.
     """
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
@@ -205,7 +208,7 @@ def grouped_linear_backward(
 def grouped_weight_gradients(
     wgrads: tuple[WeightGrad, ...], dys: list[Any], xs: list[Any], fast: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """dW of each parameter, or None where it went elsewhere."""
+    """Return dW of each parameter, or None where a store keeps the operands for later."""
     if wgrads[0].store is not None:
         wgrads[0].store.put(wgrads, dys, xs, fast)
         return as_parameters((None,) * len(wgrads), wgrads[0].is_slice)
@@ -215,7 +218,8 @@ def grouped_weight_gradients(
 def compute_grouped_weight_gradients(
     wgrads: tuple[WeightGrad, ...], dys: list[Any], xs: list[Any], fast: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Groups with a `main_grad` are added into it, the others are returned, parameter by parameter."""
+    """Compute the weight gradients: those of groups with a `main_grad` are added into it, the others are returned, one
+    for each parameter."""
     stacks = wgrads[0].is_slice
     if is_made_by_custom(dys[0]) or any(wgrad.overwrites for wgrad in wgrads):
         groups = zip(wgrads, dys, xs, strict=True)
@@ -235,7 +239,7 @@ def compute_grouped_weight_gradients(
         packed = grouped_gemm_packed(*pair, out_dtype=wgrads[rest[0]].dtype, fast_accum=fast)
         parts = packed.view(len(rest), -1, packed.shape[1])
         if stacks:
-            return (parts,)  # as the products lie
+            return (parts,)  # the products lie like that already
         for i, part in zip(rest, parts.unbind(), strict=True):
             made[i] = part
     return as_parameters(tuple(made), stacks)
@@ -249,7 +253,7 @@ def _products(
     biases: tuple[torch.Tensor, ...],
     fast: bool,
 ) -> torch.Tensor:
-    """(M, …): every group's product, one below the other."""
+    """Return the products of all groups, one below the other, as one tensor (M, …)."""
     if is_made_by_custom(a[0]):
         each = biases or (None,) * len(a)
         return torch.cat(

@@ -39,7 +39,8 @@ from mezzotint.tensor.partition import gather_rows
 
 @dataclass(slots=True)
 class LayerNormLinearFwdArgs:
-    """`linear` is without its x, which the norm makes. `branch` and its bias as of `NormFwdArgs`."""
+    """The arguments of a norm and its linear: `linear` comes without its x, which the norm makes. `branch` and
+    `branch_bias` mean the same as in `NormFwdArgs`."""
 
     x: torch.Tensor
     branch: torch.Tensor | None
@@ -51,8 +52,8 @@ class LayerNormLinearFwdArgs:
     norm: NormOptions
     linear: LinearFwdArgs
     returns_norm: bool  # the norm's output is an output too
-    gathers_norm: bool  # of the tokens of all processes
-    residual: Residual | None  # x, or x + branch, is an output too, the last
+    gathers_norm: bool  # it is returned for the tokens of all ranks
+    residual: Residual | None  # x, or x + branch, is the last output
     grad_state: GradState | None
 
 
@@ -81,7 +82,7 @@ def _norm(a: LayerNormLinearFwdArgs) -> NormFwdArgs:
 
 
 def layernorm_linear_forward(a: LayerNormLinearFwdArgs) -> tuple[torch.Tensor, LayerNormLinearMade]:
-    """y (M, N)."""
+    """Return y (M, N) and what was made on the way."""
     norm, linear = _norm(a), a.linear
     linear.weight, linear.bias = a.weight, a.bias
     norm_out, amax = None, None
@@ -102,19 +103,19 @@ def layernorm_linear_setup(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade)
 
 
 def gathers_norm(a: LayerNormLinearFwdArgs) -> bool:
-    """Whether the norm's output that is given out is of all tokens."""
+    """Return whether the norm's output is returned for the tokens of all ranks."""
     return a.returns_norm and a.gathers_norm and gathers(a.linear.parallel, "input")
 
 
 def norm_output(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> Any:
-    """The norm's output, as it is given out."""
+    """Return the norm's output as the module returns it: gathered over ranks if that was asked for."""
     if made.norm_out is None or a.linear.parallel is None or not gathers_norm(a):
         return made.norm_out
     return gather_rows(made.norm_out, a.linear.parallel.group)
 
 
 def further_outputs(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> tuple[Any, ...]:
-    """Behind y: the norm's output and the residual stream, where they are asked for."""
+    """Return the outputs that follow y: the norm's output and the residual stream, each if it was asked for."""
     norm_out = (norm_output(a, made),) if a.returns_norm else ()
     return (*norm_out, made.norm.x) if a.residual is not None else norm_out
 
@@ -122,8 +123,8 @@ def further_outputs(a: LayerNormLinearFwdArgs, made: LayerNormLinearMade) -> tup
 def layernorm_linear_backward(
     b: LayerNormLinearBwdArgs, dy: Any, further: tuple[Any, ...], dy_q: Any = None, db: torch.Tensor | None = None
 ) -> tuple[Any, ...]:
-    """dx, those of the branch and its bias, dgamma, dbeta, dW, db, and the amax of dy. `further`: gradients of the
-    `further_outputs`."""
+    """Return dx, the gradients of the branch and of its bias, dgamma, dbeta, dW, db, and the amax of dy. `further`
+    holds the gradients of the `further_outputs`; `dy_q` and `db` are given if a producer has made them from dy."""
     d_residual = None if b.residual is None else further[-1]
     outside = further if b.residual is None else further[:-1]
     d_norm_out = outside[0] if outside else None

@@ -1,7 +1,8 @@
 """Norm, linear, activation, linear: each hands its output over quantized, and its gradient back quantized.
 
-With `recomputes` backward runs norm, first linear and activation again: forward then keeps only what they read. The
-scales of delayed scaling are kept too, so that the second run gives the bytes of the first; its amaxes are not used.
+With `recomputes`, backward runs the norm, the first linear and the activation again, so forward keeps only what they
+read. The scales of delayed scaling are kept too, so that the second run gives the same bytes as the first; its amaxes
+are not used.
 """
 
 from dataclasses import dataclass, replace
@@ -53,7 +54,8 @@ from mezzotint.tensor.partition import quantize_shard
 
 @dataclass(slots=True)
 class LayerNormMLPFwdArgs(Saved):
-    """`fc1` and `fc2` are without their x. The rest as of `LayerNormLinearFwdArgs`."""
+    """The arguments of a norm and an MLP: `fc1` and `fc2` come without their x. The others mean the same as in
+    `LayerNormLinearFwdArgs`."""
 
     x: torch.Tensor
     branch: torch.Tensor | None
@@ -76,7 +78,7 @@ class LayerNormMLPFwdArgs(Saved):
     residual: Residual | None
     grad_state: GradState | None
 
-    # Saved as they are where backward recomputes.
+    # If backward recomputes, these arguments are saved themselves.
     SAVED = ("x", "gamma", "beta", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "fc1", "fc2")
 
 
@@ -98,13 +100,14 @@ class LayerNormMLPMade:
 
 
 def _norm_fc1(a: LayerNormMLPFwdArgs) -> LayerNormLinearFwdArgs:
-    """The arguments of norm and first linear."""
+    """Return the arguments of the norm and the first linear."""
     first = (a.x, a.branch, a.branch_bias, a.gamma, a.beta, a.fc1_weight, a.fc1_bias)
     return LayerNormLinearFwdArgs(*first, a.norm, a.fc1, a.returns_norm, a.gathers_norm, a.residual, None)
 
 
 def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tensor, torch.Tensor | None]:
-    """Norm, first linear, activation: what they made, the activation's input, the amax of fc2's x, which fc2 gets."""
+    """Run the norm, the first linear and the activation, and put the result into `a.fc2`. Return what the first two
+    made, the activation's input, and the amax of fc2's x if the activation quantized it."""
     hidden, made = layernorm_linear_forward(_norm_fc1(a))
     fc2, amax = a.fc2, None
     act = ActivationFwdArgs(hidden, a.activation, a.params)
@@ -118,7 +121,7 @@ def _first_half(a: LayerNormMLPFwdArgs) -> tuple[LayerNormLinearMade, torch.Tens
 
 
 def layernorm_mlp_forward(a: LayerNormMLPFwdArgs) -> tuple[torch.Tensor, LayerNormMLPMade]:
-    """y (M, hidden)."""
+    """Return y (M, hidden) and what was made on the way."""
     made, hidden, amax = _first_half(a)
     a.fc2.weight, a.fc2.bias = a.fc2_weight, a.fc2_bias
     y, fc2 = linear_forward(a.fc2)
@@ -128,11 +131,11 @@ def layernorm_mlp_forward(a: LayerNormMLPFwdArgs) -> tuple[torch.Tensor, LayerNo
 def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> LayerNormMLPBwdArgs | LayerNormMLPFwdArgs:
     if not a.recomputes:
         return _setup(a, made.norm_fc1, made.hidden, made.fc2)
-    a.x, a.branch, a.branch_bias = made.norm_fc1.norm.x, None, None  # their sum
+    a.x, a.branch, a.branch_bias = made.norm_fc1.norm.x, None, None  # `norm.x` is their sum
     for fc in (a.fc1, a.fc2):
-        # What is made again, and what this object holds already.
+        # These are made again, or this object holds them already.
         fc.x = fc.x_q = fc.weight = fc.bias = None
-        fc.probes = watch_gradient(fc.probes)  # what is computed again was seen
+        fc.probes = watch_gradient(fc.probes)  # forward's probes have seen the rest already
     return a
 
 
@@ -147,13 +150,13 @@ def _setup(
 
 
 def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
-    """Run the first half again and keep what backward needs."""
+    """Run the first half again and return what backward needs."""
     made, hidden, _ = _first_half(a)
     fc2 = a.fc2
     fc2.weight, fc2.bias = a.fc2_weight, a.fc2_bias
     x_q = fc2.x if fc2.x_q is None else fc2.x_q
     if fc2.x is not None and fc2.quantizers.input is not None and not keeps_input(fc2, hidden.shape[0]):
-        # A part, which its producer could not quantize on its own.
+        # It is a shard, which its producer could not quantize without the other ranks.
         x_q = quantize_shard(fc2.x, fc2.quantizers.input, splits_of(fc2.parallel, "input"), fc2.input_scale)[0]
     return _setup(a, made, hidden, LinearMade(x_q, None))
 
@@ -161,7 +164,8 @@ def _recompute(a: LayerNormMLPFwdArgs) -> LayerNormMLPBwdArgs:
 def layernorm_mlp_backward(
     b: LayerNormMLPBwdArgs | LayerNormMLPFwdArgs, dy: torch.Tensor, *further: torch.Tensor
 ) -> tuple[Any, ...]:
-    """dx, those of the branch and its bias, dgamma, dbeta, dW1, db1, dW2, db2; the amaxes of both gradients."""
+    """Return dx, the gradients of the branch and of its bias, dgamma, dbeta, dW1, db1, dW2, db2; then the amaxes of
+    both output gradients. `further` holds the gradients of the `further_outputs`."""
     if isinstance(b, LayerNormMLPFwdArgs):
         b = _recompute(b)
     fc1, fc2, act = b.norm_fc1.linear, b.fc2, decompress(b.activation)
@@ -170,7 +174,7 @@ def layernorm_mlp_backward(
     da, dw2, db2, amax2 = linear_backward(fc2, dy)
     dh_q, db1, amax1, dh = None, None, None, None
     if da is not None:
-        da = as_matrix(da)  # as the activation's input is
+        da = as_matrix(da)  # a matrix, like the activation's input
         quantizer = fc1.quantizers.grad_output
         if quantizer is None or not takes_quantized_grad(fc1):
             dh = activation_gradient(act, da)

@@ -1,12 +1,12 @@
-"""y = x · Wᵀ + b, and its gradients: the one definition that modules and ops share.
+"""y = x · Wᵀ + b, and its gradients: this is the one definition that modules and ops share.
 
     forward    y  (M, N) = x  row-wise · W row-wise       contracted over K
     dgrad      dx (M, K) = dy row-wise · W column-wise    contracted over N
     wgrad      dW (N, K) = dy column-wise · x column-wise  contracted over M, the tokens
 
-Forward keeps the column-wise copies; what each quantizer makes was decided with it (`with_usage`). `override` changes
-what backward computes on: "high_precision" the original tensors, "dequantized" what forward multiplied.
-`tensor_parallel.py` says what of this is where when ranks share the weight.
+Forward keeps the column-wise copies; which copies a quantizer makes was decided with it (`with_usage`). `override`
+changes what backward computes on: "high_precision" means the original tensors, "dequantized" means what forward
+multiplied, dequantized. `tensor_parallel.py` says which tensor is where when ranks share the weight.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ from mezzotint.tracing import left_to_backward
 
 @dataclass(frozen=True)
 class LinearQuantizers(GraphConstant):
-    """One for each tensor, with the usages that this call needs; None leaves a tensor in high precision."""
+    """A `LinearQuantizers` holds one quantizer for each tensor, with the usages that this call needs; None leaves a
+    tensor in high precision."""
 
     input: Quantizer | None
     weight: Quantizer | None
@@ -52,7 +53,7 @@ class LinearQuantizers(GraphConstant):
 
 @dataclass(frozen=True)
 class Numerics(GraphConstant):
-    """Dtype of activations, which GEMMs may accumulate fast, and what backward computes on."""
+    """A `Numerics` holds the dtype of activations, which GEMMs may accumulate fast, and what backward computes on."""
 
     dtype: torch.dtype
     fast_fprop: bool
@@ -64,7 +65,7 @@ class Numerics(GraphConstant):
 
 @dataclass(frozen=True)
 class Needs(GraphConstant):
-    """Which gradients are asked for: taken once, in the module."""
+    """A `Needs` says which gradients are asked for; the module determines it once for each call."""
 
     input: bool
     weight: bool
@@ -73,7 +74,8 @@ class Needs(GraphConstant):
 
 @dataclass(slots=True)
 class MainGrad:
-    """One part of a weight: its rows, and the tensor that their gradient is added to, or written to."""
+    """A `MainGrad` describes one part of a weight: its number of rows, and the tensor that their gradient is added to,
+    or written to."""
 
     rows: int
     main_grad: torch.Tensor | None  # None: this part needs no gradient
@@ -82,25 +84,27 @@ class MainGrad:
 
 @dataclass(slots=True)
 class WeightGrad:
-    """Where the weight's gradient goes."""
+    """A `WeightGrad` says where the gradient of a weight goes."""
 
     dtype: torch.dtype
-    main_grad: torch.Tensor | None = None  # added into, in its dtype, and not returned
+    main_grad: torch.Tensor | None = None  # the gradient is added to it, in its dtype, and not returned
     overwrites: bool = False  # main_grad is written, not added to
-    store: Any = None  # takes the operands, for later
-    parts: tuple[MainGrad, ...] = ()  # in the place of main_grad: the weight is in parts, one below the other
-    is_slice: bool = False  # the weight is one group's of a parameter, which has one gradient
-    is_told: bool = False  # beside main_grad autograd gets zeros, so that hooks of the parameter run
+    store: Any = None  # keeps the operands, so that the gradient can be computed later
+    parts: tuple[MainGrad, ...] = ()  # instead of main_grad: the weight has parts, one below the other
+    is_slice: bool = False  # the weight is one group's slice of a parameter, which has one gradient
+    is_told: bool = False  # autograd gets zeros in spite of main_grad, so that the parameter's hooks run
 
     def fields(self) -> tuple[Any, ...]:
-        """Return all of it as a function of `below_dynamo` takes it: a tuple, each part a tuple in it."""
+        """Return all fields as a tuple, with each part as a tuple in it, which is what a function of `below_dynamo`
+        takes."""
         parts = tuple([(part.rows, part.main_grad, part.overwrites) for part in self.parts])
         return self.dtype, self.main_grad, self.overwrites, self.store, parts, self.is_slice, self.is_told
 
 
 @dataclass(slots=True)
 class LinearFwdArgs(Saved):
-    """`x` (…, K), or `x_q` where a producer has quantized it; `weight` (N, K) with `weight_q`, as the GEMMs take it."""
+    """The arguments of a linear's forward: `x` (…, K), or `x_q` if a producer has quantized it; `weight` (N, K), and
+    `weight_q`, the weight as the GEMMs take it."""
 
     x: torch.Tensor | None
     weight: torch.Tensor | None
@@ -119,7 +123,7 @@ class LinearFwdArgs(Saved):
     weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
     weight_scale: torch.Tensor | None = None  # delayed scaling, FP32 [1]
     input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
-    probes: Probes | None = None  # where an inspector has statistics added to
+    probes: Probes | None = None  # where an inspector wants statistics to be added
 
     SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale")
 
@@ -147,12 +151,12 @@ class LinearBwdArgs(Saved):
 
 @dataclass(slots=True)
 class LinearMade:
-    x_q: Any  # of the tokens of this process
+    x_q: Any  # for the tokens of this rank
     amax: torch.Tensor | None
 
 
 def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
-    """y (M, N) in the dtype of activations."""
+    """Return y (M, N) in the dtype of activations, and what was made on the way."""
     x_q, amax, parallel = a.x_q, None, a.parallel
     if x_q is None:
         assert a.x is not None, "neither x nor x_q"
@@ -179,20 +183,21 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
 
 
 def _tokens_of(x: torch.Tensor | None, x_q: Any, parallel: Parallel | None) -> torch.Tensor | None:
-    """Return x for the same tokens as its quantized copy: those of all ranks where they were gathered."""
+    """Return x for the same tokens as its quantized copy `x_q`: those of all ranks if they were gathered."""
     if x is None or parallel is None or matrix_shape(x.shape)[0] == x_q.shape[0]:
         return x
     return gather_rows(as_matrix(x), parallel.group)
 
 
 def input_quantizer(a: LinearFwdArgs, rows: int) -> Quantizer | None:
-    """Of the tokens of this process, that many rows; None: not before they are gathered, or not at all."""
+    """Return the quantizer for this rank's tokens, `rows` of them, or None if they are gathered before they are
+    quantized, or not quantized at all."""
     quantizer = a.quantizers.input
     return shard_quantizer(quantizer, rows) if quantizer is not None and gathers(a.parallel, "input") else quantizer
 
 
 def _whole_input(a: LinearFwdArgs, x_q: Any) -> Any:
-    """The tokens of all processes, as forward multiplies them."""
+    """Return the tokens of all ranks as forward multiplies them."""
     if a.parallel is None or not gathers(a.parallel, "input"):
         return x_q
     quantizer = a.quantizers.input
@@ -204,18 +209,18 @@ def _whole_input(a: LinearFwdArgs, x_q: Any) -> Any:
 
 
 def in_high_precision(weight: Any, numerics: Numerics) -> Any:
-    """An unquantized weight in the dtype of activations; a quantized one as it is."""
+    """Return an unquantized weight in the dtype of activations, and a quantized one as it is."""
     return weight if isinstance(weight, QuantizedTensorStorage) else weight.to(numerics.dtype)
 
 
 def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
-    """What backward needs, and nothing else."""
+    """Return what backward needs, and nothing else."""
     override = a.numerics.override
     x: Any = None
     weight: Any = None
     if a.needs.weight and a.input_again is None:
         if keeps_input(a, matrix_shape((made.x_q if a.x is None else a.x).shape)[0]):
-            x = made.x_q if a.x is None else a.x  # itself: what is saved may be an input, but no view of one
+            x = made.x_q if a.x is None else a.x  # itself, because what is saved may be an input, but no view of one
         else:
             is_row = gathers(a.parallel, "input") and not made.x_q.get_usages()["columnwise"]
             x = kept(made.x_q, columnwise=override is None and not is_row)
@@ -246,7 +251,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
 
 
 def needs_original(quantizers: LinearQuantizers, numerics: Numerics, saves_original_input: bool) -> bool:
-    """Whether backward reads the unquantized input."""
+    """Return whether backward reads the unquantized input."""
     return (
         quantizers.input is None
         or numerics.override == "high_precision"
@@ -256,7 +261,7 @@ def needs_original(quantizers: LinearQuantizers, numerics: Numerics, saves_origi
 
 
 def keeps_input(a: LinearFwdArgs, rows: int) -> bool:
-    """Whether the unquantized input, that many rows, must be there to be saved."""
+    """Return whether the unquantized input, which has `rows` rows, must be there to be saved."""
     quantizer = a.quantizers.input
     if not a.needs.weight or quantizer is None or needs_original(a.quantizers, a.numerics, a.saves_original_input):
         return a.needs.weight
@@ -267,15 +272,17 @@ def keeps_input(a: LinearFwdArgs, rows: int) -> bool:
 
 
 def takes_quantized(a: LinearFwdArgs, rows: int) -> bool:
-    """Whether a producer may quantize x on its own: nobody reads what it leaves out, and it needs no other process."""
+    """Return whether a producer may quantize x itself: nobody reads the unquantized x, and no other rank is needed for
+    it."""
     quantizer = input_quantizer(a, rows)
-    if a.probes is not None:  # what is compared with the quantized copy must be there
+    if a.probes is not None:  # the unquantized x is compared with its copy
         return False
     return quantizer is not None and not keeps_input(a, rows) and not needs_others(a.parallel, "input", quantizer)
 
 
 def takes_quantized_grad(b: LinearBwdArgs) -> bool:
-    """The same of dy."""
+    """Return whether a producer may quantize dy itself: nobody reads the unquantized dy, and no other rank is needed
+    for it."""
     quantizer = b.quantizers.grad_output
     if quantizer is None or b.numerics.keeps_wgrad or b.probes is not None or not (b.needs.input or b.needs.weight):
         return False
@@ -283,14 +290,15 @@ def takes_quantized_grad(b: LinearBwdArgs) -> bool:
 
 
 def kept(x: Any, columnwise: bool) -> Any:
-    """One direction of a storage."""
+    """Return one direction of a storage, and any other tensor as it is."""
     return x.keep(rowwise=not columnwise, columnwise=columnwise) if isinstance(x, QuantizedTensorStorage) else x
 
 
 def linear_backward(
     b: LinearBwdArgs, dy: Any, dy_q: Any = None, db: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """dx (…, K), dW (N, K), db [N] and the amax of dy; `dy_q`, `db` where a producer has made them from dy."""
+    """Return dx (…, K), dW (N, K), db [N] and the amax of dy. `dy_q` and `db` are given if a producer has made them
+    from dy."""
     if isinstance(dy, QuantizedTensorStorage):
         dy = dy.dequantize()
     amax, parallel = None, b.parallel
@@ -328,7 +336,8 @@ def linear_backward(
 
 
 def as_multiplied(x: Any, numerics: Numerics) -> Any:
-    """What forward made, dequantized, where backward is overridden to compute on that."""
+    """Return a quantized x dequantized if `override` asks backward not to compute on quantized tensors, and any other
+    as it is."""
     is_quantized = isinstance(x, QuantizedTensorStorage)
     return x.dequantize(dtype=numerics.dtype) if is_quantized and numerics.override is not None else x
 
@@ -358,7 +367,7 @@ def _saved_input(b: LinearBwdArgs) -> Any:
 
 
 def weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> torch.Tensor | None:
-    """dW; None, or zeros, where it went elsewhere."""
+    """Return dW. If it went elsewhere, return None, or zeros for autograd; a store keeps the operands for later."""
     if wgrad.store is not None:
         wgrad.store.put(wgrad, dy, x, fast)
         return None
@@ -379,12 +388,13 @@ def compute_weight_gradient(wgrad: WeightGrad, dy: Any, x: Any, fast: bool) -> t
 
 
 def stand_in(wgrad: WeightGrad, added: torch.Tensor) -> torch.Tensor | None:
-    """What autograd gets of a gradient that was added elsewhere."""
+    """Return what autograd gets for a gradient that was added elsewhere: zeros if `is_told`, else None."""
     return torch.zeros_like(added, dtype=wgrad.dtype) if wgrad.is_told else None
 
 
 def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> torch.Tensor:
-    """One product, in FP32 as each part may have a dtype of its own; its rows go where they belong."""
+    """Compute one product, in FP32 because each part may have a dtype of its own, and add or write its rows to the
+    parts. Return the product."""
     whole = multiply(dy, x, a_columnwise=True, b_columnwise=True, out_dtype=torch.float32, fast=fast)
     for part, rows in zip(parts, whole.split([part.rows for part in parts]), strict=True):
         if part.main_grad is not None and part.overwrites:
@@ -395,16 +405,17 @@ def _add_to_parts(parts: tuple[MainGrad, ...], dy: Any, x: Any, fast: bool) -> t
 
 
 def shaped(y: torch.Tensor, x: Any, parallel: Parallel | None = None) -> torch.Tensor:
-    """The matrix y (M, N) with the leading dimensions of x (…, K), of other tokens where these are gathered or
-    scattered. Last of all: y itself is no more.
+    """Return the matrix y (M, N) with the leading dimensions of x (…, K); the number of tokens differs if they are
+    gathered or scattered. It must be the last use of y, which is not valid afterwards.
 
-    No view to autograd: FSDP2 puts a hook on what a module gives out, which a write into a view would lose.
+    To autograd the result is not a view: FSDP2 puts a hook on what a module returns, which a write into a view would
+    lose.
     """
     return torch.ops.aten._unsafe_view.default(y, (*output_leading(x.shape[:-1], parallel), y.shape[1]))
 
 
 def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Those that there are, for the module to enter into its history."""
+    """Return the amaxes that are not None, which the module enters into its history."""
     return tuple([amax for amax in amaxes if amax is not None])
 
 

@@ -1,7 +1,8 @@
-"""LayerNorm and RMSNorm, with the quantization of what they make taken in.
+"""LayerNorm and RMSNorm: this module computes them and their gradients, and quantizes the output in the same pass where
+it is asked to.
 
-Where a `branch` goes into the residual stream before the norm, x + branch is what is normalised, in one pass with the
-sum. The residual stream goes on behind the norm: its gradient is added where the norm's is made.
+If a `branch` goes into the residual stream before the norm, x + branch is normalized, in one pass with the sum. The
+residual stream goes on behind the norm: its gradient is added where the norm's is computed.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from mezzotint.tracing import left_to_backward
 
 @dataclass(frozen=True)
 class NormOptions(GraphConstant):
-    """gamma is stored minus one when `zero_centered`."""
+    """The options of a norm: `eps`, whether gamma is stored minus one (`zero_centered`), and whether it is RMSNorm
+    (`rms`)."""
 
     eps: float
     zero_centered: bool
@@ -29,16 +31,16 @@ class NormOptions(GraphConstant):
 
 @dataclass(frozen=True)
 class Residual(GraphConstant):
-    """The residual stream that goes past a norm, given out behind it."""
+    """A `Residual` describes the residual stream that goes past a norm and is returned after it."""
 
-    has_branch: bool  # which is added before the norm
-    bias_dtype: torch.dtype | None  # of the branch's bias, where that needs a gradient
+    has_branch: bool  # a branch is added to it before the norm
+    bias_dtype: torch.dtype | None  # dtype of the branch's bias if that needs a gradient
 
 
 @dataclass(slots=True)
 class NormFwdArgs:
-    """`x` (…, K), `gamma` [K], `beta` [K] or None. `branch` (…, K), in x's dtype, and `branch_bias` [K] are added to x
-    first: round(x + (branch + bias))."""
+    """The arguments of a norm's forward: `x` (…, K), `gamma` [K], `beta` [K] or None. `branch` (…, K), in x's dtype,
+    and `branch_bias` [K] are added to x first: round(x + (branch + bias))."""
 
     x: torch.Tensor
     gamma: torch.Tensor
@@ -55,7 +57,7 @@ class NormBwdArgs(Saved):
     mu: torch.Tensor
     rs: torch.Tensor
     gamma: torch.Tensor
-    beta: torch.Tensor | None  # where the norm is applied again
+    beta: torch.Tensor | None  # only if backward applies the norm again
     options: NormOptions
     has_beta: bool
 
@@ -70,7 +72,7 @@ class NormMade:
 
 
 def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
-    """y in x's shape and dtype."""
+    """Return y in x's shape and dtype, and what backward needs of it."""
     options, made = a.options, _statistics(a)
     y = run_op(norm_apply, made.x, made.mu, made.rs, a.gamma, a.beta, options.zero_centered, options.rms)
     return y, made
@@ -79,7 +81,8 @@ def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
 def norm_forward_quantized(
     a: NormFwdArgs, quantizer: Quantizer, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None, NormMade]:
-    """y in x's shape, quantized in one pass with the norm; its amax where the scale was given."""
+    """Return y in x's shape, quantized in one pass with the norm; its amax if `scale` was given; and what backward
+    needs."""
     options, made = a.options, _statistics(a)
     arguments = (made.x, made.mu, made.rs, a.gamma, a.beta, options.zero_centered, options.rms)
     y_q, amax, _ = quantize_source("norm", arguments, a.x.shape, a.x.dtype, quantizer, scale)
@@ -108,7 +111,7 @@ def norm_setup(a: NormFwdArgs, made: NormMade, *, is_applied_again: bool = False
 
 
 def norm_quantized_again(b: NormBwdArgs, quantizer: Quantizer, scale: torch.Tensor | None) -> Any:
-    """Return y (M, K) again, quantized, in a backward that was set up to apply the norm again."""
+    """Compute y (M, K) again in a backward that was set up for it, and return it quantized."""
     options = b.options
     arguments = (b.x, b.mu, b.rs, b.gamma, b.beta, options.zero_centered, options.rms)
     with left_to_backward():
@@ -118,7 +121,7 @@ def norm_quantized_again(b: NormBwdArgs, quantizer: Quantizer, scale: torch.Tens
 def norm_gradients(
     b: NormBwdArgs, dy: Any, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dx, with `residual` added, dgamma, dbeta."""
+    """Return dx, with `residual` added if it is given, dgamma and dbeta."""
     options = b.options
     arguments = (dy, b.x, b.mu, b.rs, b.gamma, options.zero_centered, options.rms, b.has_beta)
     if residual is None:
@@ -129,7 +132,7 @@ def norm_gradients(
 
 
 def branch_gradients(residual: Residual | None, dx: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of `branch` and `branch_bias`, from that of the sum."""
+    """Return the gradients of `branch` and `branch_bias` from `dx`, that of the sum; None where there is none."""
     if residual is None or not residual.has_branch:
         return None, None
     dtype = residual.bias_dtype

@@ -1,6 +1,7 @@
-"""What a linear shows an inspector: statistics of its input, weight and output gradient against their quantized copies.
+"""Probes of an inspected linear: they collect statistics of its input, weight and output gradient against their
+quantized copies.
 
-`Probes` are part of the arguments of a linear whose module is inspected, and None otherwise. A probe holds a table
+`Probes` are part of the arguments of a linear whose module is inspected; otherwise they are None. A probe holds a table
 (`kernels/statistics.py`); what a run sees is added to it, in place.
 """
 
@@ -29,14 +30,15 @@ from mezzotint.tracing import read_live
 
 @dataclass(frozen=True)
 class Others(GraphConstant):
-    """Quantizers of other formats, which a tensor is tried out in."""
+    """An `Others` holds quantizers of other formats, in which a tensor is tried out."""
 
     quantizers: tuple[Quantizer, ...]
 
 
 class Probe(NamedTuple):
-    """Where what is seen of a tensor goes: `table` FP64 (16, 256), and what other formats would make of it `tried` FP64
-    (16, number of others); `counts` int64 [3], values that are not finite. None: nobody asks for it."""
+    """A `Probe` holds the tensors to which the statistics of one tensor are added: `table` FP64 (16, 256) for its
+    quantized copy, `tried` FP64 (16, number of others) for what the other formats would make of it, and `counts` int64
+    [3] for values that are not finite. One that is None is not asked for."""
 
     table: torch.Tensor | None
     tried: torch.Tensor | None = None
@@ -45,7 +47,7 @@ class Probe(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """Those of one linear; None: not looked at."""
+    """A `Probes` holds the probes of one linear; a tensor whose probe is None is not looked at."""
 
     input: Probe | None
     weight: Probe | None
@@ -53,7 +55,8 @@ class Probes(NamedTuple):
 
 
 def join_probes(seen: tuple[Probes, ...] | None, counted: tuple[Probes, ...] | None) -> tuple[Probes, ...] | None:
-    """Return the probes of an inspector that count, too, what is not finite, for each GEMM."""
+    """Return, for each GEMM, the probes `seen` of an inspector joined with those that count values that are not finite,
+    `counted`."""
     if seen is None or counted is None:
         return counted if seen is None else seen
     return tuple([Probes(*map(_join, each, others)) for each, others in zip(seen, counted, strict=True)])
@@ -66,7 +69,7 @@ def _join(seen: Probe | None, counted: Probe | None) -> Probe | None:
 
 
 def watch_gradient(probes: Probes | None) -> Probes | None:
-    """Return what is left to backward of the probes of a linear, and tell the compiler that backward writes it."""
+    """Return the probes of a linear that are left to backward, and tell the compiler that backward writes them."""
     if probes is None or probes.grad_output is None:
         return None
     read_live(probes.grad_output.table, probes.grad_output.tried, probes.grad_output.counts)
@@ -74,7 +77,7 @@ def watch_gradient(probes: Probes | None) -> Probes | None:
 
 
 def statistics_of(x: torch.Tensor, x_q: Any) -> torch.Tensor:
-    """Return the table (16, 256) of `x` (…, K) and its quantized copy, which holds its row-wise direction."""
+    """Return the table (16, 256) of `x` (…, K) and its quantized copy `x_q`, which must hold its row-wise direction."""
     matrix = as_matrix(x.detach())
     if is_made_by_custom(x_q) and not isinstance(x_q, QuantizedTensorStorage):
         return run_op(tensor_statistics, matrix, as_matrix(x_q.dequantize()).float(), None, 0.0)
@@ -85,7 +88,8 @@ def statistics_of(x: torch.Tensor, x_q: Any) -> torch.Tensor:
 
 
 def observe(probe: Probe | None, x: Any, x_q: Any) -> None:
-    """Add what is seen of a tensor to its tables. One that came quantized, or is not quantized, is not looked at."""
+    """Add what is seen of a tensor to the tables of its probe. A tensor that came quantized, or is not quantized, is
+    left out."""
     if probe is None or x is None or isinstance(x, QuantizedTensorStorage) or isinstance(x_q, torch.Tensor):
         return
     with torch.no_grad():
@@ -101,6 +105,6 @@ def observe(probe: Probe | None, x: Any, x_q: Any) -> None:
 
 
 def observe_groups(probes: Sequence[Probe | None], xs: Sequence[Any], xs_q: Sequence[Any]) -> None:
-    """`observe` of each group."""
+    """Observe the tensor of each group with its probe."""
     for probe, x, x_q in zip(probes, xs, xs_q, strict=True):
         observe(probe, x, x_q)

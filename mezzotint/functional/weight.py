@@ -1,4 +1,5 @@
-"""Weights: quantized once, kept over micro-batches in a workspace that lives outside autograd."""
+"""Weights: this module quantizes them once, and keeps them over microbatches in a workspace that lives outside
+autograd."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +16,17 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 def as_storage(x: Any) -> Any:
-    """The buffers of a quantized tensor in a plain holder; anything else as it is."""
+    """Return the buffers of a quantized tensor in a plain holder, and anything else as it is."""
     if not isinstance(x, QuantizedTensor):
         return x
-    # Of an alias: the buffers of a graph's argument would be inputs of their own. Attributes only: the compiler does
-    # not call methods of a tensor subclass.
-    # Its class by the registry: torch 2.11 does not look into that of a tensor that the graph has made (of a DTensor).
+    # The buffers are those of an alias: otherwise the buffers of a graph's argument would be inputs of their own. Only
+    # attributes are read, because the compiler does not call methods of a tensor subclass. The class is looked up in
+    # the registry, because torch 2.11 does not look into that of a tensor that the graph has made (from a DTensor).
     cls: Any = class_by_name(qualified_name(type(x)))
     cls, held = cls._STORAGE, x.detach()
     fields = {kwarg: getattr(held, attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
-    # Without the quantizer: nobody quantizes into this holder, and that of an alias is nothing the compiler knows. But
-    # where it says what the buffers are, that of the tensor itself.
+    # The quantizer is left out: nobody quantizes into this holder, and the compiler does not know that of an alias. But
+    # if the quantizer says what the buffers mean, the one of the tensor itself is taken.
     fields.update({kwarg: getattr(held, attribute) for attribute, kwarg, _ in cls._VALUES if kwarg != "quantizer"})
     if cls._READS_QUANTIZER:
         fields["quantizer"] = x._quantizer
@@ -43,11 +44,13 @@ def quantize_weight(
     update_workspace: bool = True,
     skip_update_flag: torch.Tensor | None = None,
 ) -> tuple[Any, Any, torch.Tensor | None]:
-    """The weight as the GEMMs take it, the workspace to keep (None: keep what there is), and the amax where asked for.
+    """Return the weight as the GEMMs take it, the workspace to keep (None: keep the present one), and the amax if there
+    is one.
 
-    Quantized already, or not to be quantized: as it is. A valid `workspace`: updated in place if `update_workspace`
-    (not where the one-element `skip_update_flag` is 1), and used. Else quantized into a new one, to be kept if `cache`.
-    A shard of a weight (`parallel`) is quantized as the whole would be.
+    A weight that is quantized already, or is not to be quantized, is returned as it is. A valid `workspace` is used; if
+    `update_workspace`, it is updated in place first (not if the one-element `skip_update_flag` is 1). Otherwise the
+    weight is quantized into a new workspace, which is to be kept if `cache`. A shard of a weight (`parallel`) is
+    quantized as the whole would be.
     """
     with torch.no_grad():
         if isinstance(tensor, QuantizedTensorStorage):
@@ -74,7 +77,8 @@ def quantize_weight(
 def quantize_weights(
     tensors: Sequence[Any], quantizers: Sequence[Quantizer | None], scales: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]] | None:
-    """Weights of many groups at once, and their amaxes; None where each must be looked at on its own."""
+    """Quantize the weights of many groups at once, and return them and their amaxes, or None if each must be looked at
+    on its own."""
     for tensor, quantizer in zip(tensors, quantizers, strict=True):
         if quantizer is None or isinstance(tensor, QuantizedTensorStorage) or tensor.shape != tensors[0].shape:
             return None
@@ -83,7 +87,8 @@ def quantize_weights(
 
 
 def is_valid_workspace(workspace: Any, tensor: torch.Tensor, quantizer: Quantizer) -> bool:
-    """Of the same quantizer class, shape, device and meaning of bytes, and with every usage that is needed now."""
+    """Return whether a workspace can be used: it has the same quantizer class, shape, device and meaning of bytes, and
+    every usage that is needed now."""
     if type(workspace._quantizer) is not type(quantizer) or tuple(workspace.shape) != tuple(tensor.shape):
         return False
     values = quantizer.storage_metadata()

@@ -1,1 +1,2 @@
-"""What modules and operations share: parameters, delayed scaling's state, the recipe in force made into arguments."""
+"""The package that modules and operations share: it holds their parameters and delayed scaling's state, and makes the
+recipe in force into arguments of a run."""

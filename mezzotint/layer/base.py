@@ -1,4 +1,5 @@
-"""What modules and operations with weights share: the state asked once per run, its plan, kept weights.
+"""The base of modules and operations with weights: it reads the state once per run, finds the plan, and keeps quantized
+weights.
 
 A forward asks `_start` what is in force; the plan that it gets says all else (`plan.py`). Delayed scaling's buffers are
 in `scaling_state.py`, what it does at the start of a run in `delayed_run.py`.
@@ -47,7 +48,7 @@ from mezzotint.tracing import backward_task, call_untraced, in_inference_mode, m
 
 
 class Layer(Configured, Named, ParallelModule):
-    """Something with GEMMs, each with a weight, that a recipe quantizes."""
+    """A `Layer` has GEMMs, each with a weight, that a recipe quantizes."""
 
     module_type: ClassVar[str] = "linear"
     _config: LayerConfig
@@ -78,9 +79,9 @@ class Layer(Configured, Named, ParallelModule):
             "zero_centered_gamma",
         }
     )
-    gathers_one_direction: bool | None = None  # as `low_precision_gather` was told
-    _ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what rules give the module
-    _probes: tuple[Probes, ...] | None = None  # of each GEMM, while an inspector looks at the module
+    gathers_one_direction: bool | None = None  # the `one_direction` of `low_precision_gather`
+    _ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # the recipe that each `Rules` gives the module
+    _probes: tuple[Probes, ...] | None = None  # one for each GEMM, while the module is inspected
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Layer(Configured, Named, ParallelModule):
     # Roles and quantizers
 
     def _inner_name(self, gemm: int) -> str:
-        """Return what a role calls the GEMM, behind the name of the module."""
+        """Return the part of a GEMM's role name that follows the name of the module."""
         return ""
 
     def _linear_names(self) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ class Layer(Configured, Named, ParallelModule):
         return QuantizerRole(self.module_type, tensor_type, join_path(self._name, self._inner_name(gemm)))
 
     def _live_quantizer(self, recipe: Recipe, gemm: int, tensor_type: str) -> Quantizer:
-        """A quantizer that reads and writes this module's state where it needs one."""
+        """Return a quantizer for a tensor of a GEMM; if it needs state, it reads and writes this module's."""
         own = of_tensor(self, recipe, gemm, tensor_type)
         made = IdentityQuantizer() if own is None else own.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, Quantizer):
@@ -122,7 +123,7 @@ class Layer(Configured, Named, ParallelModule):
         )
 
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
-        """Return the state that a recipe asks for, in a run with all gradients."""
+        """Return the state that a recipe asks for in a run with all gradients."""
         return plan_of(
             self, of_module(self, recipe), torch.float32, (Needs(True, True, True),) * self.num_gemms
         ).request
@@ -164,7 +165,7 @@ class Layer(Configured, Named, ParallelModule):
     # One forward
 
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
-        """Ask the state, once."""
+        """Read the state of the region once, and return the settings of this run."""
         state = current_state()
         recipe = state.recipe if state.enabled else None
         if recipe is not None:
@@ -184,19 +185,20 @@ class Layer(Configured, Named, ParallelModule):
             call.calibrates = state.calibrating
             return call
         if keeps_weights:
-            is_first_microbatch = as_microbatch(is_first_microbatch)  # without a recipe nothing depends on it
+            is_first_microbatch = as_microbatch(is_first_microbatch)  # without a recipe it has no effect
         is_second = state.recomputation is not None and state.recomputation.is_second
-        # A graph writes no attribute inside of a checkpoint: weights are quantized for each micro-batch there.
+        # A graph writes no attribute inside of a checkpoint, so weights are quantized for each microbatch there.
         call.caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
         call.reuses = is_first_microbatch is False
         if call.caches and state.skip_weight_update is not None:
-            # A graph that is captured once serves every micro-batch: the flag says at each replay which one it is.
+            # A graph that is captured once serves every microbatch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
         return call if plan.request is None else start_delayed(self, call)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
-        """Whether backward reads the row-wise copies of weights: where it computes on what forward multiplied, or where
-        this run is computed again. A checkpoint is seen by its hooks on what is saved, as are others that have some."""
+        """Return whether backward reads the row-wise copies of weights: it does if it computes on what forward
+        multiplied, or if this run is computed again. A checkpoint is recognized by its hooks on saved tensors; other
+        hooks are taken for one."""
         if not self._run_status.held[1] and self.gathers_one_direction is None and copies_saved():
             raise ValueError(
                 "saved_tensors_hooks inside of what FSDP2 gathers at once may copy what is saved for backward before "
@@ -206,7 +208,8 @@ class Layer(Configured, Named, ParallelModule):
         return saving_hooks() is not None or recipe is None or recipe.override() is not None
 
     def _handed_over(self, gemm: int, tensor_type: str) -> tuple[Quantizer | None, GradState | None]:
-        """Quantizer, row-wise, and state of a gradient that the module gives on quantized, where it is handed over."""
+        """Return the row-wise quantizer and the state for a gradient that the module returns quantized, if a graph
+        hands over what backward sees to an operator; else (None, None)."""
         recipe = recipe_for(self)
         recipe = None if recipe is None else recipe.of(gemm, tensor_type)
         request = None if recipe is None else recipe.quantizer(self._role(gemm, tensor_type))
@@ -221,12 +224,12 @@ class Layer(Configured, Named, ParallelModule):
     def _weights_q(
         self, call: RunSettings, weights: Sequence[Any]
     ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
-        """Return weights as the GEMMs take them, kept ones where these are to be reused, and their amaxes."""
-        # What FSDP2 has gathered it frees again: a kept copy would be there for good, so it is made again instead.
+        """Return the weights as the GEMMs take them, and their amaxes. Kept ones are used if this run reuses them."""
+        # FSDP2 frees again what it has gathered. A kept copy would stay for good, so it is made again instead.
         if not call.caches or self._is_fully_sharded:
             return quantized_weights(call.plan, weights, call)
         if in_inference_mode():
-            with torch.inference_mode(False), torch.no_grad():  # what is kept may serve training
+            with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in training later
                 return self._weights_q(call, weights)
         held = self._workspaces if call.reuses else None
         if held is not None and torch.is_grad_enabled() and self._keeps_inference():
@@ -245,7 +248,8 @@ class Layer(Configured, Named, ParallelModule):
     def _reused(
         self, call: RunSettings, weights: Sequence[Any], held: tuple[Any, ...]
     ) -> tuple[tuple[Any, ...], list[torch.Tensor | None]]:
-        """Return kept weights and amaxes; one that does not serve is quantized anew, and kept."""
+        """Return the kept weights and their amaxes. A weight whose kept copy does not serve is quantized anew, and
+        kept."""
         quantized: list[Any] = []
         kept: list[Any] = []
         amaxes: list[torch.Tensor | None] = []
@@ -268,7 +272,7 @@ class Layer(Configured, Named, ParallelModule):
         return tuple(quantized), amaxes
 
     def _kept(self, call: RunSettings, weights: Sequence[Any]) -> KeptWeights:
-        """Return quantized weights that are kept for other micro-batches."""
+        """Return the quantized weights that are kept for other microbatches."""
         return KeptWeights(*self._weights_q(call, weights))
 
     def _wgrads(self, weights: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
@@ -276,8 +280,8 @@ class Layer(Configured, Named, ParallelModule):
         return tuple([self._weight_grad(gemm, weight, gemm).fields() for gemm, weight in enumerate(weights)])
 
     def _keeps_inference(self) -> bool:
-        """Whether kept weights come from a graph that ran in inference mode: backward cannot have them."""
-        return call_untraced(_has_inference_workspaces, self)  # graphs are apart by what kind they are given
+        """Return whether kept weights come from a graph that ran in inference mode, which backward cannot use."""
+        return call_untraced(_has_inference_workspaces, self)  # graphs differ by the kind of their inputs
 
     def _linear_args(
         self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
@@ -287,7 +291,8 @@ class Layer(Configured, Named, ParallelModule):
         return linear_args(call.plan, gemm, weight, bias, weight_q, call, wgrad, call.probes)
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
-        """Where the gradient of a GEMM's weight goes; `store`: which of `wgrad_stores` takes its operands."""
+        """Return where the gradient of a GEMM's weight goes. `store` is the index of the one of `wgrad_stores` that
+        takes its operands."""
         made = WeightGrad(weight.dtype, None, False, self.wgrad_stores[store] if self.wgrad_stores else None)
         if self.fuse_wgrad_accumulation and weight.requires_grad:
             parts = self._weights[gemm].main_grads(self)
@@ -303,34 +308,36 @@ class Layer(Configured, Named, ParallelModule):
     # Delayed weight gradients
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for `backward_dw`."""
+        """Return whether weight gradients wait for `backward_dw`."""
         return bool(self.wgrad_stores)
 
     def backward_dw(self) -> None:
         """Compute the oldest weight gradients that wait, and add them to `grad` or `main_grad`."""
-        for gemm in reversed(range(len(self.wgrad_stores))):  # as backward goes
+        for gemm in reversed(range(len(self.wgrad_stores))):  # in the order of backward
             self._add_gradients(gemm, self.wgrad_stores[gemm].run())
         for hook in self._wgrad_hooks if self.wgrad_stores else ():
             hook()
 
     def _add_gradients(self, store: int, gradients: Any) -> None:
-        """What a store gave, to the parameters."""
+        """Add the weight gradients that a store computed to the parameters."""
         self._weights[store].add_gradient(self, gradients)
 
     def register_wgrad_accumulation_and_reduce_hooks(
         self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
     ) -> None:
-        """Called after each `backward_dw`."""
+        """Register a function that is called after each `backward_dw`."""
         self._wgrad_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     # Parameters
 
     def _gathered_weights(self) -> dict[str, int]:
-        """Weights that FSDP2 may gather quantized, and of which GEMM they are: those that are not in parts."""
+        """Return the names of the weights that FSDP2 may gather quantized, with the GEMM of each; weights that consist
+        of parts are left out."""
         return {w.weight_names[0]: gemm for gemm, w in enumerate(self._weights) if not w.parts}
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initial values; materialises parameters that are on the meta device, unless deferred."""
+        """Set the initial values, and materialize parameters that are on the meta device; do nothing if
+        `defer_init`."""
         if not defer_init:
             for gemm, weights in enumerate(self._weights):
                 weights.reset(self, gemm)
@@ -345,8 +352,8 @@ def plan_of(
     keeps_weights: bool = False,
     options: RegionOptions = NO_OPTIONS,
 ) -> Plan:
-    """Return the plan of a run under this recipe: in eager code that of the last run, if it is the same."""
-    # No method: in a graph each look-up of one in a module has its guards.
+    """Return the plan of a run under this recipe. Eager code takes that of the last run, if nothing changed."""
+    # This is no method, because in a graph each look-up of a method in a module has its guards.
     if recipe is None or recipe.answers_once():
         key = module._config, recipe, dtype, needs, keeps_weights, options
         return memoized(
@@ -356,8 +363,8 @@ def plan_of(
 
 
 def probes_of(module: Layer, plan: Plan, state: State) -> tuple[Probes, ...] | None:
-    """Return what an inspector watches a run of the module with, or a region that counts what is not finite. A run that
-    is computed again for its backward was seen the first time, but for its gradients."""
+    """Return the probes of a run of the module: an inspector's, and those of a region that counts values that are not
+    finite. A run that is computed again for its backward was seen the first time, but for its gradients."""
     is_second = state.recomputation is not None and state.recomputation.is_second
     probes = module._probes if plan.is_inspected else None
     if plan.checks_finite:
@@ -368,7 +375,7 @@ def probes_of(module: Layer, plan: Plan, state: State) -> tuple[Probes, ...] | N
 
 
 def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
-    """Return the weight and the bias, or None, of each GEMM."""
+    """Return the weight and the bias (or None) of each GEMM."""
     if config.weight_names:
         both = zip(config.weight_names, config.bias_names, strict=True)
         return [(named(module, weights), named(module, biases)) for weights, biases in both]
@@ -377,8 +384,8 @@ def weights_of(module: Any, config: LayerConfig) -> list[tuple[Any, Any]]:
 
 @traced_as(lambda module, recipe, state: (recipe, state.options))
 def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tuple[Recipe | None, RegionOptions]:
-    """Return the recipe and the options of a module's run, note them, and check that it may run. A graph serves
-    many runs, and would have to guard on what was noted before."""
+    """Return the recipe and the options of a module's run, note them, and check that it may run. A graph notes nothing,
+    because it serves many runs and would have to guard on what was noted before."""
     status = module._run_status
     if not status.held[0]:
         raise ValueError(
@@ -396,8 +403,8 @@ def _settings_of_run(module: Layer, recipe: Recipe | None, state: State) -> tupl
 
 @traced_as(lambda status, recipe, state: (recipe, state.options))
 def settings_of_run(status: RunStatus, recipe: Recipe | None, state: State) -> tuple[Recipe | None, RegionOptions]:
-    """Return the recipe and the options of a run, and note them. A run inside of backward, outside of any region,
-    is one of `torch.utils.checkpoint`: it has those of the module's last run before."""
+    """Return the recipe and the options of a run, and note them. A run inside of backward and outside of any region is
+    one of `torch.utils.checkpoint`: it gets those of the module's last run before."""
     settings = recipe, state.options
     if backward_task() == -1:
         status.settings = settings
@@ -422,7 +429,7 @@ def _refuse_delayed_wgrad() -> None:
 
 @traced_as(_refuse_delayed_wgrad)
 def _check_delayed_wgrad() -> None:
-    """Check that this is no graph, for a module whose weight gradients wait for `backward_dw`."""
+    """Raise in a graph, for a module whose weight gradients wait for `backward_dw`; in eager code do nothing."""
 
 
 def _has_inference_workspaces(module: Layer) -> bool:
@@ -431,7 +438,7 @@ def _has_inference_workspaces(module: Layer) -> bool:
 
 
 def as_microbatch(is_first: Any) -> bool | None:
-    """`is_first_microbatch`, of which False is not the only way to write it (`np.False_`, 0)."""
+    """Return `is_first_microbatch` as a bool or None; False may also be written as `np.False_` or 0."""
     if is_first is None or isinstance(is_first, bool):
         return is_first
     if isinstance(is_first, torch.Tensor) or is_first not in (0, 1):
@@ -440,7 +447,7 @@ def as_microbatch(is_first: Any) -> bool | None:
 
 
 def activation_dtype(inp: torch.Tensor) -> torch.dtype:
-    """torch.autocast's where it is on, else the input's."""
+    """Return the dtype of activations: torch.autocast's if that is on, else the input's."""
     kind = inp.device.type
     is_cast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows no autocast of the meta device
     dtype = torch.get_autocast_dtype(kind) if is_cast else inp.dtype

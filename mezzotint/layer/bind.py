@@ -1,4 +1,5 @@
-"""bind_rules: each module of a model learns what `Rules` give it, by its path. And what recipe a module has then."""
+"""Binding rules to a model: `bind_rules` tells each module what `Rules` give it, by its path, and the functions here
+say which recipe a module then has."""
 
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -12,14 +13,15 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def bind_rules(model: _M, rules: Rules, *, is_whole: bool = True) -> _M:
-    """Tell each module of Mezzotint in `model` what `rules` give it, by its path in the model; the model comes back.
+    """Tell each module of Mezzotint in `model` what `rules` give it, by its path in the model, and return the model.
 
         rules = recipe.Rules([("0", None), ("*", "mxfp8")])
         mz.bind_rules(model, rules)
         with mz.autocast(rules): ...
 
-    Call it when the model is made, and again when modules were added. A rule that matches nothing is an error; of a
-    part of a model, such as a stage of a pipeline, it is none with `is_whole=False`. `convert` does this by itself.
+    Call it when the model is made, and again when modules were added. A rule that matches nothing is an error; for a
+    part of a model, such as a stage of a pipeline, give `is_whole=False`, and it is none. `convert` does this by
+    itself.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
@@ -32,7 +34,7 @@ def bind_rules(model: _M, rules: Rules, *, is_whole: bool = True) -> _M:
         known = ", ".join([join_path(path, linears[0]) for path, _, linears in found[:3]])
         known = f"its linears are {known}, …" if known else "no module of it is Mezzotint's"
         raise ValueError(f"the rule {unused[0]!r} matches nothing in the model: {known}")
-    # All are resolved before the first one is bound: one may be an error.
+    # All are resolved before the first one is bound, because resolving one may raise an error.
     resolved = [(module, path, rules.resolve(path, names, is_group=_is_group(module))) for path, module, names in found]
     for module, path, recipe in resolved:
         module._take_rule(path, rules, recipe)
@@ -40,7 +42,8 @@ def bind_rules(model: _M, rules: Rules, *, is_whole: bool = True) -> _M:
 
 
 def named_linears(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield path and module of what has linears of Mezzotint in it, and their names behind the path."""
+    """Yield the path and module of everything that has linears of Mezzotint in it, and the names of those behind the
+    path."""
     for path, module in model.named_modules():
         linears = module._linear_names() if isinstance(module, Named) else ()
         if linears:
@@ -52,13 +55,13 @@ def _is_group(module: Any) -> bool:
 
 
 def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
-    """Return a recipe as it is for one module: what rules give it."""
+    """Return the recipe that holds for one module: under rules, what they give it."""
     return None if recipe is None else recipe.for_module(module._config)
 
 
 def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recipe | None:
-    """Return the recipe of a tensor of a module. One that is made in `quantized_model_init`, before it can be bound to
-    rules, goes by its name."""
+    """Return the recipe of a tensor of a module, or None for high precision. A module that is made in
+    `quantized_model_init`, before it can be bound to rules, is looked up by its name."""
     if not isinstance(recipe, Rules):
         return recipe.of(gemm, tensor_type)
     bound = [own for known, own in module._ruled if known == recipe]

@@ -1,4 +1,5 @@
-"""Quantized tensors that cross a module's boundary: given to it, or asked of it."""
+"""Quantized tensors that cross a module's boundary: this module dequantizes inputs that come quantized, and quantizes
+gradients that are to be returned so."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +19,12 @@ from mezzotint.tracing import eager_only
 
 
 def dequantized(inp: Any) -> torch.Tensor:
-    """A quantized input in its nominal dtype, differentiable; any other as it is."""
+    """Return a quantized input in its nominal dtype, differentiably, and any other as it is."""
     return _Dequantize.apply(inp) if isinstance(inp, QuantizedTensor) else inp
 
 
 def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
-    """x, whose gradient is given on quantized."""
+    """Return x, whose gradient is then passed on quantized."""
     quantizer, state = module._handed_over(gemm, "grad_input")
     if state is not None:
         return _QuantizeHandedGradient.apply(x, quantizer, state, slot(gemm, "grad_input"))
@@ -33,7 +34,8 @@ def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:
 
 @eager_only()
 def _waits(scale: torch.Tensor) -> Callable[[], None]:
-    """Return what updates a scale that waits for the end of a backward; None of a graph, where none waits."""
+    """Return a function that updates a scale if it waits for the end of a backward. A graph gets None, because nothing
+    waits there."""
     return partial(SCALE_UPDATES.before, scale)
 
 
@@ -56,13 +58,14 @@ class _QuantizeGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.before is not None:  # by the scale that follows from what the module has seen
+        if ctx.before is not None:  # so that the scale follows from what the module has seen
             ctx.before()
         return quantize(grad.detach(), ctx.quantizer), None, None
 
 
 class _QuantizeHandedGradient(torch.autograd.Function):
-    """The same in a graph that hands over what backward sees."""
+    """This function does what `_QuantizeGradient` does in a graph, which hands over what backward sees to an
+    operator."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, quantizer: Quantizer, state: GradState, place: int) -> torch.Tensor:

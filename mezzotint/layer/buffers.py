@@ -1,6 +1,7 @@
-"""Tensors of the caller's, into which a module or an operation writes its output, or the gradient of its input.
+"""Tensors that belong to the caller: a module or an operation writes its output, or the gradient of its input, into
+them.
 
-They are written themselves: what a graph of torch 2.11 writes to an alias of one is lost.
+The tensor itself is written, because what a graph of torch 2.11 writes to an alias of it is lost.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 
 def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise where a buffer has not the shape, dtype and device of what is written into it."""
+    """Raise if a buffer does not have the shape, dtype and device of what is written into it."""
     if not isinstance(buffer, torch.Tensor):
         raise TypeError(f"{name} is {type(buffer).__name__}: give a torch.Tensor that takes the result, or None")
     given = (tuple(buffer.shape), buffer.dtype, buffer.device)
@@ -19,7 +20,7 @@ def check_buffer(name: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def write_result(name: str, buffer: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """Return the value in the memory of a buffer; as it is where there is no buffer."""
+    """Return the value in the memory of a buffer, or as it is if there is no buffer."""
     if buffer is None:
         return value
     check_buffer(name, buffer, value)
@@ -28,7 +29,7 @@ def write_result(name: str, buffer: torch.Tensor | None, value: torch.Tensor) ->
 
 
 class WriteOutput(torch.autograd.Function):
-    """Gives y in the memory of a buffer that the caller owns and may use again."""
+    """This autograd function returns y in the memory of a buffer that the caller owns and may use again."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,7 @@ class WriteOutput(torch.autograd.Function):
 
 
 class WriteGradient(torch.autograd.Function):
-    """Gives x, and writes its gradient to a given buffer, which is what flows on."""
+    """This autograd function returns x, and writes its gradient to a given buffer, which is what flows on."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

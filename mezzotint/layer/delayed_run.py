@@ -1,6 +1,8 @@
-"""Delayed scaling at the start of a module's run: the scales that it goes by, and the update that it waits for.
+"""Delayed scaling at the start of a module's run: this module finds the scales of the run, and has it wait for their
+update.
 
-Functions of a module, not its methods: in a graph each look-up of a method in a module has its guards.
+These are functions of a module and not its methods, because in a graph each look-up of a method in a module has its
+guards.
 """
 
 from typing import Any
@@ -20,7 +22,7 @@ from mezzotint.tracing import below_dynamo, call_untraced
 
 
 def start_delayed(module: Any, call: RunSettings) -> RunSettings:
-    """Fill in what a run with delayed scaling goes by, and have its scales updated at the end of the region."""
+    """Fill in the tensors of a run with delayed scaling, and have its scales updated at the end of the region."""
     request, state, status = call.plan.request, current_state(), module._run_status
     assert request is not None
     if state.recomputes_in_graph:
@@ -35,17 +37,17 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
     use_history(module, request, backward_clears(request))
     recomputation = state.recomputation
-    # Of the runs that have a backward the first one's comes last. A checkpoint's first run is without gradients.
+    # Among the runs that have a backward, that of the first one comes last. A checkpoint's first run has no gradients.
     has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
         recomputation is not None and recomputation.has_backward
     )
     is_first = has_backward and not status.has_backward
     call.records = True
-    # Where backward quantizes again it needs the scales of forward, which are written before.
+    # If backward quantizes again, it needs the scales of forward, which are written before that.
     quantizes_again = config.recomputes or call.plan.quantizes_again()
     call.scales = snapshot(module.amax_history_fwd, module.scale_fwd) if quantizes_again else module.scale_fwd
     if recomputation is not None and recomputation.is_second:
-        # The scales of the first run, whose amaxes have been entered.
+        # These are the scales of the first run, whose amaxes have been entered.
         call.scales, call.weight_scales, is_first = recomputation.next_scales()
         call.records = False
     else:
@@ -72,7 +74,7 @@ def with_grad_state(module: Any, call: RunSettings) -> RunSettings:
 
 
 def await_update(module: Any, groups: tuple[Any, ...], state: State) -> None:
-    """Have the module take new forward scales at the end of the region."""
+    """Have the module's forward scales updated at the end of the region."""
     if state.depth > 0 and not module._run_status.is_pending:
         module._run_status.is_pending = True
         state.pending = Pending(module, groups, state.pending)
@@ -80,20 +82,21 @@ def await_update(module: Any, groups: tuple[Any, ...], state: State) -> None:
 
 def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any, ...], is_first: bool) -> GradState:
     """Return the module's live state of gradients."""
-    number = module._number if groups else None  # by which ranks compare the modules that they reduce
+    number = module._number if groups else None  # ranks compare by it which modules they reduce
     state = module.scale_bwd, module.amax_history_bwd, number
     return live_grad_state(request, *state, groups, is_first, backward_clears(request))
 
 
 @below_dynamo
 def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a copy for backward of what is written before it, made in forward, which writes `anchor`."""
+    """Return a copy of `scale` for backward, because the scale is written before that. The copy is made in forward,
+    which writes `anchor`."""
     with torch.no_grad():
         return run_op(delayed_snapshot_, anchor, scale)
 
 
 def weight_scales(module: Any, call: RunSettings) -> Any:
-    """Return the scales that the weights of this run are quantized with, or were when they were kept."""
+    """Return the scales that the weights of this run are quantized with, or were quantized with when they were kept."""
     if call.skips is not None:
         scales = module.scale_fwd.clone()
         if module._weight_scales is not None:
@@ -108,7 +111,7 @@ def weight_scales(module: Any, call: RunSettings) -> Any:
 
 
 def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
-    """Return delayed scaling's tensors as the function of a module takes them, or None where the plan has none."""
+    """Return delayed scaling's tensors as the function of a module takes them, or None if the plan has none."""
     if call.scales is None or call.weight_scales is None or call.plan.request is None:
         return None
     return Delayed(

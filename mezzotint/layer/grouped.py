@@ -1,10 +1,11 @@
-"""The weights and biases of groups: a parameter for each, `weight0`, `bias0`, …, or one that holds those of all.
+"""The weights and biases of groups: each group has parameters of its own, `weight0`, `bias0`, …, or one parameter holds
+those of all.
 
     single_grouped_weight    weight (G, out, in)      quantized: a GroupedTensor
     single_grouped_bias      bias (G, out)
 
-Groups are slices of it, initial values and bits those of parameters of their own. A state dict of either form loads
-into the other.
+The groups are slices of that parameter; their initial values and bits are those of parameters of their own. A state
+dict of either form loads into the other.
 """
 
 import math
@@ -26,7 +27,8 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
 class GroupWeights(Weights):
-    """Of one group of `count`; `stacks_weight`, `stacks_bias`: a slice of the parameter of all."""
+    """A `GroupWeights` describes the weight and bias of one group of `count`. `stacks_weight` and `stacks_bias` say
+    that they are slices of one parameter of all groups."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class GroupWeights(Weights):
         self.bias_names = ["bias"] if stacks_bias and bias else self.bias_names
 
     def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """The first group registers what is one parameter."""
+        """Register this group's parameters, uninitialized. A parameter of all groups is registered by the first
+        group."""
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for kind, shape in shapes.items():
             name = kind if self.stacks[kind] else f"{kind}{self.group}"
@@ -61,7 +64,7 @@ class GroupWeights(Weights):
         self._mark(module)
 
     def is_plain(self) -> bool:
-        return False  # `GroupedLayer._group_parameters` has them
+        return False  # they are read with `GroupedLayer._group_parameters`
 
     def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         return value[self.group] if self.stacks.get(name, False) else value
@@ -71,7 +74,7 @@ class GroupWeights(Weights):
         if not self.stacks["weight"] or not hasattr(value, "to_local"):
             self._draw(self._own(name, value), module, init)
             return
-        # A slice of a DTensor may be a copy. So each process draws all groups, as one process does, and keeps its own.
+        # A slice of a DTensor may be a copy. So each rank draws all groups, as one rank alone would, and keeps its own.
         drawn = torch.empty(value.shape[1:], dtype=value.dtype, device=value.device)
         self._draw(drawn, module, init)
         _keep_part(value, self.group, drawn)
@@ -82,10 +85,11 @@ class GroupWeights(Weights):
             for name in (*self.weight_names, *self.bias_names):
                 parameter = getattr(module, name)
                 if self.stacks.get(name, False) and hasattr(parameter, "partition_dim"):
-                    parameter.partition_dim += 1  # behind that of groups
+                    parameter.partition_dim += 1  # dimension 0 is that of groups
 
     def _reset_quantized(self, module: Any, name: str, gemm: int, init: Callable[[torch.Tensor], Any]) -> None:
-        """All groups are drawn in high precision before they are quantized."""
+        """Draw all groups in high precision, and quantize them together after the last one if they are one
+        parameter."""
         if not self.stacks["weight"]:
             super()._reset_quantized(module, name, gemm, init)
             return
@@ -103,15 +107,16 @@ class GroupWeights(Weights):
                 high_precision_init(parameter, value)
 
     def splits(self, module: Any) -> tuple[Split, ...]:
-        """One weight of all groups has scales of this process's parts."""
+        """Return how the weight is split over ranks; nothing for one weight of all groups, whose scales are those of
+        this rank's shards."""
         return () if self.stacks["weight"] else super().splits(module)
 
     def join_weight(self) -> None:
-        """Take the weight as a slice of the parameter of all groups from now on."""
+        """Make the weight a slice of the parameter of all groups from now on."""
         self.stacks["weight"], self.weight_names = True, ["weight"]
 
     def check_quantizers(self, module: Any) -> None:
-        """Raise where groups have quantizers of their own, since one weight of all groups has one."""
+        """Raise if groups have quantizers of their own, because one weight of all groups has one quantizer."""
         assert self.init_recipe is not None
         first, *others = [module._live_quantizer(self.init_recipe, group, "weight") for group in range(self.count)]
         if not first._is_value() or any(other != first for other in others):
@@ -123,7 +128,7 @@ class GroupWeights(Weights):
 
 
 class GroupedLayer(Layer):
-    """Mixed into the grouped linears, module and operation: `_weights` are `GroupWeights`."""
+    """A `GroupedLayer` is the base of the grouped linears, module and operation: its `_weights` are `GroupWeights`."""
 
     _weights: tuple[GroupWeights, ...]
     _weight_names: tuple[str, ...]
@@ -133,7 +138,7 @@ class GroupedLayer(Layer):
     def _init_groups(
         self, weights: tuple[GroupWeights, ...], device: torch.device, dtype: torch.dtype, delays_wgrad: bool
     ) -> None:
-        """Parameters with their initial values, and state."""
+        """Register the parameters, set their initial values, and make the state."""
         self._weights = weights
         for group in weights:
             group.register(self, device, dtype)
@@ -146,8 +151,8 @@ class GroupedLayer(Layer):
     def make_grouped_weights(self) -> None:
         """Join the weights of groups into one parameter, `weight`, as `single_grouped_weight` makes it from the start.
 
-        `weight0`, `weight1`, … are no parameters of the module any more, and what was put on them is not on the new
-        one: do it before an optimizer is made and before the module is sharded.
+        `weight0`, `weight1`, … are no longer parameters of the module, and what was put on them is not on the new one:
+        call this before an optimizer is made and before the module is sharded.
         """
         if self._weight_names == ("weight",):
             return
@@ -181,17 +186,17 @@ class GroupedLayer(Layer):
         self._order = tuple([name for name, parameter in self._parameters.items() if parameter is not None])
 
     def _group_parameters(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Weights and biases as autograd sees them: of each group, or one of all."""
+        """Return the weights and biases as autograd sees them: one for each group, or one for all."""
         weights = tuple([getattr(self, name) for name in self._weight_names])
         return weights, tuple([getattr(self, name) for name in self._bias_names])
 
     def _in_order(self, dws: tuple[Any, ...], dbs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gradients in the order of `parameters()`."""
+        """Return the gradients in the order of `parameters()`."""
         made = dict(zip((*self._weight_names, *self._bias_names), (*dws, *dbs), strict=False))
         return tuple([made.get(name) for name in self._order])
 
     def _weight_grads(self, weights: tuple[Any, ...]) -> tuple[WeightGrad, ...]:
-        """Where the gradient of each group's weight goes."""
+        """Return where the gradient of each group's weight goes."""
         stacks, made = is_stack(weights, 2), []
         for gemm in range(self.num_gemms):
             wgrad = self._weight_grad(gemm, weights[0 if stacks else gemm], 0)
@@ -201,7 +206,7 @@ class GroupedLayer(Layer):
 
     def _add_gradients(self, store: int, gradients: Any) -> None:
         for parameter, gradient in zip(self._group_parameters()[0], gradients, strict=True):
-            accumulate(parameter, gradient)  # the one store has those of all
+            accumulate(parameter, gradient)  # the one store has those of all groups
 
     def _split_parameters(self) -> dict[str, tuple[int, int]]:
         behind = {"weight": 1, "bias": 1}  # the dimension of groups
@@ -213,7 +218,8 @@ class GroupedLayer(Layer):
         return {} if self._weight_names == ("weight",) else super()._gathered_weights()
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        """FSDP2 has cut a parameter: of groups in one, each process must have as many as the others."""
+        """Register a hook. FSDP2 does so after it has sharded a parameter; if that holds quantized weights of all
+        groups, check that each rank has the same number of groups."""
         handle, weight = super().register_load_state_dict_post_hook(hook), self._parameters.get("weight")
         if weight is not None and self._weights[0].is_quantized and hasattr(weight, "placements"):
             _check_shards(weight)
@@ -228,14 +234,15 @@ class GroupedLayer(Layer):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _put_together(self, state_dict: Any, key: str, like: torch.Tensor) -> None:
-        """Entries of a parameter for each group → the one of all. What does not fit is left for torch to name."""
+        """Replace the entries of one parameter for each group by that of all groups, in place. What does not fit is
+        left, so that torch names it."""
         keys = [f"{key}{group}" for group in range(self.num_gemms)]
         shapes = [state_dict[each].shape for each in keys if each in state_dict]
         if key not in state_dict and shapes == [like.shape[1:]] * self.num_gemms:
             state_dict[key] = stacked([state_dict.pop(each) for each in keys], like)
 
     def _take_apart(self, state_dict: Any, key: str, like: torch.Tensor) -> None:
-        """The inverse."""
+        """Replace the entry of all groups by one for each group, in place; the inverse of `_put_together`."""
         value = state_dict.get(key)
         if value is not None and value.dim() == like.dim() + 1 and f"{key}0" not in state_dict:
             for group, part in enumerate(state_dict.pop(key).unbind()):
@@ -243,8 +250,8 @@ class GroupedLayer(Layer):
 
 
 def stacked(values: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Values of groups as one tensor. Quantized ones keep their bytes where the parameter that they are for has the
-    same format."""
+    """Return the values of groups as one tensor. Quantized values keep their bytes if the parameter that they are for,
+    `like`, has the same format."""
     if not isinstance(like, GroupedTensor) or not all(isinstance(value, QuantizedTensor) for value in values):
         return torch.stack(values)
     made = torch.empty_like(like.detach())
@@ -254,7 +261,7 @@ def stacked(values: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 
 def _check_joinable(weights: dict[str, torch.Tensor]) -> None:
-    """Raise where one parameter cannot be what these are, or where something of them would be lost."""
+    """Raise if these weights cannot become one parameter, or if something of them would be lost."""
     for name, weight in weights.items():
         if hasattr(weight, "placements"):
             raise ValueError(f"make_grouped_weights, and {name} is sharded: join weights before the module is sharded")
@@ -269,7 +276,7 @@ def _check_joinable(weights: dict[str, torch.Tensor]) -> None:
 
 
 def _initial_values(weights: list[Any]) -> torch.Tensor | None:
-    """Return the values that quantized weights were made from, as one tensor; None where they are not kept."""
+    """Return the values that quantized weights were made from, as one tensor, or None if they are not kept."""
     kept = [
         weight.get_high_precision_init_val() for weight in weights if hasattr(weight, "get_high_precision_init_val")
     ]
@@ -283,7 +290,8 @@ def _initial_values(weights: list[Any]) -> torch.Tensor | None:
 
 
 def _check_shards(weight: Any) -> None:
-    """Of a GroupedTensor; others are gathered however they are cut."""
+    """Raise if the groups of a sharded GroupedTensor do not divide evenly over ranks; other tensors are gathered
+    however they are split."""
     sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
     count = math.prod([size for size, placement in sizes if placement.is_shard()])
     if weight.shape[0] % count or not isinstance(weight._local_tensor, GroupedTensor):
@@ -295,7 +303,7 @@ def _check_shards(weight: Any) -> None:
 
 
 def _keep_part(whole: Any, group: int, value: torch.Tensor) -> None:
-    """Write a group's value into what this process has of it in a DTensor."""
+    """Write a group's value into this rank's shard of a DTensor."""
     local = whole.to_local()
     for chunk in whole.__create_chunk_list__():
         first, *begin = chunk.offsets

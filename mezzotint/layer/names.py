@@ -1,7 +1,8 @@
-"""Names of modules: what a recipe's rule is told of the place of a tensor (`QuantizerRole.name`).
+"""Names of modules: by them a recipe's rule is told where a tensor belongs (`QuantizerRole.name`).
 
 A module that was made with `name=` keeps it. Any other has its path from the last root that named its modules: the
-module of ours that it is a part of, or what `name_modules` or `convert` was given. So the name is `named_modules`'.
+Mezzotint module that it is a part of, or what `name_modules` or `convert` was given. So the name is the one of
+`named_modules`.
 """
 
 from typing import Any
@@ -10,14 +11,14 @@ from torch import nn
 
 
 class Named(nn.Module):
-    """Has a name. `_is_named` tells one that a user gave from a path."""
+    """A `Named` module has a name. `_is_named` tells a name that a user gave from a path."""
 
     _name: str
     _is_named: bool
 
     @property
     def name(self) -> str:
-        """As given, else the path."""
+        """Return the name as given, else the path."""
         return self._name
 
     @name.setter
@@ -30,35 +31,38 @@ class Named(nn.Module):
         self._name, self._is_named = name, is_given
 
     def _linear_names(self) -> tuple[str, ...]:
-        """Return what its linears are called behind its path, for `Rules`; "" is one that has the path itself."""
+        """Return what the module's linears are called behind its path, for `Rules`; "" stands for one that has the path
+        itself."""
         return ()
 
     def _take_rule(self, path: str, rules: Any, recipe: Any) -> None:
-        """Note what rules give the module that is at this path."""
+        """Note the recipe that rules give the module, which is at this path."""
 
     def _take_path(self, path: str) -> None:
-        """The name, unless one was given."""
+        """Set the path as the name, unless a name was given."""
         if not self._is_named:
             self._set_name(path, False)
 
     def _part(self, name: str) -> str:
-        """The name of a submodule while it is made: quantized weights ask a recipe for it there."""
+        """Return the name of a submodule while it is made, because a recipe is asked for the format of its weights by
+        that name."""
         return join_path(self._name, name)
 
     def _end_parts(self) -> None:
-        """All submodules are made: names that they got from one without a name are paths."""
+        """Mark the names of submodules as paths if this module was given no name. It is called when all submodules are
+        made."""
         if not self._is_named:
             for part in self.modules():
                 if isinstance(part, Named):
                     part._set_name(part._name, False)
 
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch puts into the path of a module that it wraps
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch puts these into the path of a module that it wraps
 
 
 def plain_path(path: str) -> str:
-    """Return a path of `named_modules` without what compilers and checkpoints put into it, and without the place that a
-    linear has in an operation which is made of others."""
+    """Return a path of `named_modules` without what compilers and checkpoints put into it, and without the place of a
+    linear inside an operation that is made of others."""
     plain = ".".join([part for part in path.split(".") if part not in _WRAPPERS])
     return plain.removesuffix("basic_ops.0").removesuffix(".")
 
@@ -68,11 +72,12 @@ def join_path(prefix: str, path: str) -> str:
 
 
 def name_modules(root: nn.Module, prefix: str = "") -> nn.Module:
-    """Give every module of Mezzotint in `root` its path as its name, `prefix` before it; the root comes back.
+    """Give every module of Mezzotint in `root` its path as its name, with `prefix` before it, and return the root.
 
         model = mz.name_modules(nn.Sequential(mz.Linear(64, 64), mz.LayerNormMLP(64, 256)))
 
-    A `CustomRecipe` then sees roles named "0", "1.fc1" and "1.fc2". Modules that were made with `name=` keep theirs.
+    A `CustomRecipe` then sees roles named "0", "1.fc1" and "1.fc2". Modules that were made with `name=` keep their
+    names.
     """
     if not isinstance(root, nn.Module):
         raise TypeError(f"root is {type(root).__name__}: give an nn.Module")
@@ -85,7 +90,7 @@ def name_modules(root: nn.Module, prefix: str = "") -> nn.Module:
 
 
 def name_new(module: Any, path: str) -> None:
-    """Name what has no name yet, at its place in a container of ours."""
+    """Name the modules that have no name yet by their place in a container of Mezzotint."""
     if not isinstance(module, Named):
         for key, child in module.named_children():
             name_new(child, join_path(path, key))

@@ -1,4 +1,5 @@
-"""The parameters of a norm, and the residual stream that goes past it."""
+"""The parameters of a norm: this module registers, initializes and splits them, and describes the residual stream that
+goes past the norm."""
 
 from typing import Any
 
@@ -11,12 +12,13 @@ from mezzotint.layer.parameters import PlaceParameter, resolve_device
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
-# (y, bias), which a norm adds to its input before it normalises, and gives the sum out; (None, None): its input.
+# A norm adds (y, bias) to its input before it normalizes, and returns the sum too. With (None, None) it returns its
+# input.
 Branch = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def check_normalization(normalization: str) -> bool:
-    """Whether it is RMSNorm."""
+    """Check the name of a normalization, and return whether it is RMSNorm."""
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization is {normalization!r}: give 'LayerNorm' or 'RMSNorm'")
     return normalization == "RMSNorm"
@@ -25,7 +27,7 @@ def check_normalization(normalization: str) -> bool:
 def register_norm(
     module: nn.Module, prefix: str, shape: int | tuple[int, ...], rms: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """`<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialised."""
+    """Register `<prefix>weight` and, for LayerNorm, `<prefix>bias`, uninitialized."""
     module.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
     beta = None if rms else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     module.register_parameter(f"{prefix}bias", beta)
@@ -33,7 +35,8 @@ def register_norm(
 
 
 def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
-    """1 (0 when zero-centred) and 0."""
+    """Set the weight to 1 (to 0 if it is zero-centered) and the bias to 0; materialize them if they are on the meta
+    device."""
     for name, value in ((f"{prefix}weight", 0.0 if zero_centered else 1.0), (f"{prefix}bias", 0.0)):
         parameter = getattr(module, name)
         if parameter is None:
@@ -46,7 +49,7 @@ def reset_norm(module: nn.Module, prefix: str, zero_centered: bool) -> None:
 
 
 def norm_parameters(module: Any, prefix: str) -> tuple[Any, Any]:
-    """(weight, bias or None) as they are computed with: this process's, where they are DTensors."""
+    """Return (weight, bias or None) as they are computed with: this rank's tensors where they are DTensors."""
     gamma, beta = getattr(module, f"{prefix}weight"), getattr(module, f"{prefix}bias")
     group = module._norm_group
     if group is None:
@@ -56,7 +59,7 @@ def norm_parameters(module: Any, prefix: str) -> tuple[Any, Any]:
 
 
 def resolve_branch(branch: Branch | None) -> tuple[torch.Tensor | None, torch.Tensor | None, Residual | None]:
-    """y, bias, and what a core is told of them; nothing of None."""
+    """Return y, its bias, and the `Residual` that describes them to a core; three times None if there is no branch."""
     if branch is None:
         return None, None, None
     y, bias = branch
@@ -64,12 +67,12 @@ def resolve_branch(branch: Branch | None) -> tuple[torch.Tensor | None, torch.Te
 
 
 def need_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of them needs a gradient."""
+    """Return whether one of these tensors needs a gradient."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def split_norm(module: Any, prefix: str, group: Any, place: PlaceParameter) -> None:
-    """Whole on every process, as DTensors."""
+    """Replace the parameters of a norm by DTensors that are whole on every rank of `group`."""
     for name in (f"{prefix}weight", f"{prefix}bias"):
         if getattr(module, name) is not None:
             setattr(module, name, place(getattr(module, name), None, 1))
@@ -77,7 +80,7 @@ def split_norm(module: Any, prefix: str, group: Any, place: PlaceParameter) -> N
 
 
 def _mark(module: nn.Module, prefix: str) -> None:
-    """In sequence parallelism a gradient is of this process's tokens: say so."""
+    """Mark the parameters in sequence parallelism, where a gradient comes from this rank's tokens only."""
     if getattr(module, "sequence_parallel", False):
         for name in (f"{prefix}weight", f"{prefix}bias"):
             parameter: Any = getattr(module, name)

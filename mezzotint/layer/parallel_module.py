@@ -1,8 +1,9 @@
-"""Modules that hold shards of their weights: which ones, and whether all ranks of the group mean the same.
+"""Modules that hold shards of their weights: this module says which shards, and checks that all ranks of the group
+agree.
 
 Ranks compare recipe, input and module when a module first runs with its group in eager code, and while a graph is
-traced that runs it with something new. Nothing of it is in the graph. Which rank has compared what must not differ
-between them, or one would wait for the others: so a rank remembers what all have agreed on, and asks for that no more.
+traced that runs it with something new. None of this is in the graph. Ranks must not differ in what they have compared,
+or one would wait for the others: so a rank remembers what all have agreed on, and does not ask for it again.
 """
 
 from typing import Any
@@ -23,38 +24,38 @@ from mezzotint.tracing import call_untraced, eager_only
 
 
 class ParallelModule(StatefulModule):
-    """A module whose weights, one for each GEMM, may be split over the processes of `tp_group`."""
+    """A `ParallelModule` has weights, one for each GEMM, that may be split over the ranks of `tp_group`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tp_group: Any = None
         self.parallel_mode: str | None = None
         self.tp_size, self.sequence_parallel = 1, False
-        self._modes: tuple[str | None, ...] = ()  # of each GEMM, where there is more than one process
-        self._norm_group: Any = None  # whose processes the parameters of a norm are DTensors of
+        self._modes: tuple[str | None, ...] = ()  # one for each GEMM; () if there is only one rank
+        self._norm_group: Any = None  # the group over which the parameters of a norm are DTensors
 
     def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:
-        """`modes`: of each GEMM."""
+        """Set the group, its size and sequence parallelism; `modes` has "column", "row" or None for each GEMM."""
         self.tp_group, self.tp_size = tp_group, resolve_size(tp_group, tp_size)
         self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
         self._modes = modes if self.tp_size > 1 and any(modes) else ()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of processes that share the weights: as many as the module was made for."""
+        """Set the group of ranks that share the weights. It must have the size that the module was made for."""
         check_group(tp_group, self.tp_size)
         self.tp_group = tp_group
         self._run_status.agreed = frozenset()
         self._share_weights()
 
     def _share_weights(self) -> None:
-        """Weights that are kept quantized have the scales of the whole. A collective where one does not know yet that
-        it is a part: all processes of the group must call it."""
+        """Give weights that are kept quantized the scales of the whole weight. This is a collective, which all ranks of
+        the group must call, if a weight does not know yet that it is a shard."""
         weights: Any = self._weights
         for each in weights:
             each.share(self)
 
     def _splits_of(self, shard: torch.Tensor) -> tuple[Split, ...]:
-        """How the weight is cut that FSDP2 gathers from this shard and others."""
+        """Return how the weight that FSDP2 gathers from this shard and others is split over tensor-parallel ranks."""
         weights: Any = self._weights
         for each in weights:
             for name in each.weight_names:
@@ -67,8 +68,9 @@ class ParallelModule(StatefulModule):
         self._share_weights()
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        """Split the weights of a module that has them whole. `modes`: of each GEMM. `place(parameter, dim, stride)`:
-        what becomes of a parameter that is split along `dim`, or of the whole one (None)."""
+        """Split the weights of a module that has them whole. `modes` has "column" or "row" for each GEMM.
+        `place(parameter, dim, stride)` returns the parameter that is split along `dim`, or kept whole if `dim` is None.
+        """
         if self.tp_size > 1:
             raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} processes: give a whole one")
         weights: Any = self._weights
@@ -79,7 +81,7 @@ class ParallelModule(StatefulModule):
         has_norm = hasattr(self, "layer_norm_weight")
         if has_norm and sequence_parallel and "layer_norm_weight" not in self._parameters:
             raise ValueError("the norm in front is another module: split it with SequenceParallel, and convert after")
-        for each, mode in zip(weights, modes, strict=True):  # all of them before anything changes
+        for each, mode in zip(weights, modes, strict=True):  # check all of them before anything changes
             each.check_split(mode, world_size(tp_group))
         self._init_parallel(tp_group, 1, sequence_parallel, *modes)
         for each, mode in zip(weights, modes, strict=True):
@@ -92,13 +94,13 @@ class ParallelModule(StatefulModule):
         self._drop_workspaces()
 
     def _parallel(self, gemm: int) -> Parallel | None:
-        """How the weight of a GEMM is split; None: it is whole."""
+        """Return how the weight of a GEMM is split, or None if it is whole."""
         mode = self._modes[gemm] if self._modes else None
         return None if mode is None else Parallel(mode, self.tp_group, self.tp_size, self.sequence_parallel)
 
     def _split_parameters(self) -> dict[str, tuple[int, int]]:
-        """Own parameters that are this process's parts, and no DTensors that say so themselves: along which dimension,
-        and of how many weights one below the other."""
+        """Return the module's own parameters that are this rank's shards, except DTensors, which say so themselves: for
+        each name the dimension along which it is split, and how many weights it holds, one below the other."""
         found: dict[str, tuple[int, int]] = {}
         weights: Any = self._weights if self.tp_size > 1 else ()
         for each in weights:
@@ -108,7 +110,8 @@ class ParallelModule(StatefulModule):
         return found
 
     def _sharing_group(self) -> Any:
-        """The processes that hold the other parts of this module's tensors; None: it holds them all."""
+        """Return the group of ranks that hold the other shards of this module's tensors, or None if it holds them
+        whole."""
         return self.tp_group if self._modes else None
 
     def _check_parallel(self, inp: torch.Tensor) -> None:
@@ -117,8 +120,9 @@ class ParallelModule(StatefulModule):
         self._check_tokens(inp)
 
     def _check_ranks(self, inp: torch.Tensor) -> None:
-        """What can go wrong over ranks goes wrong here, on each of them, before one waits for another: so before
-        weights are quantized. `inp`: what the module, or the chain of operations that it is in, is given."""
+        """Check, before weights are quantized, that the ranks agree. What can go wrong over ranks is raised here, on
+        each of them, before one waits for another. `inp` is what the module, or the chain of operations that it is in,
+        is given."""
         if not self._modes:
             return
         if self.tp_group is None:
@@ -130,7 +134,7 @@ class ParallelModule(StatefulModule):
             call_untraced(_compare, self, recipe_for(self), tuple(inp.shape), inp.dtype)
 
     def _describe(self) -> str:
-        """What the ranks that share its weights must have alike."""
+        """Return a description of what the ranks that share the module's weights must have alike."""
         dtypes = {str(parameter.dtype) for parameter in self.parameters(recurse=False)}
         modes = " and ".join(map(str, self._modes))
         return f"{self} of {', '.join(sorted(dtypes))}, split by {modes}, sequence_parallel={self.sequence_parallel}"
@@ -160,7 +164,8 @@ def _has_agreed(module: ParallelModule) -> bool:
 
 
 def _compare(module: ParallelModule, recipe: Recipe | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """With the ranks that share the module's weights, or raise on all of them. Nobody answers an export."""
+    """Compare with the ranks that share the module's weights, and raise on all of them if they differ. During an export
+    nobody answers, so nothing is compared."""
     if nobody_answers(module.tp_group):
         return
     status, given = module._run_status, (without_addresses(recipe), f"{shape} of {dtype}", module._describe())
@@ -170,7 +175,7 @@ def _compare(module: ParallelModule, recipe: Recipe | None, shape: tuple[int, ..
 
 
 def set_groups(module: nn.Module, tp_group: Any) -> None:
-    """Give all modules inside one that is made of others their group."""
+    """Set the group of all modules inside one that is made of others."""
     for child in module.modules():
         if child is not module and hasattr(child, "set_tensor_parallel_group"):
             child.set_tensor_parallel_group(tp_group)  # type: ignore[operator]

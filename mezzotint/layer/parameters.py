@@ -1,4 +1,5 @@
-"""Making parameters: devices, initial values, quantized weights, splits of one buffer, what is not supported."""
+"""Making parameters: this module resolves devices and dtypes, draws initial values, and checks the arguments of
+modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,18 +12,18 @@ from mezzotint.comm.groups import part_of
 
 DEFAULT_INIT_STD = 0.023
 
-# What becomes of a whole parameter that processes share: split along a dimension, or whole (None). It may be several,
-# one below the other, each of which is split.
+# A function that makes a shared parameter out of a whole one: it is given the parameter, the dimension to split along,
+# or None to keep it whole, and how many weights it holds, one below the other, each of which is split.
 PlaceParameter = Callable[[nn.Parameter, int | None, int], nn.Parameter]
 
 
 def default_init(weight: torch.Tensor) -> torch.Tensor:
-    """normal(0, 0.023)."""
+    """Draw a weight from normal(0, 0.023), in place."""
     return nn.init.normal_(weight, mean=0.0, std=DEFAULT_INIT_STD)
 
 
 def resolve_device(device: Any) -> torch.device:
-    """As given; else the default device, and the GPU where that is the CPU and there is one."""
+    """Return the device that was given; else the default device, or the GPU if that is the CPU and there is a GPU."""
     if device is not None:
         return torch.device(device)
     default = torch.get_default_device()
@@ -30,7 +31,8 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def resolve_dtype(params_dtype: torch.dtype | None, dtype: torch.dtype | None = None) -> torch.dtype:
-    """Of parameters: as given, by upstream's name or by torch's, else torch's default."""
+    """Return the dtype of parameters: as given, by upstream's name `params_dtype` or by torch's `dtype`, else torch's
+    default."""
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"params_dtype is {params_dtype}, dtype {dtype}: they are two names of one thing; give one")
     chosen = dtype if params_dtype is None else params_dtype
@@ -44,7 +46,7 @@ def check_features(**sizes: Any) -> None:
 
 
 def check_module_input(inp: Any, features: int, name: str = "inp") -> None:
-    """A tensor whose last dimension the module takes."""
+    """Check that the input is a tensor whose last dimension the module takes."""
     if not isinstance(inp, torch.Tensor):
         raise TypeError(f"{name} is {type(inp).__name__}: give a torch.Tensor")
     if inp.dim() < 1 or inp.shape[-1] != features:
@@ -52,7 +54,7 @@ def check_module_input(inp: Any, features: int, name: str = "inp") -> None:
 
 
 def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
-    """What is asked for and not there is an error, not something left out in silence."""
+    """Raise if `parallel_mode` is unknown, or if userbuffers are asked for, which are not there."""
     if parallel_mode not in (None, "column", "row"):
         raise ValueError(f"parallel_mode is {parallel_mode!r}: give None, 'column' or 'row'")
     for name, value in userbuffers.items():
@@ -64,14 +66,14 @@ def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
 
 
 def local_features(parallel_mode: str | None, tp_size: int, in_features: int, out_features: int) -> tuple[int, int]:
-    """What of (in, out) this process has."""
+    """Return (in, out), the numbers of features that this rank has."""
     if parallel_mode == "row":
         return part_of("in_features", in_features, tp_size), out_features
     return in_features, part_of("out_features", out_features, tp_size) if parallel_mode == "column" else out_features
 
 
 def split_names(parameters_split: Any, features: int) -> dict[str, int]:
-    """Names of the parts of one parameter → rows of each; {} for one part."""
+    """Return the number of rows of each named part of a parameter; {} if it has only one part."""
     if not parameters_split:
         return {}
     if isinstance(parameters_split, str):
@@ -93,13 +95,15 @@ def split_names(parameters_split: Any, features: int) -> dict[str, int]:
 
 @contextmanager
 def forked_rng(tracker: Callable[[], Any] | None, name: str | None) -> Iterator[None]:
-    """Initial values come from the tracker's generator where one is given."""
+    """Yield with the tracker's generator in force, so that initial values come from it; without a tracker nothing
+    changes."""
     with nullcontext() if tracker is None else tracker().fork(*([] if name is None else [name])):
         yield
 
 
 class _InitialValue:
-    """Its bound methods are what a parameter gets: a copy of the parameter then has its own."""
+    """An `_InitialValue` holds the initial value of a parameter, which gets its bound methods: so a copy of the
+    parameter has a copy of the value."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value: torch.Tensor | None = value
@@ -112,19 +116,20 @@ class _InitialValue:
 
 
 def high_precision_init(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Keep the initial values of a quantized parameter on the CPU, with the two methods that give and drop them."""
+    """Keep the initial values of a quantized parameter on the CPU, and give it the two methods that return and drop
+    them."""
     held = _InitialValue(value.detach().cpu())
     parameter.get_high_precision_init_val = held.get  # type: ignore[attr-defined]
     parameter.clear_high_precision_init_val = held.clear  # type: ignore[attr-defined]
 
 
 def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What users put on parameters (main_grad, tensor_model_parallel, …), by parameter name."""
+    """Return what users put on parameters (main_grad, tensor_model_parallel, …), by parameter name."""
     return {name: dict(vars(p)) for name, p in module._parameters.items() if p is not None and vars(p)}
 
 
 def restore_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
-    """Put them back on parameters that a conversion replaced."""
+    """Put attributes that `attributes_of` returned back on parameters that a conversion replaced."""
     for name, values in attributes.items():
         parameter = module._parameters.get(name)
         if parameter is None:
@@ -136,7 +141,8 @@ def restore_attributes(module: nn.Module, attributes: dict[str, dict[str, Any]])
 
 
 def replace_parameter(module: nn.Module, name: str, value: torch.Tensor) -> nn.Parameter:
-    """Another tensor in the place of a parameter, with what users have put on that."""
+    """Put another tensor in the place of a parameter, with what users have put on the old one, and return the new
+    parameter."""
     old = getattr(module, name)
     attributes, made = {name: dict(vars(old))}, nn.Parameter(value, old.requires_grad)
     setattr(module, name, made)

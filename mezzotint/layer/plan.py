@@ -1,7 +1,7 @@
-"""The plan of a module's run: what its configuration, the recipe in force and the gradients that are needed decide.
+"""The plan of a module's run: its configuration, the recipe in force and the gradients that are needed decide it.
 
     config = LayerConfig(…)                       a module has one, and a new one when an attribute of it is assigned
-    plan = config.plan(recipe, name, dtype, needs)    looked up; resolved when it is asked for the first time
+    plan = config.plan(recipe, name, dtype, …)    looked up; resolved when it is asked for the first time
 
 Both are constants of a graph: the compiler guards on the configuration and on the recipe, by `==`, and looks up the
 plan while it traces. So modules of one configuration share their graphs.
@@ -35,25 +35,25 @@ from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tracing import traced_as
 
 NO_QUANTIZERS = LinearQuantizers(None, None, None)
-PLANS = 4096  # that are kept, those that were used last
+PLANS = 4096  # the number of plans that are kept; those that were used last stay
 
 
 @dataclass(frozen=True)
 class Plan(GraphConstant):
-    """What one run of a module does, decided for each of its GEMMs."""
+    """A `Plan` says what one run of a module does, for each of its GEMMs."""
 
     quantizers: tuple[LinearQuantizers, ...]
     needs: tuple[Needs, ...]
     numerics: tuple[Numerics, ...]
-    request: DelayedScalingRequest | None  # the state that its quantizers ask for
+    request: DelayedScalingRequest | None  # the state that its quantizers need
     has_backward: bool
     parallels: tuple[Parallel | None, ...]
-    saves_original_input: bool  # a linear holds its input as it came, and backward quantizes it
-    weights_again: tuple[Quantizer | None, ...]  # what backward quantizes a weight with again; None: forward's is held
-    inputs_again: tuple[Quantizer | None, ...]  # what backward quantizes an input with again; None: forward's is held
+    saves_original_input: bool  # a linear keeps its unquantized input, and backward quantizes it
+    weights_again: tuple[Quantizer | None, ...]  # backward quantizes a weight again with it; None: forward's copy is kept
+    inputs_again: tuple[Quantizer | None, ...]  # backward quantizes an input again with it; None: forward's copy is kept
     compresses: bool  # the input of the activation is held in FP8 blocks
-    is_inspected: bool = False  # what is quantized is compared with what it was, for an inspector
-    checks_finite: bool = False  # what is quantized and not finite is counted
+    is_inspected: bool = False  # an inspector compares tensors with their quantized copies
+    checks_finite: bool = False  # values that are not finite are counted when a tensor is quantized
 
     def quantizes_again(self) -> bool:
         """Return whether backward quantizes again what forward has quantized."""
@@ -62,24 +62,26 @@ class Plan(GraphConstant):
 
 @dataclass(frozen=True)
 class NormInFront(GraphConstant):
-    """The norm in front of a module's GEMMs, and whether its output is an output of the module."""
+    """A `NormInFront` describes the norm in front of a module's GEMMs, and whether its output is an output of the
+    module."""
 
     options: NormOptions
     is_returned: bool
-    is_gathered: bool  # of the tokens of all ranks
+    is_gathered: bool  # it is returned for the tokens of all ranks
 
 
 @dataclass(frozen=True)
 class LayerConfig(GraphConstant):
-    """What a module was made with: its plans, and what its forward does around them, depend on nothing else of it."""
+    """A `LayerConfig` holds what a module was made with: its plans, and what its forward does around them, depend on
+    nothing else of the module."""
 
     module_type: str = ""
     gemm_names: tuple[str, ...] = ()  # behind the module's own name
     saves_original_input: bool = False
     parallels: tuple[Parallel | None, ...] = ()  # how the weight of each GEMM is split
-    is_parallel: bool = False  # one of them is
+    is_parallel: bool = False  # one of them is split
     in_features: int = 0
-    weight_names: tuple[tuple[str, ...], ...] = ()  # of each GEMM: one, or its parts; none where they are no parameters
+    weight_names: tuple[tuple[str, ...], ...] = ()  # for each GEMM: one, or its parts; () if they are no parameters
     bias_names: tuple[tuple[str, ...], ...] = ()
     accumulates: bool = False  # weight gradients go elsewhere than to autograd
     return_bias: bool = False
@@ -88,14 +90,14 @@ class LayerConfig(GraphConstant):
     norm: NormOptions | None = None
     activation: str = ""
     activation_params: tuple[float, ...] = ()
-    recomputes: bool = False  # in backward
-    makes_again: bool = False  # backward quantizes again what it can, as the memory mode says; weights in every mode
+    recomputes: bool = False  # backward runs the forward again
+    makes_again: bool = False  # backward quantizes again what the memory mode says; weights always
     memory: str | None = None  # the module's own memory mode; None: the region's
     is_inspected: bool = False
-    ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what rules that the module was bound to give it
+    ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what each `Rules` that it was bound to gives it
 
     def under(self, rules: Rules) -> Recipe | None:
-        """Return what the module was bound to by these rules (`bind.py`)."""
+        """Return the recipe that the module was bound to by these rules (`bind.py`)."""
         for known, recipe in self.ruled:
             if known is rules or known == rules:
                 return recipe
@@ -113,14 +115,17 @@ class LayerConfig(GraphConstant):
         keeps_weights: bool,
         options: RegionOptions,
     ) -> Plan:
-        """Return the plan of a run under this recipe, or in high precision. `name`: the module's, where the recipe may
-        go by it, else "": modules of other names then have the same plan. `keeps_weights`: the quantized weights serve
-        other microbatches too. `options`: the region's."""
+        """Return the plan of a run under this recipe, or in high precision if it is None.
+
+        `name` is the module's if the recipe may go by it, else "", so that modules of other names have the same plan.
+        `keeps_weights` says that the quantized weights serve other microbatches too. `options` are the region's.
+        """
         is_kept = recipe is None or recipe.answers_once()
         return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights, options)
 
     def state_plan(self, request: DelayedScalingRequest) -> Plan:
-        """Return the plan of an operation whose quantizers are its own affair: delayed scaling's state alone."""
+        """Return the plan of an operation that decides on its quantizers itself: it holds only delayed scaling's
+        state."""
         return Plan(
             quantizers=(),
             needs=(),
@@ -135,7 +140,7 @@ class LayerConfig(GraphConstant):
         )
 
     def role(self, name: str, gemm: int, tensor_type: str) -> QuantizerRole:
-        """Return what a recipe is told of a tensor of the module of this name."""
+        """Return what a recipe is told about a tensor of the module of this name."""
         return QuantizerRole(self.module_type, tensor_type, join_path(name, self.gemm_names[gemm]))
 
 
@@ -176,20 +181,20 @@ def _resolve(
 
 
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
-    """Return what backward quantizes a weight with again, or None where it reads what forward made: where a weight is
-    put together for each run, or where it could not be quantized as forward did."""
+    """Return the quantizer with which backward quantizes a weight again. Return None if backward reads what forward
+    made: if the weight is put together for each run, or could not be quantized as forward did."""
     is_parameter = bool(config.weight_names) and len(config.weight_names[gemm]) == 1
     return _again(config, gemm, "weight", quantizer) if is_parameter else None
 
 
 def _input_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
-    """Return what backward quantizes an input with again, or None where it reads what forward made."""
+    """Return the quantizer with which backward quantizes an input again, or None if it reads what forward made."""
     return None if gathers(config.parallels[gemm], "input") else _again(config, gemm, "input", quantizer)
 
 
 def _again(config: LayerConfig, gemm: int, tensor_type: str, quantizer: Quantizer | None) -> Quantizer | None:
-    """Return what makes the column-wise copy of a tensor in backward, or None where other ranks would be asked again,
-    where the quantizer would make something else, or where nobody reads that copy."""
+    """Return the quantizer that makes the column-wise copy of a tensor in backward. Return None if other ranks would be
+    asked again, if the quantizer would make something else, or if nobody reads that copy."""
     if quantizer is None or config.recomputes:
         return None
     if any(needs_whole_amaxes(quantizer, split.dim) for split in splits_of(config.parallels[gemm], tensor_type)):
@@ -200,7 +205,7 @@ def _again(config: LayerConfig, gemm: int, tensor_type: str, quantizer: Quantize
 
 
 def _without_columns(quantizers: LinearQuantizers, weight: Quantizer | None, x: Quantizer | None) -> LinearQuantizers:
-    """Return quantizers of a GEMM that leave the column-wise copies to backward which are made again there."""
+    """Return the quantizers of a GEMM without the column-wise copies that backward makes again."""
     if weight is not None and quantizers.weight is not None:
         quantizers = replace(quantizers, weight=quantizers.weight.with_usage(rowwise=True, columnwise=False))
     if x is not None and quantizers.input is not None:
@@ -220,7 +225,7 @@ def _walk_through_factory(config: LayerConfig, recipe: Recipe, name: str) -> Non
 
 @traced_as(_walk_through_factory)
 def _guard_on_factory(config: LayerConfig, recipe: Recipe, name: str) -> None:
-    """Have a graph guard on all that a factory reads, by walking through it: when its answer changes there is another
+    """Have a graph guard on all that a factory reads, by tracing through it: when its answer changes, there is another
     graph. Eager code asks it anyway."""
 
 
@@ -241,7 +246,7 @@ def plan_anew(
 def _resolve_quantizers(
     config: LayerConfig, recipe: Recipe, name: str, needs: tuple[Needs, ...]
 ) -> tuple[tuple[LinearQuantizers, ...], DelayedScalingRequest | None]:
-    """Return quantizers that make the directions which are read, and the state that they ask for."""
+    """Return quantizers that make only the directions which are read, and the state that they need."""
     request: DelayedScalingRequest | None = None
     found: list[LinearQuantizers] = []
     for gemm, need in enumerate(needs):
@@ -278,14 +283,15 @@ def _resolve_quantizers(
 
 
 def _recipes_of(recipe: Recipe, gemm: int) -> list[Recipe]:
-    """Return the recipes of one GEMM's tensors; none where it computes in high precision."""
+    """Return the recipes of one GEMM's tensors; the list is empty if it computes in high precision."""
     found = [recipe.of(gemm, tensor_type) for tensor_type in RULED_TENSORS]
     return [each for each in found if each is not None]
 
 
 def resolve_numerics(recipe: Recipe | None, gemm: int, dtype: torch.dtype) -> Numerics:
-    """How the three products of a GEMM compute; without a recipe, in high precision: on what a weight that is kept
-    quantized dequantizes to, the same values forward and backward. Of several recipes each must allow what is fast."""
+    """Return how the three products of a GEMM compute. Without a recipe that is high precision: a weight that is kept
+    quantized is dequantized, to the same values forward and backward. With several recipes, each must allow fast
+    accumulation."""
     recipes = [] if recipe is None else _recipes_of(recipe, gemm)
     if not recipes:
         return Numerics(
@@ -303,7 +309,7 @@ def resolve_numerics(recipe: Recipe | None, gemm: int, dtype: torch.dtype) -> Nu
 
 
 def delayed_request(request: Any) -> DelayedScalingRequest:
-    """What modules can keep state for."""
+    """Return the request if modules can keep state for it, and raise otherwise."""
     if not isinstance(request, DelayedScalingRequest):
         raise TypeError(
             f"a quantizer request is {type(request).__name__}: modules keep state for DelayedScalingRequest"

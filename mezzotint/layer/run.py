@@ -1,7 +1,8 @@
-"""What the runs of modules share: weights and arguments of each GEMM, and delayed scaling, of a plan and tensors.
+"""The runs of modules: this module makes the weights and arguments of each GEMM, and delayed scaling's state, from a
+plan and tensors.
 
-A module gathers the tensors of a run and hands them, with the plan, to its function (`below_dynamo`). What computes is
-in there, the same for eager code and for graphs.
+A module gathers the tensors of a run and hands them, with the plan, to its function (`below_dynamo`). All that computes
+is in there, the same for eager code and for graphs.
 """
 
 from collections.abc import Sequence
@@ -27,48 +28,49 @@ from mezzotint.tracing import read_live, traced_as
 
 @dataclass(slots=True)
 class RunSettings:
-    """One run: its plan, and what of the module's state it goes by."""
+    """A `RunSettings` holds the plan of one run, and the parts of the module's state that it uses."""
 
     plan: Plan
     scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
-    weight_scales: torch.Tensor | None = None  # those that kept weights were quantized with
+    weight_scales: torch.Tensor | None = None  # the scales that kept weights were quantized with
     grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
     grad_state: GradState | None = None
     records: bool = False  # amaxes enter the history
     calibrates: bool = False  # high precision, but amaxes of inputs and weights are entered
     caches: bool = False
     reuses: bool = False
-    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are taken
-    is_first: bool = False  # since the last update of scales: its backward comes last
-    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated where this is not 1
-    probes: tuple[Probes, ...] | None = None  # of each GEMM, where the module is inspected
+    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are reduced
+    is_first: bool = False  # the first run since the last update of scales: its backward comes last
+    skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated unless it is 1
+    probes: tuple[Probes, ...] | None = None  # one for each GEMM, if the module is inspected
 
 
 class Delayed(NamedTuple):
-    """Delayed scaling in one run: tensors, and constants of a graph."""
+    """A `Delayed` holds delayed scaling's tensors and constants for one run."""
 
     scales: torch.Tensor  # forward, FP32 [3 per GEMM]
-    weight_scales: torch.Tensor  # those that the weights are quantized with
-    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]; None where there is no backward
-    history: torch.Tensor | None  # of forward, FP32 (L, 3 per GEMM); None for a run that enters no amaxes
-    scale_bwd: torch.Tensor  # live, as the two behind it
+    weight_scales: torch.Tensor  # the scales that the weights are quantized with
+    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]; None without a backward
+    history: torch.Tensor | None  # forward's, FP32 (L, 3 per GEMM); None if the run enters no amaxes
+    scale_bwd: torch.Tensor  # a live buffer, like history_bwd
     history_bwd: torch.Tensor
-    number: torch.Tensor | None  # of the module, and `ORDER_TOKEN`: where ranks reduce their amaxes
+    number: torch.Tensor | None  # the module's, and `ORDER_TOKEN`: only if ranks reduce their amaxes
     order: torch.Tensor | None
-    groups: tuple[str, ...]  # of those ranks, by name
-    is_first: bool  # since the last update: its backward comes last
+    groups: tuple[str, ...]  # names of the groups over which amaxes are reduced
+    is_first: bool  # the first run since the last update: its backward comes last
     clears: bool  # see `backward_clears`
 
 
 class KeptWeights(NamedTuple):
-    """Weights that were quantized before the run, since they are kept for others; and their amaxes."""
+    """A `KeptWeights` holds weights that were quantized before the run, because they are kept for other runs, and their
+    amaxes."""
 
     weights_q: tuple[Any, ...]
     amaxes: Sequence[torch.Tensor | None]
 
 
 def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
-    """Return the scale [1] of a GEMM's tensor, out of those of its direction [n]; None of none."""
+    """Return the scale [1] of a GEMM's tensor out of those of its direction [n], or None if there are no scales."""
     if scales is None:
         return None
     i = slot(gemm, tensor_type)
@@ -78,7 +80,7 @@ def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
 def quantized_weights(
     plan: Plan, weights: Sequence[Any], run: Delayed | RunSettings | None
 ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
-    """Return the weights as the GEMMs take them, and their amaxes where delayed scaling (`run`) asks for them."""
+    """Return the weights as the GEMMs take them, and their amaxes if delayed scaling (`run`) needs them."""
     scales = None if run is None else run.weight_scales
     if len(weights) == 1:
         weight_q, _, amax = quantize_weight(
@@ -108,7 +110,7 @@ def linear_args(
     wgrad: WeightGrad | None,
     probes: tuple[Probes, ...] | None = None,
 ) -> LinearFwdArgs:
-    """Return the arguments of one GEMM's linear, without x. `run`: delayed scaling's scales, where there are any."""
+    """Return the arguments of one GEMM's linear, without x. `run` holds delayed scaling's scales, if there are any."""
     return LinearFwdArgs(
         x=None,
         weight=weight,
@@ -132,8 +134,8 @@ def linear_args(
 
 
 def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> WeightGrad | None:
-    """Return where the gradient of a GEMM's weight goes, as a module has said it (`WeightGrad.fields`); None: to
-    autograd. The compiler is told that other backwards add to the same tensors."""
+    """Return where the gradient of a GEMM's weight goes, from the fields that the module gave (`WeightGrad.fields`), or
+    None if it goes to autograd. The compiler is told that other backwards add to the same tensors."""
     if wgrads is None:
         return None
     made = WeightGrad(*wgrads[gemm])
@@ -144,7 +146,7 @@ def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> Weig
 
 
 def grad_state(plan: Plan, delayed: Delayed | None) -> GradState | None:
-    """Return the live state of gradients that the backward of a run enters its amaxes in."""
+    """Return the live state of gradients into which the backward of a run enters its amaxes."""
     if delayed is None or delayed.grad_scales is None:
         return None
     assert plan.request is not None
@@ -164,7 +166,7 @@ def live_grad_state(
     is_first: bool,
     clears: bool,
 ) -> GradState:
-    """Return the live state of gradients of these tensors; `clears`: see `backward_clears`."""
+    """Return the live state of gradients made of these tensors; for `clears` see `backward_clears`."""
     length = request.amax_history_len
     history = buffer if clears else first_rows(buffer, length)
     rule = update_rule(request, forward=False)
@@ -174,8 +176,8 @@ def live_grad_state(
 
 @traced_as(lambda request: not has_own_rule(request))
 def backward_clears(request: DelayedScalingRequest) -> bool:
-    """Return whether rows of the gradients' history that are not used are cleared with its update: in a graph, whose
-    forward must not write what the backward of another run reads. A user's own rule knows only its rows."""
+    """Return whether the update of the gradients' history clears its unused rows. It does so in a graph, whose forward
+    must not write what the backward of another run reads. A user's own rule knows only the used rows."""
     return False
 
 
@@ -185,7 +187,7 @@ def record_amaxes(
     amaxes: Sequence[torch.Tensor],
     weight_amaxes: Sequence[torch.Tensor | None],
 ) -> None:
-    """Enter the amaxes of a run into the current row of the history: those that a core gave back, one for each GEMM
+    """Enter the amaxes of a run into the current row of the history: those that a core returned, one for each GEMM
     whose input has delayed scaling, and those of the weights."""
     if delayed is None or delayed.history is None:
         return

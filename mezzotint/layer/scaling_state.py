@@ -1,16 +1,17 @@
-"""Delayed scaling's state in a module: buffers, how they move, how they are saved.
+"""Delayed scaling's state in a module: this file defines its buffers, how they move, and how they are saved.
 
-For each direction `scale` FP32 [n] and `amax_history` FP32 (L, n), in buffers that are no part of the state dict; n is
-3 per GEMM forward (input, weight, output) and 2 backward (grad_output, grad_input). They exist from the start, because
-what a graph creates in its first call would make the second call another graph. A recipe with a shorter history uses
-the first rows.
+Each direction has a `scale` FP32 [n] and an `amax_history` FP32 (L, n), in buffers that are no part of the state dict;
+n is 3 per GEMM forward (input, weight, output) and 2 backward (grad_output, grad_input). They exist from the start,
+because what a graph creates in its first call would make the second call another graph. A recipe with a shorter history
+uses the first rows.
 
 They are saved under `_extra_state`, one plain FP32 tensor (1 + L, 5 per GEMM): scales, then histories. A module that
 has learnt nothing saves scales of 1 and histories of 0, in the same shape: loaders that read into the state dict of a
 fresh model (torch.distributed.checkpoint, Megatron's dist_checkpointing) read only what they find there, and refuse
 another shape. A state dict without it loads, strictly too; a module that then runs with delayed scaling warns.
 
-What Transformer Engine has under this name, a pickle in a tensor of bytes, is read too (`compat/extra_state_bytes.py`).
+What Transformer Engine saves under this name, a pickle in a tensor of bytes, is read too
+(`compat/extra_state_bytes.py`).
 """
 
 import copy
@@ -39,14 +40,15 @@ _BUFFERS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 @dataclass(frozen=True)
 class MetaTensors:
-    """Delayed scaling's state of one direction: views of the module's buffers."""
+    """A `MetaTensors` holds delayed scaling's state of one direction, as views of the module's buffers."""
 
     scale: torch.Tensor
     amax_history: torch.Tensor
 
 
 def first_rows(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Those that a request uses; mostly all of them, and then no view."""
+    """Return the first `length` rows, those that a request uses; mostly these are all, and then the history itself is
+    returned."""
     return history if history.shape[0] == length else history[:length]
 
 
@@ -54,18 +56,18 @@ _NUMBERS = itertools.count()
 
 
 def next_module_number() -> torch.Tensor:
-    """Which module this process makes, int64 [1]. A tensor, on the CPU: an operator in a graph that layers share reads
-    it when the graph runs."""
+    """Return the number of the next module that this process makes, int64 [1]. It is a tensor on the CPU, because an
+    operator in a graph that layers share reads it when the graph runs."""
     with lasting():
         return torch.tensor([next(_NUMBERS)], device="cpu")
 
 
 class StatefulModule(nn.Module):
-    """A module that keeps delayed scaling's state, and the weights of a micro-batch schedule."""
+    """A `StatefulModule` keeps delayed scaling's state, and quantized weights that serve several microbatches."""
 
     num_gemms: int
-    _is_operation = False  # one of `ops`, whose state Transformer Engine keeps in another form than a module's
-    _config: Any  # LayerConfig of a `Layer`
+    _is_operation = False  # an operation of `ops`, whose state Transformer Engine saves in another form
+    _config: Any  # a `LayerConfig` in a `Layer`
     scale_fwd: torch.Tensor
     amax_history_fwd: torch.Tensor
     scale_bwd: torch.Tensor
@@ -79,14 +81,14 @@ class StatefulModule(nn.Module):
         self._run_status = RunStatus()
         self._is_fully_sharded = False
         self._number: torch.Tensor | None = None  # None on the meta device, where a process may plan a model alone
-        self._lacks_scales = False  # weights were loaded, and what delayed scaling had learnt of them was not
-        self._loading: tuple[str, list[str]] | None = None  # while a state dict is read: prefix, and what does not fit
+        self._lacks_scales = False  # weights were loaded without their scales and histories
+        self._loading: tuple[str, list[str]] | None = None  # while a state dict is read: its prefix, and errors
         self._recipe: Recipe | None = None
         self._counters: Any = None  # of values that are not finite (`finite.py`)
-        self._planned: Any = None  # the plan of the last run, and what it was looked up by: a memo of eager code
+        self._planned: Any = None  # the last run's plan and its key: a memo of eager code
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
-        """Buffers of delayed scaling."""
+        """Register the buffers of delayed scaling."""
         self.num_gemms = num_gemms
         with lasting():
             for direction, per_gemm in (("fwd", len(FORWARD_TENSORS)), ("bwd", len(BACKWARD_TENSORS))):
@@ -113,20 +115,20 @@ class StatefulModule(nn.Module):
         self._tie_weights()
 
     def _has_state(self) -> bool:
-        """Whether there are buffers: an operation without quantizers has none, nor has a user's module before its first
-        run with a recipe."""
+        """Return whether there are buffers: an operation without quantizers has none, nor has a user's module before
+        its first run with a recipe."""
         return "scale_fwd" in self._buffers
 
     def _is_fresh(self) -> bool:
-        """Whether nothing was learnt. Waits for the GPU."""
+        """Return whether nothing was learnt yet. This waits for the GPU."""
         if not self._has_state() or self.scale_fwd.is_meta:
             return True
         scales, histories = (self.scale_fwd, self.scale_bwd), (self.amax_history_fwd, self.amax_history_bwd)
         return all(bool((scale == 1).all()) for scale in scales) and not any(bool(each.any()) for each in histories)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Also what assignments and `load_state_dict(assign=True)` come to: the buffers of delayed scaling go where
-        the parameters are, from the meta device as new."""
+        """Register a parameter, and move the buffers of delayed scaling to its device; from the meta device they come
+        as new. Assignments and `load_state_dict(assign=True)` call this too."""
         super().register_parameter(name, param)
         if param is not None and not param.is_meta and self._has_state() and self.scale_fwd.device != param.device:
             was_meta = self.scale_fwd.is_meta
@@ -141,25 +143,26 @@ class StatefulModule(nn.Module):
             self._tie_weights()
 
     def _tie_weights(self) -> None:
-        """Weights that delayed scaling keeps quantized read and write this module's scales, and not those of the module
-        that they were assigned from, or buffers that have been replaced."""
+        """Make weights that delayed scaling keeps quantized read and write this module's scales, and not those of the
+        module that they were assigned from, or buffers that have been replaced."""
         weights: Any = self.__dict__.get("_weights", ())
         for gemm, each in enumerate(weights):
             each.tie(self, gemm)
 
     def _drop_workspaces(self) -> None:
-        """KeptWeights weights are of other parameters, or elsewhere, from now on."""
+        """Drop the kept weights, because the parameters have changed or moved."""
         self._workspaces = self._weight_scales = None
 
     def _parameter_device(self) -> torch.device:
-        """Of its own parameters, or those of its parts; without any, where new ones would be."""
+        """Return the device of the module's own parameters, or of its parts'; without any, the device of new ones."""
         for parameters in (self.parameters(recurse=False), self.parameters()):
             for parameter in parameters:
                 return parameter.device
         return resolve_device(None)
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
-        """Keep the first rows, or add rows of zeros."""
+        """Clear the rows of the histories behind the first `length`, or add rows of zeros if they are fewer. `fwd`
+        selects one direction; None means both."""
         for direction in ("fwd", "bwd"):
             if fwd is not None and fwd != (direction == "fwd"):
                 continue
@@ -175,22 +178,24 @@ class StatefulModule(nn.Module):
 
     @property
     def _request(self) -> DelayedScalingRequest | None:
-        """The request of the last run with delayed scaling."""
+        """Return the request of the last run with delayed scaling."""
         return self._run_status.request
 
     def _forward_state(self) -> tuple[torch.Tensor, torch.Tensor, DelayedScalingRequest]:
-        """Scale, history, and the request that they serve: what the end of an autocast region updates."""
+        """Return the scale, the history, and the request that they serve, which the end of an autocast region
+        updates."""
         request = self._run_status.request
         return self.scale_fwd, first_rows(self.amax_history_fwd, request.amax_history_len), request
 
     def _recipe_in_use(self) -> Recipe | None:
-        """Of the region around this, else the last that eager code ran with: a graph does not say what it ran with."""
+        """Return the recipe of the region around this call, else the last that eager code ran with; a graph does not
+        note what it ran with."""
         state = current_state()
         return of_module(self, state.recipe) if state.enabled or self._recipe is None else self._recipe
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """Delayed scaling's live state, and the recipe in use."""
+        """Return delayed scaling's live state, and the recipe in use."""
         length = self.amax_history_fwd.shape[0] if self._request is None else self._request.amax_history_len
         return LiveMeta(
             self,
@@ -202,14 +207,14 @@ class StatefulModule(nn.Module):
         )
 
     def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Copies of scales and histories."""
+        """Return copies of scales and histories."""
         return {
             f"scaling_{d}": [getattr(self, f"{n}_{d}").clone() for n in ("scale", "amax_history")]
             for d in ("fwd", "bwd")
         }
 
     def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, list[torch.Tensor]] | None = None) -> None:
-        """Back to the start, or to what `get_fp8_meta_tensors` gave."""
+        """Reset the state to the start, or to what `get_fp8_meta_tensors` returned."""
         if fp8_meta_tensors is None:
             self._reset_state()
             return
@@ -218,7 +223,7 @@ class StatefulModule(nn.Module):
                 getattr(self, f"{name}_{key.removeprefix('scaling_')}").copy_(tensor)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves keep what users put on parameters, and delayed scaling in FP32."""
+        """Move or cast the module, but keep what users put on parameters, and keep delayed scaling's state in FP32."""
         attributes = attributes_of(self)
         state = {name: self._buffers[name] for name in _BUFFERS if name in self._buffers}
         was_meta = any(buffer is not None and buffer.is_meta for buffer in state.values())
@@ -237,14 +242,16 @@ class StatefulModule(nn.Module):
         return made
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        """FSDP2 puts one here for each parameter of this module itself that it holds: the only sign it leaves."""
+        """Register a hook, and note whether FSDP2 does so. It registers one for each of this module's own parameters
+        that it holds, and leaves no other sign."""
         self._is_fully_sharded |= "FSDPParam" in getattr(hook, "__qualname__", "")
         return super().register_load_state_dict_post_hook(hook)
 
     # Checkpoints
 
     def get_extra_state(self) -> torch.Tensor | None:
-        """Scales and histories of delayed scaling as one FP32 tensor (1 + L, 5 per GEMM); None where there are none."""
+        """Return the scales and histories of delayed scaling as one FP32 tensor (1 + L, 5 per GEMM), or None if there
+        are none."""
         if not self._has_state() or not self._saves_state():
             return None
         parts = [
@@ -253,19 +260,21 @@ class StatefulModule(nn.Module):
         return torch.cat(parts, 1)
 
     def upstream_extra_state(self, recipe: DelayedScaling) -> torch.Tensor:
-        """Return this module's `_extra_state` as Transformer Engine writes it: bytes, none where nothing was learnt."""
+        """Return this module's `_extra_state` as Transformer Engine writes it: a tensor of bytes, which is empty if
+        nothing was learnt."""
         state = self.get_extra_state()
         if state is None or self._is_fresh():
             return torch.empty(0, dtype=torch.uint8)
         return write_extra_state(state, recipe, self._is_operation)
 
     def _saves_state(self) -> bool:
-        """Whether the state dict has `_extra_state`: always, for loaders that take a fresh model's as a template."""
+        """Return whether the state dict has `_extra_state`. It always has, for loaders that take a fresh model's as a
+        template."""
         return True
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """What `get_extra_state` gave, or Transformer Engine's. None, and a tensor without elements or on the meta
-        device, say nothing."""
+        """Load what `get_extra_state` returned, or Transformer Engine's state. None, and a tensor without elements or
+        on the meta device, change nothing."""
         try:
             state = _as_saved_here(state)
             if state is None:
@@ -277,12 +286,12 @@ class StatefulModule(nn.Module):
             if self._loading is None:
                 raise
             prefix, errors = self._loading
-            errors.append(f"{prefix}{error}")  # named with all else in a state dict that does not fit
+            errors.append(f"{prefix}{error}")  # torch reports it with all else that does not fit
             return
         self._lacks_scales = False
         if not self._has_state():
             self._init_state(state.shape[1] // PER_GEMM, self._parameter_device())
-        if self.scale_fwd.is_meta:  # as parameters there, which torch does not load either, and says so
+        if self.scale_fwd.is_meta:  # torch does not load parameters there either, and says so
             return
         state = state.to(self.scale_fwd.device, torch.float32)
         if not bool((state[0].isfinite() & (state[0] > 0)).all()) or not bool((state[1:] >= 0).all()):
@@ -297,7 +306,8 @@ class StatefulModule(nn.Module):
             getattr(self, f"amax_history_{direction}")[: part.shape[0] - 1].copy_(part[1:])
 
     def _misfit(self, state: torch.Tensor) -> str | None:
-        """What is wrong with the shape of an `_extra_state`. Where there is no state yet it says how many GEMMs."""
+        """Return what is wrong with the shape of an `_extra_state`, or None. If the module has no state yet, any number
+        of GEMMs fits."""
         wanted = PER_GEMM * self.num_gemms
         fits = state.dim() == 2 and state.shape[0] > 1
         if fits and (state.shape[1] == wanted if self._has_state() else state.shape[1] % PER_GEMM == 0):
@@ -315,13 +325,14 @@ class StatefulModule(nn.Module):
         key = f"{prefix}{EXTRA_STATE}"
         has_weights = any(f"{prefix}{name}" in state_dict for name in self._parameters)
         self._lacks_scales |= has_weights
-        # What is under the key is known when hooks have run, which may put it together: torch calls set_extra_state.
+        # What is under the key is known only after hooks have run, which may put it together: torch then calls
+        # set_extra_state.
         self._loading = prefix, rest[-1]
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
         finally:
             self._loading = None
-        if key in missing_keys:  # a checkpoint of torch's own modules
+        if key in missing_keys:  # the checkpoint may come from torch's own modules
             missing_keys.remove(key)
         if has_weights and self._lacks_scales:
             self._lacks_scales = self._is_fresh()
@@ -329,7 +340,7 @@ class StatefulModule(nn.Module):
         self._tie_weights()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As torch copies, but with what users put on parameters, which `nn.Parameter` leaves behind."""
+        """Copy as torch does, but with what users put on parameters, which `nn.Parameter` leaves behind."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
@@ -338,7 +349,8 @@ class StatefulModule(nn.Module):
         return made
 
     def _replicate_for_data_parallel(self) -> Any:
-        """Return a replica for `nn.DataParallel`, which runs it in a thread of its own: in the region of this one."""
+        """Return a replica for `nn.DataParallel`, which runs it in a thread of its own, but in the autocast region of
+        this one."""
         replica: Any = super()._replicate_for_data_parallel()
         fresh = dict.fromkeys(("_workspaces", "_weight_scales", "_planned", "_counters"))
         replica.__dict__.update(fresh, _run_status=RunStatus())
@@ -348,7 +360,7 @@ class StatefulModule(nn.Module):
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a pickle: a module that this process makes."""
+        """Restore the module from a pickle, and give it a number of its own in this process."""
         super().__setstate__(state)
         self._number = None if self.__dict__.get("_number") is None else next_module_number()
 
@@ -361,8 +373,8 @@ class StatefulModule(nn.Module):
 
 
 def use_history(module: StatefulModule, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
-    """Have the module use the rows of its histories that this request asks for. Those behind them are cleared: a longer
-    history would find them again. Those of gradients are left to backward where it clears them."""
+    """Have the module use the rows of its histories that this request asks for. The rows behind them are cleared,
+    because a longer history would find them again. Those of gradients are left to backward if it clears them."""
     before = _request_before(module)
     if before is request:
         return
@@ -376,28 +388,29 @@ def use_history(module: StatefulModule, request: DelayedScalingRequest, backward
 
 @eager_only()
 def note_recipe(module: StatefulModule, recipe: Recipe) -> None:
-    """Note what a module runs with. A graph does not say what it ran with."""
+    """Note the recipe that a module runs with. A graph does not note it."""
     if module._recipe is not recipe:
         module._recipe = recipe
 
 
 @eager_only()
 def _request_before(module: StatefulModule) -> DelayedScalingRequest | None:
-    """Return the request of the last run. A graph, which would have to guard on it, takes it for unknown, and clears
-    rows always."""
+    """Return the request of the last run. A graph, which would have to guard on it, takes it for unknown, and always
+    clears rows."""
     return module._run_status.request
 
 
 def grow_history(module: StatefulModule, length: int) -> None:
-    """Outside of a graph: a buffer that it makes is none that its backward can write, and in inference mode none that
-    training can."""
+    """Make the histories at least this long. This happens outside of a graph and of inference mode: a buffer that a
+    graph makes cannot be written by its backward, and one of inference mode not by training."""
     if length > module.amax_history_fwd.shape[0] or length > module.amax_history_bwd.shape[0]:
         with torch.inference_mode(False), torch.no_grad():
             module.adjust_amax_history_length(length)
 
 
 def warn_of_scales(module: StatefulModule) -> None:
-    """Before a run with delayed scaling. Outside of a graph, which would guard on the answer."""
+    """Warn before a run with delayed scaling if weights were loaded without scales. It is called outside of a graph,
+    which would guard on the answer."""
     if module._lacks_scales:
         module._lacks_scales = False
         warnings.warn(LOST_SCALES, stacklevel=4)
@@ -411,8 +424,8 @@ LOST_SCALES = (
 
 
 def _as_saved_here(state: Any) -> torch.Tensor | None:
-    """Return what is under `_extra_state` in the form of `get_extra_state`. None where it says nothing, as a tensor
-    without elements, which Transformer Engine writes where a recipe has no state."""
+    """Return what is under `_extra_state` in the form of `get_extra_state`, or None if it says nothing, like a tensor
+    without elements, which Transformer Engine writes for a recipe without state."""
     if state is not None and not isinstance(state, torch.Tensor):
         raise TypeError(
             f"{EXTRA_STATE} is {type(state).__name__}: this module takes a tensor that it has saved itself, or that "

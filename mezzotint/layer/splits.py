@@ -1,4 +1,4 @@
-"""Groups of rows, given by their sizes."""
+"""Groups of rows: this module checks the sizes by which the rows of an input are split."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mezzotint.tracing import require
 
 
 def resolve_splits(m_splits: Any, groups: int) -> tuple[int, ...]:
-    """Rows of each group. A tensor is read: on a GPU that waits for it."""
+    """Return the number of rows of each group. A tensor is read, which waits for the GPU if it is there."""
     if isinstance(m_splits, torch.Tensor):
         m_splits = m_splits.tolist()
         for size in m_splits:

@@ -1,4 +1,4 @@
-"""The weight and bias of one GEMM: whole, or split into named parts of one buffer."""
+"""The weight and bias of one GEMM: a `Weights` makes them, whole, or split into named parts of one buffer."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ from mezzotint.tensor.quantizer import Quantizer
 
 
 def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
-    """This process's part of a gradient as a DTensor like its parameter."""
+    """Return this rank's shard of a gradient as a DTensor like its parameter."""
     whole = type(parameter).from_local(
         part,
         parameter.device_mesh,
@@ -50,13 +50,14 @@ def accumulate(parameter: Any, gradient: torch.Tensor | None) -> None:
 
 
 def _check_same(name: str, quantizer: Any, splits: tuple[Split, ...]) -> None:
-    """Parts of one weight are in one format: with another one a process would wait for maxima that do not come."""
+    """Check that all shards of a weight have one format: with different ones a rank would wait for amaxes that do not
+    come."""
     for split in splits:
         check_agreed(split.group, **{f"the quantizer of {name}": without_addresses(quantizer)})
 
 
 def one_below_other(parts: Sequence[torch.Tensor]) -> Any:
-    """Return the parts of a weight, or of a bias, one below the other; None of none."""
+    """Return the parts of a weight, or of a bias, one below the other; None if there are none."""
     if len(parts) > 1:
         return torch.cat(list(parts))
     return parts[0] if parts else None
@@ -68,7 +69,8 @@ def named(module: Any, names: Sequence[str]) -> Any:
 
 
 class Weights:
-    """Names of a GEMM's parameters on a module, and how they are made. `prefix`: "fc1_", or "" for `weight`, `bias`."""
+    """A `Weights` holds the names of a GEMM's parameters on a module, and how they are made. `prefix` is "fc1_", or ""
+    for `weight`, `bias`."""
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class Weights:
         tp_size: int = 1,
         stride: int = 1,
     ) -> None:
-        """`in_features`, `out_features` of the whole weight. `stride`: it is that many, one below the other, of each
-        of which every process has its part."""
+        """Create the description of a weight; `in_features` and `out_features` are those of the whole. `stride` says
+        how many weights it holds, one below the other; every rank has its shard of each."""
         self.stride, self.is_placed = stride, False
         self.in_features, self.out_features = in_features, out_features
         self.parts = split_names(parameters_split, out_features)
@@ -103,7 +105,7 @@ class Weights:
         state = current_state()
         self.is_quantized, self.init_recipe = state.init_enabled, state.init_recipe
         self.preserves = state.preserves_init
-        self.is_trained = torch.is_grad_enabled()  # else no backward will read the column-wise copies of a weight
+        self.is_trained = torch.is_grad_enabled()  # else no backward reads the column-wise copy of a weight
         if self.is_quantized and self.parts:
             raise ValueError(
                 "parameters_split with quantized_model_init: a quantized weight has no parts; leave it out. Query, key "
@@ -111,7 +113,7 @@ class Weights:
             )
 
     def _take_part(self, mode: str | None, tp_size: int) -> None:
-        """Sizes of the whole → those of this process's part."""
+        """Replace the sizes of the whole by those of this rank's shard."""
         self.mode, self.tp_size = mode, tp_size
         self.in_features, self.out_features = local_features(mode, tp_size, self.in_features, self.out_features)
         if mode == "column":
@@ -121,7 +123,7 @@ class Weights:
             self.parts = dict(zip(self.parts, self.sizes, strict=False))
 
     def check_split(self, mode: str, tp_size: int) -> None:
-        """Whether whole parameters can be split so."""
+        """Raise if the whole parameters cannot be split like this."""
         if self.is_quantized:
             raise ValueError(
                 "a weight of quantized_model_init cannot be split: make the modules in parts (tp_group), or in high "
@@ -132,7 +134,7 @@ class Weights:
             part_of("a part's rows", size // self.stride, tp_size)
 
     def split_over(self, module: Any, mode: str, tp_size: int, place: PlaceParameter) -> None:
-        """Whole parameters become what `place` makes of them: DTensors, of which this process has its part."""
+        """Replace the whole parameters by what `place` makes of them: DTensors, of which this rank has its shard."""
         self._take_part(mode, tp_size)
         dim = 0 if mode == "column" else 1
         for name in self.weight_names:
@@ -143,7 +145,7 @@ class Weights:
         module._configure()
 
     def register(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-        """Uninitialised parameters; parts are slices of one buffer."""
+        """Register uninitialized parameters; parts are slices of one buffer."""
         whole = torch.empty(self.out_features, self.in_features, device=device, dtype=dtype)
         for name, part in zip(self.weight_names, whole.split(self.sizes), strict=True):
             module.register_parameter(name, nn.Parameter(part))
@@ -155,13 +157,13 @@ class Weights:
         self._mark(module)
 
     def reset(self, module: Any, gemm: int) -> None:
-        """Initial values; from the meta device, new tensors on the default device."""
+        """Set the initial values; parameters on the meta device become new tensors on the default device."""
         init = default_init if self.init_method is None else self.init_method
         if self.is_placed:
             raise RuntimeError("reset_parameters after parallelize_module: draw initial values first, then split them")
         for name in (*self.weight_names, *self.bias_names):
             parameter = getattr(module, name)
-            if self.is_quantized and hasattr(parameter, "to_local"):  # a new parameter, which FSDP2 would not know
+            if self.is_quantized and hasattr(parameter, "to_local"):  # FSDP2 would not know the new parameter
                 raise RuntimeError(
                     f"reset_parameters after fully_shard, and {name} is quantized: draw initial values first"
                 )
@@ -179,15 +181,16 @@ class Weights:
         self._mark(module)
 
     def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """What of a parameter, or of another tensor of its shape, is this GEMM's."""
+        """Return this GEMM's part of a parameter, or of another tensor of its shape."""
         return value
 
     def _reset_plain(self, module: Any, name: str, init: Callable[[torch.Tensor], Any]) -> None:
         self._draw(getattr(module, name).data, module, init)
 
     def _draw(self, value: torch.Tensor, module: Any, init: Callable[[torch.Tensor], Any]) -> None:
-        """A part of a weight is drawn as that part of the whole, so that processes with one seed have the weights of
-        one process; a tracker has a generator of its own for each, and there is no part before there is a group."""
+        """Draw initial values into `value`. A shard is cut out of the whole weight, so that ranks with one seed have
+        the same weights as one rank alone. With a tracker each rank has a generator of its own, and before there is a
+        group there is no shard."""
         if self.mode is None or self.tp_size == 1 or module.tp_group is None or self.tracker is not None:
             init(value)
             return
@@ -200,7 +203,8 @@ class Weights:
         value.copy_(torch.cat([piece.chunk(self.tp_size, dim)[rank_in(module.tp_group)] for piece in pieces], dim))
 
     def _mark(self, module: Any) -> None:
-        """Tell by upstream's attributes what a parameter is a part of, and which gradients are of some tokens only."""
+        """Set upstream's attributes, which tell how a parameter is split, and which gradients come from some tokens
+        only."""
         if self.mode is None:
             return
         for name in (*self.weight_names, *self.bias_names):
@@ -231,19 +235,19 @@ class Weights:
             high_precision_init(parameter, value)
 
     def weight_quantizer(self, module: Any, gemm: int) -> Quantizer:
-        """Return what quantizes the weight that a module keeps quantized: row-wise alone in one that was made under
-        `torch.no_grad()`, for inference."""
+        """Return the quantizer of a weight that a module keeps quantized. It is row-wise only in a module that was made
+        under `torch.no_grad()`, for inference."""
         assert self.init_recipe is not None
         quantizer = module._live_quantizer(self.init_recipe, gemm, "weight")
         return quantizer if self.is_trained else quantizer.with_usage(rowwise=True, columnwise=False)
 
     def is_ruled_out(self, module: Any, gemm: int) -> bool:
-        """Return whether rules leave a weight in high precision that would be kept quantized."""
+        """Return whether rules leave a weight in high precision that would otherwise be kept quantized."""
         return isinstance(self.init_recipe, Rules) and of_tensor(module, self.init_recipe, gemm, "weight") is None
 
     def check_rule(self, module: Any, gemm: int, name: str, rules: Rules, recipe: Any) -> None:
-        """Raise a ValueError where these rules made a weight, which is kept quantized, by another name than its module
-        has in the model, and for that name have another recipe."""
+        """Raise a ValueError if these rules made a weight that is kept quantized under another name than its module has
+        in the model, and have another recipe for that name."""
         weight: Any = module._parameters.get(self.weight_names[0])
         if not self.is_quantized or self.init_recipe != rules or weight is None or weight.is_meta:
             return
@@ -256,14 +260,15 @@ class Weights:
             )
 
     def splits(self, module: Any) -> tuple[Split, ...]:
-        """How the weight is cut, which a quantized one must know; nothing before there is a group."""
+        """Return how the weight is split, which a quantized one must know; the tuple is empty before there is a
+        group."""
         if self.mode is None or self.tp_size == 1 or module.tp_group is None:
             return ()
         return (Split(0 if self.mode == "column" else 1, module.tp_group),)
 
     def share(self, module: Any) -> None:
-        """Quantized weights that do not know how they are cut: from another group, or a state dict. A collective. What
-        FSDP2 has sharded is told when it is gathered."""
+        """Tell quantized weights how they are split if they do not know it: after another group was set, or a state
+        dict loaded. This is a collective. A weight that FSDP2 has sharded is told when it is gathered."""
         splits = self.splits(module)
         for name in self.weight_names if self.is_quantized else ():
             weight = getattr(module, name)
@@ -276,13 +281,14 @@ class Weights:
                     join_shards(weight, splits)
 
     def tie(self, module: Any, gemm: int) -> None:
-        """Where the weight is kept quantized by delayed scaling: its quantizer is over the module's own state."""
+        """Make the quantizer of a weight that delayed scaling keeps quantized use the module's own scales and
+        history."""
         for name in self.weight_names:
             weight: Any = module._parameters.get(name)
             weight = getattr(weight, "_local_tensor", weight)
             quantizer = weight._quantizer if isinstance(weight, QuantizedTensor) else None
             if isinstance(quantizer, Float8Quantizer) and weight.device == module.scale_fwd.device:
-                i, made = slot(gemm, "weight"), quantizer.copy()  # the other module may have the same object
+                i, made = slot(gemm, "weight"), quantizer.copy()  # another module may hold the same object
                 made.scale, made.amax = module.scale_fwd[i : i + 1], module.amax_history_fwd[0, i : i + 1]
                 weight._quantizer = made
 
@@ -291,20 +297,20 @@ class Weights:
         return not self.is_placed
 
     def weight(self, module: nn.Module) -> torch.Tensor:
-        """(out, in), differentiable."""
+        """Return the weight (out, in), differentiably."""
         if not self.is_placed:
             return named(module, self.weight_names)
         return one_below_other([local_shard(getattr(module, name)) for name in self.weight_names])
 
     def bias(self, module: Any) -> Any:
-        """[out], or None."""
+        """Return the bias [out], or None."""
         if not self.is_placed:
             return named(module, self.bias_names)
         group = module.tp_group if module.sequence_parallel and self.mode == "row" else None  # added to its own tokens
         return one_below_other([local_shard(getattr(module, name), group) for name in self.bias_names])
 
     def main_grads(self, module: nn.Module) -> tuple[MainGrad, ...]:
-        """Where the gradients of the weight, or of its parts, are added."""
+        """Return the tensors to which the gradients of the weight, or of its parts, are added."""
         found = []
         for name, rows in zip(self.weight_names, self.sizes, strict=True):
             weight = getattr(module, name)
@@ -317,8 +323,9 @@ class Weights:
         return tuple(found)
 
     def tell_added(self, module: nn.Module) -> bool:
-        """Whether parameters want to be told that `main_grad` has their gradient: Megatron's data parallelism marks
-        them (`grad_added_to_main_grad`), and waits for each to get some `grad`, which it throws away."""
+        """Mark the parameters that want to be told that `main_grad` has their gradient, and return whether there are
+        any. Megatron's data parallelism asks for it (`grad_added_to_main_grad`), and waits for each to get some `grad`,
+        which it throws away."""
         told = False
         for name in self.weight_names if torch.is_grad_enabled() else ():
             weight = getattr(module, name)
@@ -327,7 +334,7 @@ class Weights:
         return told
 
     def add_gradient(self, module: nn.Module, gradient: torch.Tensor | None) -> None:
-        """Give the weight's gradient to its parameter, or to its parts."""
+        """Add the weight's gradient to that of its parameter, or of its parts."""
         if gradient is None:  # it went to `main_grad`
             return
         for name, part in zip(self.weight_names, gradient.split(self.sizes), strict=True):

@@ -1,4 +1,5 @@
-"""Weight gradients that are computed later than backward: `delay_wgrad_compute=True`, then `backward_dw()`."""
+"""Weight gradients that are computed later than backward: a module keeps their operands here with
+`delay_wgrad_compute=True`, until `backward_dw()` is called."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,11 +9,11 @@ import torch
 
 
 class WeightGradStore:
-    """First in, first out: the operands of weight gradients that backward left. A copy has none of them, as a copy of
-    a parameter has no gradient."""
+    """A `WeightGradStore` queues the operands of weight gradients that backward left, first in, first out. A copy of a
+    store is empty, as a copy of a parameter has no gradient."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
-        """`compute(wgrad, dy, x, fast)` gives gradients."""
+        """Create an empty store; `compute(wgrad, dy, x, fast)` computes gradients."""
         self.compute = compute
         self.waiting: deque[tuple[Any, ...]] = deque()
 
@@ -23,7 +24,7 @@ class WeightGradStore:
         self.waiting.append(operands)
 
     def run(self) -> Any:
-        """The oldest, computed."""
+        """Compute the oldest weight gradients that wait, and return them."""
         if not self.waiting:
             raise RuntimeError("backward_dw: no weight gradient waits; run backward first, once for each call")
         with torch.no_grad():
