@@ -1,1 +1,2 @@
-"""Attention: dot products by PyTorch's kernels, rotary positions, the cache of keys and values, multi-head modules."""
+"""Attention: this package computes dot products by PyTorch's kernels and rotary positions, keeps the cache of keys and
+values, and defines the multi-head modules."""

@@ -1,7 +1,7 @@
-"""DotProductAttention: softmax(mask(Q · Kᵀ · scale + bias)) · V, always in high precision.
+"""DotProductAttention: it computes softmax(mask(Q · Kᵀ · scale + bias)) · V, always in high precision.
 
-Heads come in as [s, b, h, d], [b, s, h, d] or packed [t, h, d]; the kernel sees [b, h, s, d], a packed batch as one
-sequence whose mask keeps its parts apart.
+Heads come in as [s, b, h, d], [b, s, h, d] or packed [t, h, d]. The kernel sees [b, h, s, d]; a packed batch is one
+sequence to it, whose mask keeps the sequences in it apart.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 @dataclass(frozen=True)
 class AttentionConfig(GraphConstant):
-    """What of a `DotProductAttention` its forward reads."""
+    """An `AttentionConfig` holds what the forward of a `DotProductAttention` reads of it."""
 
     num_attention_heads: int
     num_gqa_groups: int
@@ -64,11 +64,12 @@ class AttentionConfig(GraphConstant):
 
 
 class DotProductAttention(AttentionNames, Configured, Named):
-    """Scaled dot product attention of `num_attention_heads` heads of `kv_channels` (or (of keys, of values)) channels.
+    """This module computes scaled dot product attention of `num_attention_heads` heads with `kv_channels` channels
+    each, or a pair: those of keys, those of values.
 
-    `num_gqa_groups`: keys and values have fewer heads, each for as many queries. `softmax_type`: "off-by-one" adds 1 to
-    the denominator, "learnable" e to the power of the parameter `softmax_offset` [h]. `return_max_logit` gives the
-    largest logit of each head too. Heads and groups are shared out over `tp_size` processes.
+    With `num_gqa_groups` keys and values have fewer heads, each for several heads of queries. `softmax_type`
+    "off-by-one" adds 1 to the denominator, "learnable" adds e to the power of the parameter `softmax_offset` [h].
+    `return_max_logit` returns the largest logit of each head too. Heads and groups are divided over `tp_size` ranks.
     """
 
     softmax_offset: torch.Tensor | None
@@ -117,7 +118,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
         resolve_rule(attn_mask_type, window_size, bottom_right_diagonal)
         self.name = name
         self.tp_size, self.tp_rank = size, 0 if tp_group is None else rank_in(tp_group)
-        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // size, groups // size  # of this process
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads // size, groups // size  # of this rank
         self.head_dim_k, self.head_dim_v = channels
         self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
@@ -144,7 +145,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
             default_init(self.softmax_offset)
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        """Of all heads, those of this process."""
+        """Reduce the numbers of heads and groups, which are those of all ranks, to those of this rank."""
         if modes:
             raise ValueError("DotProductAttention has no weight: it is split with the MultiheadAttention around it")
         if isinstance(self.softmax_offset, torch.nn.Parameter):
@@ -155,8 +156,8 @@ class DotProductAttention(AttentionNames, Configured, Named):
         self.num_attention_heads, self.tp_size, self.tp_rank = heads, size, rank_in(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of tensor parallelism: attention itself asks nothing of other processes."""
-        if self.tp_size == 1:  # it has all heads
+        """Set the group of tensor parallelism. Attention itself communicates with no other rank."""
+        if self.tp_size == 1:  # then it has all heads
             return
         check_group(tp_group, self.tp_size)
         self.tp_rank = 0 if tp_group is None else rank_in(tp_group)
@@ -164,7 +165,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """The group of context parallelism; one of a single process changes nothing."""
+        """Set the group of context parallelism. A group of one rank changes nothing; a larger one is refused."""
         groups = cp_group if isinstance(cp_group, list) else [cp_group]
         for group in groups:
             if group is not None and torch.distributed.get_world_size(group) > 1:
@@ -207,16 +208,19 @@ class DotProductAttention(AttentionNames, Configured, Named):
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
     ) -> torch.Tensor | Any:
-        """Queries [s, b, h, d], keys and values [s, b, g, d] → [s, b, h · d]; "bshd" and "thd" likewise.
+        """Compute attention [s, b, h · d] from queries [s, b, h, d], keys and values [s, b, g, d]; "bshd" and "thd"
+        likewise.
 
-        `attention_mask`: bool, True is masked out. For padding masks [b, 1, 1, s], or (of queries, of keys), or
-        `cu_seqlens_q` and `cu_seqlens_kv` [b + 1] instead; for "arbitrary" what broadcasts to [b, h, s_q, s_k].
-        "thd" needs both `cu_seqlens`, and the padded ones where there is padding between sequences. They begin with 0
-        and do not fall, which is checked where they are on the CPU, outside of graphs: a GPU would have to be waited
-        for.
-        `window_size` (l, r): keys from l before the query to r after it, -1 for all. `core_attention_bias` broadcasts
-        to [b, h, s_q, s_k]; ALiBi has `alibi_slopes` [h] or [b, h], or its own. `qkv_layer` (or `query_layer` and
-        `kv_layer`) holds all three (two) side by side in dimension `qkv_interleave_dim`, -3 or -2.
+        `attention_mask` is bool, and True is masked out. For padding masks it is [b, 1, 1, s], or a pair for queries
+        and keys; `cu_seqlens_q` and `cu_seqlens_kv` [b + 1] may be given instead. For "arbitrary" it broadcasts to [b,
+        h, s_q, s_k]. "thd" needs both `cu_seqlens`, and the padded ones if there is padding between sequences. They
+        begin with 0 and do not fall. That is checked only if they are on the CPU, outside of graphs, because the host
+        would have to wait for a GPU.
+
+        `window_size` (l, r) lets a query see keys from l before it to r after it, -1 for all. `core_attention_bias`
+        broadcasts to [b, h, s_q, s_k]; ALiBi takes `alibi_slopes` [h] or [b, h], or its own. `qkv_layer` holds queries,
+        keys and values side by side in dimension `qkv_interleave_dim`, -3 or -2; with `query_layer`, `kv_layer` holds
+        keys and values so.
         """
         if fp8_output or score_mod is not None or score_mod_bprop is not None:
             raise NotImplementedError(
@@ -282,7 +286,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
         params: InferenceParams | None,
     ) -> tuple[Rule, torch.Tensor, torch.Tensor, torch.Tensor, tuple[Side, Side] | None]:
         """Return queries, keys and values as [b, s, h, d], with the cached ones; the rule for them; and both sides of
-        the mask where packed sequences or a cache say which tokens there are."""
+        the mask if packed sequences or a cache determine which tokens there are, else None."""
         sides = None
         if params is not None:
             rule, k, v, sides = self._cached(rule, q, k, v, layout, params)
@@ -308,8 +312,8 @@ class DotProductAttention(AttentionNames, Configured, Named):
     def _cached(
         self, rule: Rule, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, params: InferenceParams
     ) -> tuple[Rule, torch.Tensor, torch.Tensor, tuple[Side, Side]]:
-        """Write the new keys and values to the cache, and take all of them from it: [b, s, g, d]. Queries are the last
-        tokens of their sequences."""
+        """Write the new keys and values to the cache, and return the rule, all keys and values, [b, s, g, d], and both
+        sides of the mask. The queries are the last tokens of their sequences."""
         if not rule.has_padding:
             raise ValueError(
                 "inference_params needs a padding mask, since sequences have their own lengths: give "
@@ -366,7 +370,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
 
 
 def check_heads(own: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> None:
-    """Raise ValueError where queries, keys and values do not fit the module, or each other."""
+    """Raise ValueError if queries, keys and values do not fit the module, or each other."""
     for label, tensor, heads, channels in (
         ("query_layer", q, own.num_attention_heads, own.head_dim_k),
         ("key_layer", k, own.num_gqa_groups, own.head_dim_k),
@@ -396,7 +400,7 @@ def bias_after_scale(own: AttentionConfig, bias_type: str, bias: torch.Tensor | 
 
 
 def check_attention_recipe() -> None:
-    """What a recipe asks of attention and is not there is an error."""
+    """Raise if the recipe asks for quantized attention, which is not there."""
     recipe = recipe_in_force()
     if recipe is not None and recipe.quantizes_attention():
         raise NotImplementedError(
@@ -407,7 +411,7 @@ def check_attention_recipe() -> None:
 def unpack_qkv(
     query: Any, key: Any, value: Any, qkv: Any, kv: Any, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values, which may come in one tensor, or keys and values in one."""
+    """Return queries, keys and values, which may come in one tensor, or keys and values in one."""
     if dim not in (-3, -2):
         raise ValueError(f"qkv_interleave_dim is {dim}: give -3 for [.., 3, h, d] or -2 for [.., h, 3, d]")
     if qkv is not None and kv is None and query is None and key is None and value is None:

@@ -1,12 +1,12 @@
-"""The cache of keys and values for decoding, in rows (one per sequence) or in pages.
+"""The cache of keys and values for decoding: it is in rows, one per sequence, or in pages.
 
     params = InferenceParams(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype)
     params.pre_step(OrderedDict({sequence id: number of new tokens}))     before each forward of the model
     y = layer(x, inference_params=params, self_attn_mask_type="padding_causal")
 
 `pre_step` is plain Python and does all that depends on which sequences there are: the batch is in the order of its
-argument, sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys and
-values: it reads tensors alone, so a graph of it serves every step. No gradient goes through the cache.
+argument, and sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys
+and values. It reads only tensors, so one graph of it serves every step. No gradient goes through the cache.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,8 @@ LayerCache = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVCacheManager:
-    """Base of cache managers: `cache[layer]` is (keys, values), `sequences` tells how many tokens each has."""
+    """The base of cache managers: `cache[layer]` is (keys, values), and `sequences` holds the number of tokens of each
+    sequence."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.cache: dict[int, LayerCache] = {}
@@ -39,7 +40,7 @@ class KVCacheManager:
         raise NotImplementedError
 
     def pre_step(self, step_dict: "OrderedDict[int, int]") -> "OrderedDict[int, int]":
-        """Take new sequences in and finished ones out; tokens of each after the step."""
+        """Take new sequences in and finished ones out, and return the number of tokens of each after the step."""
         raise NotImplementedError
 
     def step(
@@ -51,12 +52,13 @@ class KVCacheManager:
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
     ) -> LayerCache:
-        """Write new keys and values; the layer's cache."""
+        """Write new keys and values, and return the layer's cache."""
         raise NotImplementedError
 
 
 class _Cache(KVCacheManager):
-    """Blocks of tokens: `blocks[i, j]` says where the cache holds the tokens from j · block on of sequence i."""
+    """This cache consists of blocks of tokens: `blocks[i, j]` says which block holds the tokens from j · block on of
+    sequence i."""
 
     def __init__(
         self, num_blocks: int, block: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -66,7 +68,7 @@ class _Cache(KVCacheManager):
         self.dtype, self.device = dtype, device
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Keys [blocks, tokens, heads, channels] and values, zeros."""
+        """Allocate keys [blocks, tokens, heads, channels] and values, as zeros."""
         heads, dim_k, dim_v = self.shape
         with lasting():
             keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
@@ -74,11 +76,11 @@ class _Cache(KVCacheManager):
         self.cache[layer_number] = (keys, values)
 
     def blocks(self) -> torch.Tensor:
-        """int [sequences, blocks of each]."""
+        """Return which blocks each sequence has, int [sequences, blocks of each]."""
         raise NotImplementedError
 
     def clear(self, blocks: Iterable[int]) -> None:
-        """Zeros where a finished sequence was: a masked key counts 0, but 0 · NaN is NaN."""
+        """Fill the blocks of a finished sequence with zeros: a masked key counts 0, but 0 · NaN is NaN."""
         index = torch.tensor([*blocks], dtype=torch.int64, device=self.device)
         for layer in self.cache.values():
             for buffer in layer:
@@ -93,7 +95,7 @@ class _Cache(KVCacheManager):
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
     ) -> LayerCache:
-        new_k, new_v = new_k.detach(), new_v.detach()  # else the cache would hold the graphs of all steps
+        new_k, new_v = new_k.detach(), new_v.detach()  # else the cache would hold the autograd graphs of all steps
         if qkv_format == "sbhd":
             new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
         size = new_k.shape[0]
@@ -104,7 +106,7 @@ class _Cache(KVCacheManager):
             place = torch.arange(new_k.shape[1], device=new_k.device).repeat(size)
             sequence = torch.arange(size, device=new_k.device).repeat_interleave(new_k.shape[1])
             new_k, new_v = new_k.flatten(0, 1), new_v.flatten(0, 1)
-        # Padding is not written: it writes the first token once more.
+        # Padding is not written: in its place the first token is written once more.
         source = torch.where(place < new[sequence], torch.arange(new_k.shape[0], device=new_k.device), 0)
         sequence, place = sequence[source], place[source]
         place = place + (cached - new)[sequence]
@@ -115,7 +117,7 @@ class _Cache(KVCacheManager):
 
 
 class NonPagedKVCacheManager(_Cache):
-    """A row of the cache for each sequence of the batch, in the batch's order."""
+    """This cache has a row for each sequence of the batch, in the batch's order."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class NonPagedKVCacheManager(_Cache):
 
 
 class PagedKVCacheManager(PageQuestions, _Cache):
-    """Pages that sequences take as they grow and give back when they are finished."""
+    """This cache has pages, which sequences take as they grow and give back when they are finished."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class PagedKVCacheManager(PageQuestions, _Cache):
         return self.sequences
 
     def allocate_page(self, seq: int) -> None:
-        """Give a sequence one page more."""
+        """Give a sequence one more page."""
         if self.get_page_count(seq) == self.max_pages_per_seq:
             raise ValueError(
                 f"sequence {seq} has {self.max_pages_per_seq} pages of {self.block} tokens, which is all that one may "
@@ -214,7 +216,8 @@ class PagedKVCacheManager(PageQuestions, _Cache):
         self.allocated_pages.setdefault(seq, []).append(self.free_pages.pop(0))
 
     def allocate_sequence(self, seq: int, context_len: int) -> None:
-        """Give a sequence the pages that so many tokens need; `pre_step` does it for each of the batch."""
+        """Give a sequence the pages that `context_len` tokens need; `pre_step` does it for each sequence of the
+        batch."""
         self.allocated_pages.setdefault(seq, [])
         for _ in range(self._missing_pages(seq, context_len)):
             self.allocate_page(seq)
@@ -227,7 +230,7 @@ class PagedKVCacheManager(PageQuestions, _Cache):
         self.sequences.pop(seq, None)
 
     def _missing_pages(self, seq: int, length: int) -> int:
-        """Return how many pages a sequence of that many tokens lacks."""
+        """Return how many pages a sequence of `length` tokens lacks."""
         return -(-length // self.block) - self.get_page_count(seq)
 
     def _take_back(self, sequences: list[int]) -> None:
@@ -238,7 +241,11 @@ class PagedKVCacheManager(PageQuestions, _Cache):
 
 
 class InferenceParams:
-    """What a model needs to decode: the cache, and how long each sequence of the batch is.
+    """An `InferenceParams` holds what a model needs to decode: the cache, and how long each sequence of the batch is.
+
+    The cache is made for `max_batch_size` sequences of up to `max_sequence_length` tokens, with `num_heads_kv` heads of
+    `head_dim_k` (values: `head_dim_v`) channels in `dtype`. With `is_paged` it has `total_num_pages` pages of
+    `page_size` tokens. `custom_cache_manager` is a class that is used instead of those here.
 
     `cu_seqlens_q` counts the new tokens of a step, `cu_seqlens_kv` all tokens, both int32 [max_batch_size + 1]; rows of
     the batch behind the last sequence have none.
@@ -291,8 +298,8 @@ class InferenceParams:
             self.cache_manager = manager(**options, device=self.device)
         self.sequences: OrderedDict[int, int] = OrderedDict()
         self.batch_size = 0
-        self.new_tokens: tuple[int, ...] = ()  # of each sequence of the batch
-        self.owners: dict[int, int] = {}  # layer → which attention writes to it
+        self.new_tokens: tuple[int, ...] = ()  # one for each sequence of the batch
+        self.owners: dict[int, int] = {}  # layer → id of the attention that writes to it
         self.cu_seqlens_q = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
         self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, dtype=torch.int32, device=self.device)
         self.pre_step_seqlens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
@@ -306,12 +313,12 @@ class InferenceParams:
             buffer.zero_()
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Memory of a layer's keys and values. A layer does it in its first forward; in a compiled one that costs a
-        second graph."""
+        """Allocate the memory of a layer's keys and values. A layer does it in its first forward; in compiled code that
+        costs a second graph."""
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: "OrderedDict[int, int]") -> None:
-        """Before a forward: which sequences are in the batch, and how many new tokens each has."""
+        """Set, before a forward, which sequences are in the batch, and how many new tokens each has."""
         if not step_dict or len(step_dict) > self.max_batch_size:
             raise ValueError(
                 f"step_dict has {len(step_dict)} sequences: give 1 to max_batch_size={self.max_batch_size}"
@@ -331,16 +338,18 @@ class InferenceParams:
         self._write(self.cu_seqlens_kv[1:], _sums(self.sequences.values()))
 
     def _write(self, buffer: torch.Tensor, values: list[int], rest: int | None = None) -> None:
-        """In place, so that a graph reads the same tensor at every step; `rest` behind them, else the last value."""
+        """Write values to a buffer in place, so that a graph reads the same tensor at every step. The rest of it is
+        filled with `rest`, or with the last value if that is None."""
         filled = values + [values[-1] if rest is None else rest] * (buffer.shape[0] - len(values))
         buffer.copy_(torch.tensor(filled, dtype=buffer.dtype))
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
-        """How many tokens each sequence had before this step, int32 [max_batch_size]."""
+        """Return how many tokens each sequence had before this step, int32 [max_batch_size]."""
         return self.pre_step_seqlens
 
     def convert_paged_to_nonpaged(self, layer_number: int, batch_size: int | None = None) -> LayerCache:
-        """Keys and values of the batch, gathered from its pages: [batch, max_sequence_length, heads, channels]."""
+        """Return the keys and values of the batch, gathered from its pages: [batch, max_sequence_length, heads,
+        channels]."""
         table = self.cache_manager.page_table[: self.batch_size if batch_size is None else batch_size].long()
         keys, values = self.cache_manager.cache[layer_number]
         return keys[table].flatten(1, 2), values[table].flatten(1, 2)
@@ -348,14 +357,15 @@ class InferenceParams:
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]:
-        """Write a layer's new keys and values, in `qkv_format`.
+        """Write a layer's new keys and values, which are in `qkv_format`, to the cache.
 
-        Gives the cache of the layer, with rows of the batch where it has rows, `cu_seqlens_q` and `cu_seqlens_kv`, how
-        many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd" or "thd_2bshd".
+        Return the keys and values of the layer's cache (only the rows of the batch if it has rows), `cu_seqlens_q` and
+        `cu_seqlens_kv`, how many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd"
+        or "thd_2bshd".
         """
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         self._check_heads(new_k, new_v)
-        call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # a graph of one step serves others
+        call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # untraced, because a graph of one step serves others
         keys, values = self.cache_manager.step(
             layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
         )
@@ -394,7 +404,8 @@ def _sums(lengths: Iterable[int]) -> list[int]:
 
 
 def claim_layer(params: InferenceParams, layer_number: int, owner: Any) -> None:
-    """Check before a `step` that a layer of the cache is written by one attention; for a graph, while it is traced."""
+    """Check, before a `step`, that a layer of the cache is written by one attention only; for a graph this happens
+    while it is traced."""
     if params.owners.setdefault(layer_number, id(owner)) != id(owner):
         raise ValueError(
             f"layer_number is {layer_number} in two attentions, which write over each other's keys: give each "

@@ -1,13 +1,13 @@
-"""Which query sees which key.
+"""Masks of attention: this module determines which query sees which key.
 
-Every token has a position in its sequence, and every rule is one about the distance from query to key:
+Every token has a position in its sequence, and every rule is about the distance from query to key:
 
     distance = position of the query - position of the key       -right ≤ distance ≤ left
 
-A causal mask is right = 0, a sliding window sets left too. Where the diagonal is that of the bottom right corner, the
-queries stand at the end of the keys: their positions are moved by the difference of the lengths. Beside the distance
-there are tokens that are padding, and in a packed batch ("thd") tokens of different sequences. The lengths stay
-tensors all the way: a graph does not depend on them.
+A causal mask has right = 0, and a sliding window sets left too. If the diagonal is that of the bottom right corner, the
+queries stand at the end of the keys: their positions are moved by the difference of the lengths. Apart from the
+distance, some tokens may be padding, and in a packed batch ("thd") tokens belong to different sequences. The lengths
+stay tensors all the way, so a graph does not depend on them.
 """
 
 import math
@@ -39,24 +39,24 @@ def check_probability(name: str, value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A mask type, a window and a diagonal, resolved."""
+    """A `Rule` is a mask type, a window and a diagonal, resolved."""
 
     has_padding: bool
     is_arbitrary: bool
-    left: int  # keys that a query sees behind it; -1: all
-    right: int  # and ahead
+    left: int  # how many keys a query sees behind it; -1: all
+    right: int  # and how many ahead of it
     is_bottom_right: bool
 
     def is_plain(self, q_size: int, k_size: int) -> bool:
-        """Whether it is no mask, or a causal one whose diagonal starts at the first query and key."""
+        """Return whether there is no mask, or a causal one whose diagonal starts at the first query and key."""
         if self.has_padding or self.is_arbitrary or self.left != -1:
             return False
         return self.right == -1 or (self.right == 0 and (not self.is_bottom_right or q_size == k_size))
 
 
 def resolve_rule(mask_type: str, window_size: Any, bottom_right_diagonal: bool | None) -> Rule:
-    """Check the three and put them together. A causal mask says where its diagonal is; otherwise it is that of the
-    bottom right corner, unless `bottom_right_diagonal` is False."""
+    """Check the three arguments and return the rule that they make. A causal mask says itself where its diagonal is;
+    otherwise it is that of the bottom right corner, unless `bottom_right_diagonal` is False."""
     name = mask_type.replace(",", "_")
     name = "padding_causal" if name == "causal_padding" else name
     check_choice("attn_mask_type", name, MASK_TYPES)
@@ -88,30 +88,32 @@ def _pair(window_size: Any) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Side:
-    """The tokens of the queries, or of the keys; B is 1 where all sequences of a batch are alike."""
+    """A `Side` describes the tokens of the queries, or of the keys; B is 1 if all sequences of a batch are alike."""
 
     position: torch.Tensor  # int [B, S]
     is_token: torch.Tensor | None  # bool [B, S]; False: padding
     sequence: torch.Tensor | None  # int [1, S], in a packed batch
 
     def at(self, index: Any) -> "Side":
-        """Of tokens, by an index of [B, S]."""
+        """Return the side of the tokens that an index of [B, S] selects."""
         is_token = None if self.is_token is None else self.is_token[index]
         return Side(self.position[index], is_token, None if self.sequence is None else self.sequence[index])
 
 
 def check_counts(**cu_seqlens: Any) -> None:
-    """They count tokens up from 0. Looked at where that makes nobody wait: on the CPU, outside of graphs."""
+    """Check that each of these counts tokens up from 0. They are looked at only where nobody has to wait for that: on
+    the CPU, outside of graphs."""
     for name, cu in cu_seqlens.items():
         if has_values_at_hand(cu) and cu.numel() > 0 and (bool(cu[0] != 0) or bool((cu.diff() < 0).any())):
             raise ValueError(f"{name} is {cu.tolist()}: it must begin with 0, and no entry be less than the last")
 
 
 def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `size` tokens, packed: the sequence that each is of and its place in it, [size]. Tokens past the last
-    sequence count as its."""
+    """Return, for `size` packed tokens, the sequence that each belongs to and its place in it, both [size]. Tokens past
+    the last sequence count as its own."""
     index = torch.arange(size, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    # Not `searchsorted`: Inductor's kernel for GPUs (torch 2.11) searches a slice from the start of its storage.
+    # This is not `searchsorted`, because Inductor's kernel for GPUs (torch 2.11) searches a slice from the start of its
+    # storage.
     sequence = (index[:, None] >= cu_seqlens[1:-1]).sum(-1)
     return sequence, index - cu_seqlens[sequence]
 
@@ -119,7 +121,8 @@ def packed_positions(cu_seqlens: torch.Tensor, size: int) -> tuple[torch.Tensor,
 def batch_sides(
     rule: Rule, q_size: int, k_size: int, q_is_token: Any, k_is_token: Any, device: torch.device
 ) -> tuple[Side, Side]:
-    """Sequences side by side; `is_token` bool [b, s], or None where there is no padding."""
+    """Return both sides of a batch with sequences side by side; `q_is_token` and `k_is_token` are bool [b, s], or None
+    if there is no padding."""
     q = Side(torch.arange(q_size, device=device)[None], q_is_token, None)
     k = Side(torch.arange(k_size, device=device)[None], k_is_token, None)
     if rule.is_bottom_right:
@@ -130,28 +133,30 @@ def batch_sides(
 
 
 def packed_side(cu_seqlens: torch.Tensor, cu_seqlens_padded: torch.Tensor | None, size: int) -> Side:
-    """Sequences one behind the other; those of `cu_seqlens_padded` with padding behind each of them."""
+    """Return the side of sequences one behind the other; with `cu_seqlens_padded` there is padding behind each of
+    them."""
     starts = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     sequence, position = packed_positions(starts, size)
     return Side(position[None], (position < cu_seqlens.diff()[sequence])[None], sequence[None])
 
 
 def cached_side(lengths: torch.Tensor, size: int) -> Side:
-    """Sequences of at most `size` tokens, each in its own part of a cache that is seen as one packed batch."""
+    """Return the side of sequences of at most `size` tokens, each in its own part of a cache that is seen as one packed
+    batch. `lengths` is [b]."""
     index = torch.arange(lengths.shape[0] * size, device=lengths.device)
     sequence, position = index // size, index % size
     return Side(position[None], (position < lengths[sequence])[None], sequence[None])
 
 
 def align(rule: Rule, q: Side, q_lengths: torch.Tensor, k_lengths: torch.Tensor) -> None:
-    """Move the queries of a packed batch to the end of their keys, where the rule says so. Lengths [b]."""
+    """Move the queries of a packed batch to the end of their keys, if the rule says so. The lengths are [b]."""
     if rule.is_bottom_right:
         assert q.sequence is not None
         q.position = q.position + (k_lengths - q_lengths)[q.sequence]
 
 
 def broadcast_pairs(q: Side, k: Side) -> tuple[Side, Side]:
-    """Every query against every key: [B, 1, queries, 1] and [B, 1, 1, keys]."""
+    """Return both sides so that every query meets every key: [B, 1, queries, 1] and [B, 1, 1, keys]."""
     return q.at((slice(None), None, slice(None), None)), k.at((slice(None), None, None, slice(None)))
 
 
@@ -160,7 +165,7 @@ def distance(q: Side, k: Side) -> torch.Tensor:
 
 
 def allowed(rule: Rule, q: Side, k: Side) -> torch.Tensor | None:
-    """Whether a query sees a key, bool, of tokens whose tensors broadcast; None: always."""
+    """Return whether a query sees a key, bool, for sides whose tensors broadcast, or None if it always does."""
     terms = []
     if rule.right >= 0:
         terms.append(distance(q, k) >= -rule.right)
@@ -176,7 +181,8 @@ def allowed(rule: Rule, q: Side, k: Side) -> torch.Tensor | None:
 
 
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
-    """FP32 [heads]: 2^(-8/n), 2^(-16/n), … for the largest power of two n ≤ heads, then every second one of 2n's."""
+    """Return the slopes of ALiBi, FP32 [heads]: 2^(-8/n), 2^(-16/n), … for the largest power of two n ≤ heads, then
+    every second one of those for 2n."""
     n = 2 ** math.floor(math.log2(num_heads))
     powers = [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
     powers += [2.0 ** (-4.0 * (2 * i + 1) / n) for i in range(num_heads - n)]
@@ -184,7 +190,7 @@ def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
 
 
 def alibi_bias(slope: torch.Tensor, q: Side, k: Side) -> torch.Tensor:
-    """-slope · |distance|, FP32."""
+    """Return -slope · |distance|, FP32."""
     return distance(q, k).abs().float() * -slope.float()
 
 
@@ -197,7 +203,8 @@ def checked_mask(mask: Any) -> torch.Tensor:
 def tokens_of(
     rule: Rule, q: torch.Tensor, k: torch.Tensor, attention_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Which of the queries [b, s_q, ..] and of the keys are no padding, bool [b, s]; None: all of them."""
+    """Return which of the queries [b, s_q, ..] and of the keys [b, s_k, ..] are no padding, each bool [b, s], or None
+    if all are."""
     if not rule.has_padding:
         return None, None
     if cu_seqlens_q is not None and cu_seqlens_kv is not None:
@@ -227,7 +234,7 @@ def tokens_of(
 def packed_sides(
     rule: Rule, q_size: int, k_size: int, cu_q: Any, cu_k: Any, cu_q_padded: Any, cu_k_padded: Any
 ) -> tuple[Side, Side]:
-    """Of a packed batch."""
+    """Return both sides of a packed batch."""
     if not rule.has_padding:
         raise ValueError("qkv_format 'thd' needs a padding mask: give attn_mask_type='padding_causal' or 'padding'")
     if cu_q is None or cu_k is None or cu_q.dim() != 1 or cu_q.shape != cu_k.shape:

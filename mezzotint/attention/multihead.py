@@ -1,4 +1,4 @@
-"""MultiheadAttention: projections to queries, keys and values, attention, and a projection back."""
+"""MultiheadAttention: it projects to queries, keys and values, attends, and projects back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
 
 @dataclass(frozen=True)
 class MultiheadConfig(GraphConstant):
-    """What of a `MultiheadAttention` its forward reads."""
+    """A `MultiheadConfig` holds what the forward of a `MultiheadAttention` reads of it."""
 
     hidden_size: int
     hidden_size_per_attention_head: int
@@ -55,16 +55,16 @@ class MultiheadConfig(GraphConstant):
 
 
 class MultiheadAttention(PlainAttributes, Configured, Named):
-    """Self-attention, or cross-attention over `encoder_output`, of `num_attention_heads` heads.
+    """This module computes self-attention, or cross-attention over `encoder_output`, with `num_attention_heads` heads.
 
-    Submodules: `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
+    Its submodules are `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
     `query_layer`, and `key_value`; `q_norm` and `k_norm` with `qk_norm_type`; `core_attention`; `proj`.
 
-    `fuse_qkv_params` gives one `weight` for all three, in which with `qkv_weight_interleaved` the heads of each group
+    `fuse_qkv_params` makes one `weight` for all three, in which with `qkv_weight_interleaved` the heads of each group
     are side by side (its queries, its key, its value), else all queries come first; without it there are
-    `query_weight`, `key_weight` and `value_weight`. `qk_norm_before_rope`: queries and keys are normalised before they
-    are turned, not after. `set_parallel_mode` shares heads and groups out over the processes of `tp_group`: "column"
-    for queries, keys and values, "row" for `proj`; `sequence_parallel` splits the first dimension outside of them.
+    `query_weight`, `key_weight` and `value_weight`. `qk_norm_before_rope` normalizes queries and keys before they are
+    rotated, not after. `set_parallel_mode` divides heads and groups over the ranks of `tp_group`: "column" for queries,
+    keys and values, "row" for `proj`; `sequence_parallel` splits the first dimension outside of them.
     """
 
     q_norm: Any
@@ -173,7 +173,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         self._configure()
 
     def _set_sizes(self, hidden_size: int, channels: int, heads: int, groups: int, shares: int) -> None:
-        """Note the sizes of this rank, one of `shares` that share the heads out."""
+        """Set the sizes of this rank, one of `shares` that divide the heads among them."""
         self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
         self.num_attention_heads = part_of("num_attention_heads", heads, shares)
         self.num_gqa_groups = part_of("num_gqa_groups", groups, shares)
@@ -196,8 +196,9 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         ).to(device)
 
     def _make_projections(self, width_q: int, width_kv: int, linear: dict[str, Any], norm: dict[str, Any]) -> None:
-        """Make the linear layers of queries, keys and values, with the norm in front: one in self-attention, and in
-        cross-attention one of queries and one of keys and values, which take other inputs. Widths are of the whole."""
+        """Make the linear layers of queries, keys and values, with the norm in front: one in self-attention; in
+        cross-attention one for queries and one for keys and values, which take other inputs. The widths are those of
+        all ranks."""
         if self.attention_type == "self":
             sizes = {"query": width_q, "key": width_kv, "value": width_kv}
             linear_name = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
@@ -227,7 +228,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         )
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        """Share the heads out over processes: a whole module becomes what `set_parallel_mode` makes."""
+        """Divide the heads over ranks: a whole module becomes what `set_parallel_mode` makes."""
         if modes:
             raise ValueError("MultiheadAttention has several weights: use TensorParallel, which splits each its way")
         if self.is_qkv_fused and not self.qkv_weight_interleaved:
@@ -236,7 +237,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
                 "each: give fuse_qkv_params=False, or qkv_weight_interleaved=True"
             )
         count = world_size(tp_group)
-        self.core_attention.split_over(tp_group, sequence_parallel, place)  # first: it raises where heads do not divide
+        self.core_attention.split_over(tp_group, sequence_parallel, place)  # first, since it may raise
         self.num_attention_heads, self.num_gqa_groups = self.num_attention_heads // count, self.num_gqa_groups // count
         self.hidden_size_q, self.hidden_size_kv = self.hidden_size_q // count, self.hidden_size_kv // count
         self.tp_size = count
@@ -244,18 +245,18 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
             if hasattr(self, name):
                 getattr(self, name).split_over(tp_group, sequence_parallel, place, "column")
         self.proj.split_over(tp_group, sequence_parallel, place, "row")
-        for norm in (self.q_norm, self.k_norm):  # of this process's heads, whose gradients are part of the sum
+        for norm in (self.q_norm, self.k_norm):  # they see only this rank's heads: gradients are summed
             if norm is not None and hasattr(norm, "split_over"):
                 norm.split_over(tp_group, True, place)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of processes that share the weights, for every module in this one."""
+        """Set the group of ranks that share the weights, for every module in this one."""
         set_groups(self, tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """The group of context parallelism; one of a single process changes nothing."""
+        """Set the group of context parallelism. A group of one rank changes nothing; a larger one is refused."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def forward(
@@ -284,11 +285,12 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         *,
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
-        """hidden_states [s, b, hidden] (or [b, s, hidden], [t, hidden]) → the same[, proj's bias][, norm's output].
+        """Compute the output[, proj's bias][, norm's output] from hidden_states [s, b, hidden] (or [b, s, hidden], [t,
+        hidden]); the output has their shape.
 
-        `rotary_pos_emb`: angles of `RotaryPositionEmbedding`, or (of queries, of keys). The others as of
-        `DotProductAttention.forward`, `is_first_microbatch` as of `Linear.forward`. With `_branch`, which the norm adds
-        to hidden_states first, their sum is the last output.
+        `rotary_pos_emb` are angles of `RotaryPositionEmbedding`, or a pair for queries and keys. `is_first_microbatch`
+        is that of `Linear.forward`, and the other arguments are those of `DotProductAttention.forward`. With `_branch`,
+        which the norm adds to hidden_states first, their sum is the last output.
         """
         own = self._config.read()
         check_module_input(hidden_states, own.hidden_size, "hidden_states")
@@ -359,7 +361,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
     def _cross_heads(
         self, x: torch.Tensor, encoder_output: torch.Tensor, is_first: bool | None, branch: Branch | None
     ) -> tuple[torch.Tensor, ...]:
-        """Queries [.., h, d], keys and values [.., g, d] of `encoder_output`, and the norm's output or None."""
+        """Return queries [.., h, d], keys and values [.., g, d] of `encoder_output`, and the norm's output or None."""
         check_module_input(encoder_output, self.hidden_size, "encoder_output")
         channels, groups = self.hidden_size_per_attention_head, self.num_gqa_groups
         mixed, _ = self._project("key_value", encoder_output, is_first)
@@ -374,14 +376,15 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
     def _project(
         self, name: str, x: torch.Tensor, is_first: bool | None, branch: Branch | None = None
     ) -> tuple[torch.Tensor, Any]:
-        """The product, and what comes beside it: the norm's output, the sum with `branch`, or None."""
+        """Return the product of the linear `name`, and what it returns besides: the norm's output, the sum with
+        `branch`, or None."""
         given = {} if branch is None else {"_branch": branch}
         made = getattr(self, name)(x, is_first_microbatch=is_first, **given)
         return made if isinstance(made, tuple) else (made, None)
 
     def _turns(self, angles: Any, cu_seqlens: Any, params: InferenceParams | None) -> tuple[Any, ...]:
-        """Rotary positions: angles of queries and of keys, layout, starts, pairs, lengths. A sequence that is decoded
-        starts behind what the cache holds of it."""
+        """Return the arguments of rotary positions: angles of queries and of keys, layout, starts, whether pairs are
+        interleaved, and cu_seqlens. A sequence that is decoded starts behind what the cache holds of it."""
         both = angles if isinstance(angles, tuple) else (angles, angles)
         starts = None
         if params is not None:
@@ -398,7 +401,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
 
 
 def _check_arguments(given: dict[str, Any]) -> None:
-    """Refuse arguments of a module that are wrong, or that ask for what is not there."""
+    """Raise if arguments of the module are wrong, or ask for what is not there."""
     hidden_size, num_attention_heads = given["hidden_size"], given["num_attention_heads"]
     check_features(hidden_size=hidden_size, num_attention_heads=num_attention_heads)
     check_choice("attention_type", given["attention_type"], ("self", "cross"))
@@ -417,7 +420,8 @@ def _check_arguments(given: dict[str, Any]) -> None:
 def _make_qk_norm(
     kind: str | None, channels: int, eps: float, dtype: torch.dtype, device: torch.device, is_shared: bool
 ) -> nn.Module | None:
-    """`is_shared`: other processes have other heads, and so another part of its gradient."""
+    """Make the norm of queries or keys, or return None. `is_shared` says that other ranks have other heads, and so
+    another share of its gradient."""
     if kind is None:
         return None
     if kind == "L2Normalization":

@@ -1,9 +1,10 @@
-"""Rotary position embedding: pairs of a head's channels are turned by an angle that grows with the position.
+"""Rotary position embedding: it rotates pairs of a head's channels by an angle that grows with the position.
 
     y[i]       = x[i] · cos(a) - x[i + D/2] · sin(a)        a = position · base^(-2i / D)
     y[i + D/2] = x[i + D/2] · cos(a) + x[i] · sin(a)        i < D/2
 
-Interleaved: the pairs are (2i, 2i + 1). D channels are turned, those behind them pass. All in FP32, rounded once.
+If it is interleaved, the pairs are (2i, 2i + 1). D channels are rotated, those behind them pass unchanged. All is
+computed in FP32 and rounded once.
 """
 
 from typing import Any
@@ -20,9 +21,10 @@ from mezzotint.tensor.checks import check_choice
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles for `apply_rotary_pos_emb`.
+    """This module makes the angles for `apply_rotary_pos_emb`.
 
-    `rotary_percent` of the `dim` channels are turned. With `seq_len_interpolation_factor` and
+    `rotary_percent`, a fraction, of the `dim` channels are rotated. `rotary_base` is the base of the frequencies.
+    `interleaved` lays the angles out for pairs (2i, 2i + 1). With `seq_len_interpolation_factor` and
     `pretrained_max_position_embeddings`, positions are squeezed into the range that a model was trained on.
     """
 
@@ -49,7 +51,8 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", torch.div(1.0, rotary_base**exponent))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """A model that is cast to 16 bits keeps its frequencies in FP32: their rounding grows with the position."""
+        """Move or cast the module, but keep the frequencies in FP32 if a model is cast to 16 bits: their rounding grows
+        with the position."""
         before = self.inv_freq
         made = super()._apply(fn, recurse)
         if self.inv_freq.dtype != before.dtype:
@@ -57,7 +60,8 @@ class RotaryPositionEmbedding(nn.Module):
         return made
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Positions `offset` to `offset + max_seq_len` → angles FP32 [max_seq_len, 1, 1, turned channels]."""
+        """Return the angles of positions `offset` to `offset + max_seq_len`, FP32 [max_seq_len, 1, 1, rotated
+        channels]."""
         place = torch.arange(max_seq_len, dtype=torch.float32, device=self.inv_freq.device) + offset
         factor, trained = self.seq_len_interpolation_factor, self.pretrained_max_position_embeddings
         if factor is not None and trained is not None:
@@ -78,11 +82,13 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """t [s, b, h, d], [b, s, h, d] or [t, h, d] turned by freqs [s2, 1, 1, d2], d2 ≤ d; in t's dtype.
+    """Rotate t [s, b, h, d], [b, s, h, d] or [t, h, d] by the angles `freqs` [s2, 1, 1, d2], d2 ≤ d, and return it in
+    t's dtype.
 
-    Sequence i begins at `start_positions[i]`; more entries than sequences are not read. "thd" needs `cu_seqlens`
-    [b + 1]. `cp_size` and `cp_rank`: t holds the rank's two chunks of each sequence, `cu_seqlens` counts them all.
-    There is one implementation, `fused` or not. Tokens past the last angle are taken for padding: they get the last.
+    Sequence i begins at `start_positions[i]`; more entries than sequences are not read. "thd" needs `cu_seqlens` [b +
+    1]. With `cp_size` and `cp_rank`, t holds the rank's two chunks of each sequence, and `cu_seqlens` counts all
+    tokens. There is one implementation, whether `fused` or not. In "thd", and with `start_positions`, tokens past the
+    last angle are taken for padding: they get the last one.
     """
     check_choice("tensor_format", tensor_format, QKV_FORMATS)
     if t.dim() != len(tensor_format):
@@ -100,7 +106,8 @@ def turn_both(
     interleaved: bool,
     cu_seqlens: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary_pos_emb` of queries and of keys; where they are of the same tokens, their angles are made once."""
+    """Rotate queries and keys as `apply_rotary_pos_emb` does; if they belong to the same tokens, their angles are made
+    once."""
     of_q = of_k = _cos_sin(q, freqs[0], q.shape[-1], tensor_format, start_positions, cu_seqlens[0])
     if q.shape[:-2] != k.shape[:-2] or freqs[1] is not freqs[0] or cu_seqlens[1] is not cu_seqlens[0]:
         of_k = _cos_sin(k, freqs[1], k.shape[-1], tensor_format, start_positions, cu_seqlens[1])
@@ -108,12 +115,12 @@ def turn_both(
 
 
 def _turn(t: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], interleaved: bool) -> torch.Tensor:
-    """t [a, b, h, d], or packed [t, h, d]."""
+    """Rotate t [a, b, h, d], or packed [t, h, d]."""
     return _Rope.apply(t, *angles, interleaved) if t.dim() == 4 else _Rope.apply(t[:, None], *angles, interleaved)[:, 0]
 
 
 class _Rope(torch.autograd.Function):
-    """t turned by angles [a or 1, b or 1, D], which get no gradient; its gradient is turned back."""
+    """This function rotates t by angles [a or 1, b or 1, D], which get no gradient; its gradient is rotated back."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -140,9 +147,12 @@ def apply_fused_qkv_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv [s, b, g, q + k + v] or [b, s, g, q + k + v], channels of each group side by side, `qkv_split_arg_list` how
-    many of each → q [.., g · q / k, k], k [.., g, k], v [.., g, v]; q and k turned. Packed, "thd": [t, g, q + k + v],
-    with `cu_seqlens`."""
+    """Split qkv into q [.., g · q / k, k], k [.., g, k] and v [.., g, v], and rotate q and k.
+
+    `qkv` is [s, b, g, q + k + v] or [b, s, g, q + k + v], or packed, "thd", [t, g, q + k + v] with `cu_seqlens`; the
+    channels of each group are side by side, and `qkv_split_arg_list` says how many there are of each. The other
+    arguments are those of `apply_rotary_pos_emb`.
+    """
     check_choice("tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
     if qkv.dim() != len(tensor_format):
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: give {', '.join(tensor_format[:-2])}, groups, channels")
@@ -186,10 +196,11 @@ def split_turned(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """mixed [s, b, width], [b, s, width] or [t, width] → q, k, v, dense, q and k turned, as `kernels/rope.py` has it.
+    """Split mixed [s, b, width], [b, s, width] or [t, width] into q, k and v, dense, with q and k rotated;
+    `kernels/rope.py` says how they lie in it.
 
-    The other arguments are those of `apply_rotary_pos_emb`; `freqs` and `cu_seqlens` of queries and of keys. Mixed
-    itself is not kept for backward, and its gradient is written once.
+    The other arguments are those of `apply_rotary_pos_emb`; `freqs` and `cu_seqlens` are pairs for queries and keys.
+    `mixed` itself is not kept for backward, and its gradient is written once.
     """
     if mixed.dim() != len(tensor_format) - 1:
         raise ValueError(
@@ -212,7 +223,8 @@ def split_turned(
 
 
 class _Split(torch.autograd.Function):
-    """Queries and keys, turned, and values out of mixed [a, b, width]; keys by angles of their own, if not None."""
+    """This function splits mixed [a, b, width] into rotated queries and keys, and values; keys have angles of their
+    own, if those are not None."""
 
     @staticmethod
     def forward(
@@ -249,8 +261,8 @@ def _cos_sin(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens of t [s, b, ..], [b, s, ..] or [t, ..], whose heads have `channels`: FP32 [s, 1 or b, D],
-    [1 or b, s, D] or [t, 1, D]."""
+    """Return the cosines and sines for the tokens of t [s, b, ..], [b, s, ..] or [t, ..], whose heads have `channels`:
+    FP32 [s, 1 or b, D], [1 or b, s, D] or [t, 1, D]."""
     if cp_size > 1 and starts is not None:
         raise ValueError(f"start_positions with cp_size={cp_size}: sequences that are split begin at 0; leave it None")
     positions, turned = freqs.shape[0], freqs.shape[-1]
@@ -279,7 +291,7 @@ def _cos_sin(
 def _packed_places(
     t: torch.Tensor, starts: torch.Tensor | None, cu_seqlens: torch.Tensor | None, cp_size: int, cp_rank: int
 ) -> torch.Tensor:
-    """Of each token of a packed batch in its whole sequence, [t]."""
+    """Return the place of each token of a packed batch in its whole sequence, [t]."""
     if cu_seqlens is None:
         raise ValueError("tensor_format 'thd' needs cu_seqlens, [number of sequences + 1]")
     check_counts(cu_seqlens=cu_seqlens)
@@ -290,8 +302,8 @@ def _packed_places(
 
 
 def _on_rank(place: torch.Tensor, length: int | torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Place in a rank's part, of `length` tokens, → place in the sequence. Of 2 · `cp_size` chunks the rank has number
-    `cp_rank`, and the one that is as far from the end."""
+    """Return places in the whole sequence for places in a rank's shard of `length` tokens. Of 2 · `cp_size` chunks the
+    rank has number `cp_rank`, and the one that is as far from the end."""
     if cp_size == 1:
         return place
     chunk = length // 2

@@ -49,8 +49,8 @@ class Plan(GraphConstant):
     has_backward: bool
     parallels: tuple[Parallel | None, ...]
     saves_original_input: bool  # a linear keeps its unquantized input, and backward quantizes it
-    weights_again: tuple[Quantizer | None, ...]  # backward quantizes a weight again with it; None: forward's copy is kept
-    inputs_again: tuple[Quantizer | None, ...]  # backward quantizes an input again with it; None: forward's copy is kept
+    weights_again: tuple[Quantizer | None, ...]  # backward quantizes a weight again with it; None: it reads forward's
+    inputs_again: tuple[Quantizer | None, ...]  # backward quantizes an input again with it; None: it reads forward's
     compresses: bool  # the input of the activation is held in FP8 blocks
     is_inspected: bool = False  # an inspector compares tensors with their quantized copies
     checks_finite: bool = False  # values that are not finite are counted when a tensor is quantized

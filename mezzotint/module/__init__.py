@@ -1,1 +1,1 @@
-"""Modules: parameters and the resolution of arguments. The maths is in `functional`."""
+"""The linear-like modules and the norms: they hold parameters and resolve arguments. The maths is in `functional`."""

@@ -1,4 +1,4 @@
-"""Base of the linear-like modules: upstream's interface over `layer/`, and what a forward gives back."""
+"""The base of the linear-like modules: it puts upstream's interface over `layer/`, and makes what a forward returns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ __all__ = ["TransformerEngineBaseModule", "quantize_weight"]
 
 
 class TransformerEngineBaseModule(UpstreamNames, Layer):
-    """Base of the linear-like modules."""
+    """The base of the linear-like modules, which adds upstream's methods and properties to `Layer`."""
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__(name)
@@ -36,8 +36,8 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     # State
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """State of the recipe in force, before the first forward: that of `num_gemms` GEMMs, for a module of a user's
-        that has not said how many it has."""
+        """Make the state of the recipe in force before the first forward. `num_gemms` is for a user's own module that
+        has not said how many GEMMs it has."""
         if not self._has_state() or (not self._weights and num_gemms != self.num_gemms):
             self._init_state(num_gemms, self._parameter_device())
         recipe = of_module(self, current_state().recipe)
@@ -45,7 +45,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             self.init_fp8_meta_tensors(recipe)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """State of a recipe: a history that is long enough."""
+        """Make the state that a recipe needs: a history that is long enough."""
         self._recipe = recipe = recipe.frozen()
         if not self._has_state():
             self._init_state(self.num_gemms, self._parameter_device())
@@ -56,8 +56,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             use_history(self, request)
 
     def _prepare_delayed(self) -> None:
-        """Before a forward of a user's, whose quantizers enter what they see: new scales at the end of the region, and
-        those of gradients now, since nobody says when the backward of such a module is over."""
+        """Prepare delayed scaling for a forward of a user's own module, whose quantizers enter amaxes themselves.
+        Forward scales are updated at the end of the region; those of gradients now, because nobody says when the
+        backward of such a module is over."""
         request, state = self._request, current_state()
         if request is not None and state.enabled:
             groups = reduction_groups(request, self._sharing_group())
@@ -66,12 +67,13 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
                 take(grad_state_of(self, request, groups, False), self.amax_history_fwd)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
-        """Note what a forward with this input computes in, as `activation_dtype`."""
+        """Set `activation_dtype` to the dtype in which a forward with this input computes."""
         self.activation_dtype = activation_dtype(inp)
 
     @property
     def quantizers(self) -> dict[str, list[Quantizer]]:
-        """Of the recipe in use, slot by slot."""
+        """Return the quantizers of the recipe in use, slot by slot, for "scaling_fwd" and "scaling_bwd"; {} without a
+        recipe."""
         recipe = self._recipe_in_use()
         if recipe is None:
             return {}
@@ -81,9 +83,9 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         }
 
     def _boundary_quantizer(self, gemm: int, tensor_type: str, call: RunSettings | None = None) -> Quantizer:
-        """Of a tensor that leaves the module quantized: row-wise.
+        """Return the row-wise quantizer of a tensor that leaves the module quantized.
 
-        A recomputation (`call`) has the scale of the first run and writes no state.
+        A recomputation (`call`) uses the scale of the first run and writes no state.
         """
         recipe = recipe_for(self)
         if recipe is None or recipe.of(gemm, tensor_type) is None:
@@ -98,7 +100,8 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
-        """Of the module's output, which knows who reads it; None: of this module."""
+        """Return the role of the module's output, set by someone who knows what reads it; None means the module's own
+        role."""
         return self._output_role
 
     @output_quantizer_role.setter
@@ -114,7 +117,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         self._grad_input_role = role
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int | None = None) -> list[QuantizerRole]:
-        """Roles slot by slot."""
+        """Return the roles of the module's tensors, slot by slot."""
         types = FORWARD_TENSORS if fwd else BACKWARD_TENSORS
         roles = [self._role(gemm, kind) for gemm in range(self.num_gemms) for kind in types]
         return roles if num_quantizers is None else roles[:num_quantizers]
@@ -129,7 +132,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     # What came back
 
     def _calibrate(self, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
-        """High precision, but the maxima of each GEMM's input and weight are written to the history."""
+        """Write the amaxes of each GEMM's input and weight to the history, in a run that computes in high precision."""
         with torch.no_grad():
             for tensor_type, tensors in (("input", inputs), ("weight", weights)):
                 for gemm, tensor in enumerate(tensors):
@@ -148,7 +151,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
     def _outputs(
         self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None, residual: Any = None
     ) -> Any:
-        """What forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
+        """Return what forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
         outputs: list[Any] = [y]
         config = self._config.read()
         if config.return_bias:

@@ -1,4 +1,4 @@
-"""GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
+"""GroupedLinear: it applies one linear to each group of rows, like the experts of a mixture."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,8 @@ def run_grouped_linear(
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
     probes: tuple[Probes, ...] | None = None,
 ) -> torch.Tensor:
-    """Return y (M, N) of x (M, K), whose groups have `splits` rows; weights and biases as `GroupedLinearFwdArgs`."""
+    """Return y (M, N) of x (M, K), whose groups have `splits` rows; `weights` and `biases` are as in
+    `GroupedLinearFwdArgs`."""
     weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
     gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
     dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]
@@ -86,12 +87,14 @@ _run_inlined = inlined(run_grouped_linear)
 
 
 class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
-    """`num_gemms` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, …; or one for all:
-    with `single_grouped_weight` `weight` (groups, out, in), with `single_grouped_bias` `bias` (groups, out).
+    """`num_gemms` linears are applied to consecutive groups of rows, as the experts of a mixture are.
 
-    Groups have any size, also 0: each is padded inside as its format needs. Options as of `Linear`, but with
-    `parallel_mode` this only holds its part of each weight: what is gathered and summed over `tp_group` is the affair
-    of those who send tokens to experts.
+    The parameters are `weight0`, `bias0`, `weight1`, …; or one holds those of all groups: `weight` (groups, out, in)
+    with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`.
+
+    Groups may have any size, also 0: each is padded inside as its format needs. The options are those of `Linear`. But
+    with `parallel_mode` this module only holds its shard of each weight: whoever sends tokens to experts must also
+    gather and sum over `tp_group`.
     """
 
     module_type = "grouped_linear"
@@ -126,7 +129,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(name)
-        self.ub_name = ub_name  # kept for programs that read it there
+        self.ub_name = ub_name  # kept because programs read it
         check_features(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         check_parallel(
             parallel_mode,
@@ -161,7 +164,8 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         raise ValueError("GroupedLinear is not split by styles: give each process some experts (moe/exchange.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """Join the weights of groups, as `GroupedLayer.make_grouped_weights`; with `defer_init` nothing is done."""
+        """Join the weights of groups, as `GroupedLayer.make_grouped_weights` does; with `defer_init` nothing is
+        done."""
         if not defer_init:
             super().make_grouped_weights()
 
@@ -179,10 +183,11 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
     ) -> torch.Tensor | Any:
-        """inp (…, in) → (…, out); with `return_bias`, (out, biases).
+        """Compute the output (…, out) of `inp` (…, in); with `return_bias` return (output, biases).
 
-        `m_splits`: rows of each group, a list or a tensor. `out` (…, out) takes the result;
-        the gradient of `inp` is written to `dgrad_out` as well where it is given.
+        `m_splits` holds the number of rows of each group, as a list or a tensor. `is_first_microbatch` is that of
+        `Linear.forward`. If `out` (…, out) is given, the result is written to it; if `dgrad_out` is given, so is the
+        gradient of `inp`.
         """
         config = self._config.read()
         check_module_input(inp, config.in_features)
@@ -209,7 +214,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         wgrads = tuple([each.fields() for each in self._weight_grads(weights)]) if config.accumulates else None
         run = run_grouped_linear if kept is None else _run_inlined
         y = run(call.plan, x, weights, added, splits, delayed_of(self, call), kept, wgrads, call.probes)
-        y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # no view where none is needed
+        y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)  # a view only if one is needed
         if out is not None:
             check_buffer("out", out, y)
             y = WriteOutput.apply(y, out)

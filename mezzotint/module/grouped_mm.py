@@ -1,4 +1,4 @@
-"""grouped_mm: products of groups of rows with matrices that lie in one tensor, as the experts of many models do."""
+"""grouped_mm: it multiplies groups of rows with matrices that lie in one tensor, as the experts of many models do."""
 
 from typing import Any
 
@@ -27,14 +27,16 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """a (M, K), b (E, K, N) → (M, N): rows `offs[e - 1]` to `offs[e]` of a times b[e], plus bias[e] of `bias` (E, N).
+    """Multiply rows `offs[e - 1]` to `offs[e]` of `a` (M, K) by b[e] of `b` (E, K, N), add bias[e] of `bias` (E, N),
+    and return the result (M, N).
 
     `offs` int32 [E] are the ends of the groups, as `torch.nn.functional.grouped_mm` takes them; they must not fall, and
-    the last one is M. A group may be empty. They are read: on a GPU that waits for them.
+    the last one is M. A group may be empty. The values of `offs` are read, which waits for the GPU if they are there.
 
-    The product and its gradients are quantized as `recipe` says, as in `GroupedLinear`; None: as the `autocast` around
-    the call says, and outside of any not at all. `name` is that of the roles which a `CustomRecipe` is asked for. A
-    recipe that keeps state from one call to the next (delayed scaling) is refused: use `GroupedLinear`.
+    The product and its gradients are quantized as `recipe` says, as in `GroupedLinear`. If it is None, the `autocast`
+    around the call says how, and outside of any they are not quantized. `name` is the name of the roles which a
+    `CustomRecipe` is asked for. A recipe that keeps state from one call to the next (delayed scaling) is refused: use
+    `GroupedLinear`.
     """
     _check(a, b, offs, bias)
     if recipe is None:
@@ -48,7 +50,8 @@ def grouped_mm(
 def multiply_groups(
     x: Any, weight: torch.Tensor, splits: tuple[int, ...], bias: torch.Tensor | None, recipe: Recipe | None, name: str
 ) -> torch.Tensor:
-    """x (M, K), weight (E, N, K), bias (E, N) → (M, N), under a recipe or in high precision."""
+    """Multiply groups of x (M, K) by weight (E, N, K), add bias (E, N), and return (M, N), under a recipe or in high
+    precision."""
     dtype = activation_dtype(x)
     x, weight = dequantized(x).to(dtype), weight.contiguous()
     has_grad = torch.is_grad_enabled()
@@ -84,7 +87,7 @@ _CONFIG = LayerConfig("grouped_linear", ("",), False, (None,))
 
 
 def _plan(recipe: Recipe | None, needs: Needs, name: str, dtype: torch.dtype) -> Plan:
-    """Return the plan of one group: all of them lie in one tensor, which has one name."""
+    """Return the plan of one group, which holds for all: they lie in one tensor, which has one name."""
     if isinstance(recipe, Rules):
         recipe = recipe.resolve(name, ("",))
     if recipe is None or recipe.answers_once():
@@ -109,7 +112,7 @@ def _weights_q(groups: tuple[torch.Tensor, ...], quantizers: LinearQuantizers) -
 
 
 def sizes_of(offs: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Ends of groups → their rows."""
+    """Return the number of rows of each group, given the ends of the groups."""
     sizes = tuple(torch.diff(offs, prepend=offs.new_zeros(1)).tolist())
     total = 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""LayerNormLinear: a norm and a linear; the norm hands its output over quantized."""
+"""LayerNormLinear: it is a norm and a linear; the norm hands its output over quantized."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -55,9 +55,10 @@ def run_layernorm_linear(
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
     probes: tuple[Probes, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return y (…, N), then the norm's output and the residual stream where they are asked for.
+    """Return y (…, N), then the norm's output and the residual stream if they are asked for.
 
-    `inputs`: x (…, K); the branch that is added to it, and that branch's bias, or None; gamma and beta of the norm.
+    `inputs` holds x (…, K); the branch that is added to it, and that branch's bias, or None; gamma and beta of the
+    norm.
     """
     x, branch, branch_bias, gamma, beta = inputs
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
@@ -86,10 +87,11 @@ _run_inlined = inlined(run_layernorm_linear)
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
-    """`Linear(norm(x))`: parameters `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight`, `bias`.
+    """This module computes `Linear(norm(x))` and hands the norm's output over quantized.
 
-    Options as of `Linear`; `return_layernorm_output` gives the norm's output too, of all tokens with
-    `return_layernorm_output_gathered`.
+    Its parameters are `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight` and `bias`. `normalization` is
+    "LayerNorm" or "RMSNorm". With `return_layernorm_output` the norm's output is returned too, and with
+    `return_layernorm_output_gathered` for the tokens of all ranks. The other options are those of `Linear`.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -133,7 +135,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(name)
         self.memory = memory
-        self.ub_name = ub_name  # kept for programs that read it there
+        self.ub_name = ub_name  # kept because programs read it
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
             parallel_mode,
@@ -188,7 +190,8 @@ class LayerNormLinear(TransformerEngineBaseModule):
         *,
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
-        """inp (…, in) → (…, out)[, bias][, norm's output][, inp + _branch]; arguments as of `Linear.forward`."""
+        """Compute (…, out)[, bias][, norm's output][, inp + _branch] from `inp` (…, in); the arguments are those of
+        `Linear.forward`."""
         config = self._config.read()
         check_module_input(inp, config.in_features)
         if config.is_parallel:

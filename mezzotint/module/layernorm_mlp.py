@@ -1,4 +1,4 @@
-"""LayerNormMLP: norm, linear, activation, linear; each hands its output over quantized."""
+"""LayerNormMLP: it is norm, linear, activation, linear; each hands its output over quantized."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,9 +63,9 @@ def run_layernorm_mlp(
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
     probes: tuple[Probes, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return y (…, hidden), then the norm's output and the residual stream where they are asked for.
+    """Return y (…, hidden), then the norm's output and the residual stream if they are asked for.
 
-    `inputs` as of `run_layernorm_linear`; `linears`: weight and bias of fc1, then those of fc2.
+    `inputs` is as in `run_layernorm_linear`; `linears` holds the weight and bias of fc1, then those of fc2.
     """
     x, branch, branch_bias, gamma, beta = inputs
     w1, b1, w2, b2 = linears
@@ -104,12 +104,12 @@ _run_inlined = inlined(run_layernorm_mlp)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """`fc2(activation(fc1(norm(x))))`.
+    """This module computes `fc2(activation(fc1(norm(x))))`.
 
-    Parameters `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`; a gated
-    activation doubles fc1's output, and its first half goes through the activation. `checkpoint` recomputes norm, fc1
-    and activation in backward instead of saving what they made. `set_parallel_mode` splits fc1 by "column", of a gated
-    activation each half of it, and fc2 by "row"; `tp_group` and the others as of `Linear`.
+    Its parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`. A
+    gated activation doubles fc1's output, and the first half of it goes through the activation. `checkpoint` recomputes
+    norm, fc1 and activation in backward instead of saving what they made. `set_parallel_mode` splits fc1 by "column",
+    with a gated activation each half of it, and fc2 by "row". `tp_group` and the other options are those of `Linear`.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -226,7 +226,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return "fc2" if gemm else "fc1"
 
     def _role(self, gemm: int, tensor_type: str) -> QuantizerRole:
-        """What goes from one product to the other is called as the second one, who reads it, calls it."""
+        """Return the role of a tensor. What goes from one product to the other has the role under which the reader
+        knows it."""
         if (gemm, tensor_type) == (0, "output"):
             return super()._role(1, "input")
         if (gemm, tensor_type) == (1, "grad_input"):
@@ -250,7 +251,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
     ) -> torch.Tensor | Any:
-        """inp (…, hidden) → (…, hidden)[, fc2's bias][, norm's output][, inp + _branch]."""
+        """Compute (…, hidden)[, fc2's bias][, norm's output][, inp + _branch] from `inp` (…, hidden)."""
         config = self._config.read()
         check_module_input(inp, config.in_features)
         if config.is_parallel:
@@ -289,7 +290,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _inputs_of_gemms(
         self, x: torch.Tensor, branch: torch.Tensor | None, branch_bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In high precision."""
+        """Return the inputs of fc1 and fc2, computed in high precision."""
         with torch.no_grad():
             options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
             parameters = norm_parameters(self, "layer_norm_")

@@ -1,4 +1,4 @@
-"""Linear: y = x · Wᵀ + b, its GEMMs quantized as the recipe in force says."""
+"""Linear: it computes y = x · Wᵀ + b, with its GEMMs quantized as the recipe in force says."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ def run_linear(
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     args = linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0), probes)
     args.x, args.grad_state = x, grad_state(plan, delayed)
-    if args.input_again is not None:  # there is no norm or activation in front that could make x again
+    if args.input_again is not None:  # no norm or activation in front could make x again
         args.saves_original_input, args.input_again = True, None
         make_again(x)
     y, *amaxes = run_core(LINEAR, args, plan.has_backward)
@@ -57,27 +57,27 @@ _run_linear_inlined = inlined(run_linear)
 
 
 class Linear(TransformerEngineBaseModule):
-    """y = x · Wᵀ + b, with the signature of `transformer_engine.pytorch.Linear`.
+    """This module computes y = x · Wᵀ + b, and has the signature of `transformer_engine.pytorch.Linear`.
 
     That is not the signature of `nn.Linear`: the third positional argument is `sequence_parallel`, so give `bias=False`
-    by name; `mezzotint.convert` replaces the layers of a model that there is. Parameters have the names and shapes of
-    `nn.Linear`, `weight` (out, in) and `bias`, or are `<name>_weight`, `<name>_bias` of the names in
+    by name; `mezzotint.convert` replaces the layers of an existing model. Parameters have the names and shapes of
+    `nn.Linear`, `weight` (out, in) and `bias`, or are `<name>_weight`, `<name>_bias` for the names in
     `parameters_split`; weights of state dicts load either way.
 
     `params_dtype`, or `dtype` as torch calls it, is the dtype of the parameters, by default torch's. The dtype of the
-    computation is that of the input, or of `torch.autocast` where that is on: FP32 parameters with a BF16 input are
-    cast, compute in BF16, give a BF16 output and get FP32 gradients. `nn.Linear` refuses such a pair.
+    computation is that of the input, or of `torch.autocast` if that is on: FP32 parameters with a BF16 input are cast,
+    compute in BF16, give a BF16 output and get FP32 gradients. `nn.Linear` refuses such a pair.
 
-    `fuse_wgrad_accumulation` adds the weight's gradient to `weight.main_grad`. `return_bias` leaves the bias out and
-    returns it. `delay_wgrad_compute` leaves the weight's gradient to `backward_dw()`. `save_original_input` saves the
+    `fuse_wgrad_accumulation` adds the weight gradient to `weight.main_grad`. `return_bias` leaves the bias out and
+    returns it. `delay_wgrad_compute` leaves the weight gradient to `backward_dw()`. `save_original_input` saves the
     input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway. `memory` says how much is
-    held for backward, "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region says.
+    held for backward, "default", "lean" or "compressed" (`mezzotint/memory.py`); None means as the region says.
 
-    `parallel_mode` "column" (out) or "row" (in) splits the weight over the processes of `tp_group`, and
-    `sequence_parallel` the first dimension of what is whole then (`functional/tensor_parallel.py`). Features are
-    given as of the whole; `in_features` and `out_features` are those of this process. Gradients of a row-parallel bias,
-    and of norms, are of this process's tokens only with `sequence_parallel`: such parameters have the attribute
-    `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
+    `parallel_mode` "column" (out) or "row" (in) splits the weight over the ranks of `tp_group`, and `sequence_parallel`
+    the first dimension of the tensors that are then whole (`functional/tensor_parallel.py`). The arguments
+    `in_features` and `out_features` are those of the whole weight; the attributes are those of this rank. With
+    `sequence_parallel` the gradients of a row-parallel bias, and of norms, come from this rank's tokens only: such
+    parameters have the attribute `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
     """
 
     weight: torch.nn.Parameter
@@ -116,7 +116,7 @@ class Linear(TransformerEngineBaseModule):
     ) -> None:
         super().__init__(name)
         self.memory = memory
-        self.ub_name = ub_name  # kept for programs that read it there
+        self.ub_name = ub_name  # kept because programs read it
         check_features(in_features=in_features, out_features=out_features)
         check_parallel(
             parallel_mode,
@@ -162,10 +162,10 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | Any:
-        """inp (…, in) → (…, out); with `return_bias`, (out, bias).
+        """Compute the output (…, out) of `inp` (…, in); with `return_bias` return (output, bias).
 
         `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
-        kept. `fp8_output` gives a quantized tensor, `fp8_grad` a quantized gradient of `inp`.
+        kept. `fp8_output` makes the output a quantized tensor, `fp8_grad` the gradient of `inp`.
         """
         config = self._config.read()
         check_module_input(inp, config.in_features)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm."""
+"""LayerNorm and RMSNorm: this file defines both as modules."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +38,12 @@ class _Norm(PlainAttributes, IgnoresExtraState):
         self.normalized_shape = (shape,) if isinstance(shape, int) else tuple(shape)
         check_features(**{f"normalized_shape[{i}]": size for i, size in enumerate(self.normalized_shape)})
         if sequence_parallel is not None:
-            self.sequence_parallel = sequence_parallel  # said of the parameters, for those who sum gradients
+            self.sequence_parallel = sequence_parallel  # the parameters are marked with it, for whoever sums gradients
         device = resolve_device(kwargs.pop("device", None))
         dtype = resolve_dtype(params_dtype, kwargs.pop("dtype", None))
         margin = kwargs.pop("sm_margin", 0)
         for direction, short in (("forward", "fwd"), ("backward", "bwd"), ("inference", "inf")):
-            # Upstream's names, which nothing reads: kernels take the whole GPU.
+            # These are upstream's names, which nothing reads: kernels take the whole GPU.
             name = f"{short}_{'rmsnorm' if self.rms else 'ln'}_sm_margin"
             setattr(self, name, margin.get(direction, 0) if isinstance(margin, dict) else margin)
         if kwargs:
@@ -63,14 +63,15 @@ class _Norm(PlainAttributes, IgnoresExtraState):
             reset_norm(self, "", self.zero_centered_gamma)
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        """The parameters stay whole; with `sequence_parallel` their gradients are sums over the processes."""
+        """Make the parameters DTensors that stay whole; with `sequence_parallel` their gradients are sums over the
+        ranks."""
         if modes:
             raise ValueError(f"{type(self).__name__} has no weight to split {modes[0]}-wise: use SequenceParallel")
         self.sequence_parallel = sequence_parallel
         split_norm(self, "", tp_group, place)
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Normalised over the last dimensions, `normalized_shape`."""
+        """Return `inp` normalized over its last dimensions, `normalized_shape`."""
         check_module_input(inp, self.normalized_shape[-1])
         shape, (gamma, beta) = inp.shape, norm_parameters(self, "")
         x = dequantized(inp)
@@ -94,7 +95,8 @@ class _Norm(PlainAttributes, IgnoresExtraState):
 
 
 class LayerNorm(_Norm):
-    """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
+    """This module computes (x - mean) / sqrt(var + eps) · weight + bias; the weight is stored minus one if
+    `zero_centered_gamma`."""
 
     fwd_ln_sm_margin: int
     bwd_ln_sm_margin: int
@@ -104,7 +106,8 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
+    """This module computes x / sqrt(mean(x²) + eps) · weight; the weight is stored minus one if
+    `zero_centered_gamma`."""
 
     fwd_rmsnorm_sm_margin: int
     bwd_rmsnorm_sm_margin: int

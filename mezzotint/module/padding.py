@@ -1,6 +1,6 @@
-"""Fp8Padding and Fp8Unpadding: groups of rows filled up with zeros to sizes that a format likes, and cut again.
+"""Fp8Padding and Fp8Unpadding: they fill groups of rows up with zeros to sizes that a format needs, and cut them again.
 
-Our modules pad inside. These are for code that pads before a GEMM of its own.
+The modules of Mezzotint pad inside. These are for code that pads before a GEMM of its own.
 """
 
 from typing import Any
@@ -22,7 +22,8 @@ def _align_size(given: int | None) -> int:
 
 
 class Fp8Padding(nn.Module):
-    """Each group of rows up to a multiple of `align_size`; None: what the recipe in force asks for."""
+    """This module pads each group of rows to a multiple of `align_size`; None means what the recipe in force asks
+    for."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -30,7 +31,8 @@ class Fp8Padding(nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def forward(self, inp: torch.Tensor, m_splits: Any) -> tuple[torch.Tensor, list[int]]:
-        """inp (Σ m, K) → (Σ padded, K), padded sizes. `m_splits`: rows of each group, a list or a tensor."""
+        """Return the padded rows (Σ padded, K) of `inp` (Σ m, K), and the padded sizes. `m_splits` holds the rows of
+        each group, as a list or a tensor."""
         splits = _as_list(m_splits)
         _check(inp, splits, self.num_gemms)
         align = _align_size(self.align_size)
@@ -44,7 +46,7 @@ class Fp8Padding(nn.Module):
 
 
 class Fp8Unpadding(nn.Module):
-    """The inverse: `m_splits` are the sizes before padding."""
+    """This module removes the padding of `Fp8Padding`; `m_splits` are the sizes before padding."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class Fp8Unpadding(nn.Module):
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def forward(self, inp: torch.Tensor, m_splits: Any) -> torch.Tensor:
-        """inp (Σ padded, K) → (Σ m, K)."""
+        """Return the rows (Σ m, K) without padding, given `inp` (Σ padded, K)."""
         splits, align = _as_list(m_splits), _align_size(self.align_size)
         sizes = [rup(size, align) for size in splits]
         _check(inp, sizes, self.num_gemms)

@@ -1,4 +1,4 @@
-"""Optimizers for plain and quantized parameters, and functions over many tensors."""
+"""Optimizers for plain and quantized parameters, and functions over many tensors: this package exports them."""
 
 from mezzotint.optimizers.adam import FusedAdam
 from mezzotint.optimizers.multi_tensor import (

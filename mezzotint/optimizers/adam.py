@@ -1,4 +1,5 @@
-"""FusedAdam: Adam and AdamW for plain and quantized parameters, with masters and moments in the bits that one has."""
+"""FusedAdam: it is Adam and AdamW for plain and quantized parameters, with masters and moments in as many bits as one
+can afford."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,14 +36,15 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam (`adam_w_mode=False`) and AdamW, computed in FP32.
+    """This optimizer is Adam (`adam_w_mode=False`) or AdamW, computed in FP32.
 
-    State of a parameter: `step`, FP32; `exp_avg`, `exp_avg_sq` in their dtypes; `master_param` with `master_weights`,
-    unless the parameter is FP32 itself. Those in FP16 and uint8 (FP8, E4M3) come with `…_scale`. Without masters the
-    values of a parameter are rounded in every step. `state_dict()` has FP32 throughout.
+    The state of a parameter is `step`, FP32; `exp_avg` and `exp_avg_sq` in their dtypes; and with `master_weights` a
+    `master_param`, unless the parameter is FP32 itself. States in FP16 and uint8 (FP8, E4M3) come with `…_scale`.
+    Without masters the values of a parameter are rounded in every step. `state_dict()` has FP32 throughout, except
+    remainders.
 
-    `store_param_remainders`: of a master in FP32, only what its BF16 parameter does not have is kept. `capturable`:
-    the learning rate is a tensor on the device. `use_decoupled_grad`: gradients are in `param.decoupled_grad`.
+    `store_param_remainders` keeps only those bits of an FP32 master that its BF16 parameter does not have. `capturable`
+    makes the learning rate a tensor on the device. `use_decoupled_grad` reads gradients from `param.decoupled_grad`.
     """
 
     _OPTIONS = (
@@ -124,7 +126,8 @@ class FusedAdam(FusedOptimizer):
         return self.master_weights and not is_own_master(param)
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Moments of zero, and the parameter's value as its master; None: a remainder as the optimizer was told."""
+        """Set the moments to zero, and the master to the parameter's value. If `store_param_remainders` is None, a
+        remainder is kept if the optimizer was told so."""
         if store_param_remainders is None:
             store_param_remainders = self.store_param_remainders
         self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -134,13 +137,13 @@ class FusedAdam(FusedOptimizer):
         if not self._has_master(mine):
             return
         if store_param_remainders and mine.dtype == torch.bfloat16 and not isinstance(mine, QuantizedTensor):
-            self._allocate(param, "master_param", torch.int16)  # 0: the parameter itself
+            self._allocate(param, "master_param", torch.int16)  # 0: the master equals the parameter
         else:
             self._allocate(param, "master_param", self.name_to_dtype_map["master_param"])
             self.set_scaled_state(param, "master_param", in_fp32([mine])[0])
 
     def _allocate(self, param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-        """Zeros, and a scale where the dtype has one."""
+        """Make a state of zeros, and a scale if the dtype has one."""
         state = self.state[param]
         state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
         if dtype in RANGES:
@@ -148,9 +151,9 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """`exp_avg`, `exp_avg_sq` or `master_param` in FP32; the kept one itself where it is FP32.
+        """Return `exp_avg`, `exp_avg_sq` or `master_param` in FP32; the kept tensor itself if that is FP32.
 
-        `skip_unscale`: as it is kept.
+        With `skip_unscale` it is returned as it is kept.
         """
         state = self.state[param]
         mine = local(param)
@@ -165,8 +168,8 @@ class FusedAdam(FusedOptimizer):
 
     @torch.no_grad()
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Store an FP32 value in the dtype that is kept. Of a remainder: int16 as it is, or FP32, which is the
-        master and sets the parameter too."""
+        """Store an FP32 value in the dtype that is kept. Where a remainder is kept, an int16 value is stored as it is,
+        and an FP32 value is the master, which sets the parameter too."""
         if state_name not in self.name_to_dtype_map:
             raise ValueError(f"state_name is {state_name!r}: give one of {sorted(self.name_to_dtype_map)}")
         if state_name not in self.state[param]:
@@ -192,7 +195,8 @@ class FusedAdam(FusedOptimizer):
             split_(mine, data, value.float())
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch.optim, with states in FP32, whatever they are kept in, and remainders as they are."""
+        """Return a state dict like torch.optim's, with states in FP32, whatever they are kept in, and remainders as
+        they are."""
         saved = super().state_dict()
         indices = [i for group in saved["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -211,9 +215,9 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict` gave, of an optimizer whose states may have other dtypes; or what torch.optim's Adam gave.
+        """Load what `state_dict` returned, also for other dtypes of states, or what the Adam of torch.optim returned.
 
-        A master that is not there is the parameter's value.
+        A master that is missing is set to the parameter's value.
         """
         super().load_state_dict(state_dict)
         for group in self.param_groups:
@@ -251,7 +255,8 @@ class FusedAdam(FusedOptimizer):
         masters: Tensors,
         master_scales: Tensors,
     ) -> None:
-        """What a step of the group reads and writes, into lists of one length, or empty where there is nothing.
+        """Collect what a step of the group reads and writes into lists of one length, which stay empty if there is
+        nothing.
 
         The compiler runs a method of this name, and does not trace it.
         """
@@ -271,14 +276,14 @@ class FusedAdam(FusedOptimizer):
                     continue
                 data.append(local(state.get(name, param)))
                 if dtype in RANGES:
-                    scales.append(state.get(f"{name}_scale", state["step"]))  # of none: something to keep the place
+                    scales.append(state.get(f"{name}_scale", state["step"]))  # a placeholder if it has no scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient once, and return the closure's loss.
 
-        `grad_scaler` (torch.amp.GradScaler): gradients are divided by its scale, unless it has done so, and where one
-        of them is infinite or NaN nothing changes; the host does not wait to know.
+        With `grad_scaler` (torch.amp.GradScaler) gradients are divided by its scale, unless it has done so already, and
+        if one of them is infinite or NaN nothing changes; the host does not wait to know.
         """
         loss = loss_of(closure)
         for group in self.param_groups:
@@ -316,7 +321,7 @@ class FusedAdam(FusedOptimizer):
         exp_avg_sqs: list[Kept],
         masters: list[Kept],
     ) -> None:
-        """Unpack, compute in FP32, pack."""
+        """Update the parameters of one device: unpack their states, compute in FP32, and pack them."""
         found_inf, grads = self._scaled_gradients(grad_scaler, in_fp32(grads))
         ms, vs = unpack_all(exp_avgs), unpack_all(exp_avg_sqs)
         values = self._master_values(params, masters) if masters else in_fp32(params)
@@ -351,7 +356,7 @@ class FusedAdam(FusedOptimizer):
                 pack_(master, scale, value)
 
     def _scaled_gradients(self, grad_scaler: Any, grads: Tensors) -> tuple[torch.Tensor | None, Tensors]:
-        """Whether one is not finite, FP32 [1], and the gradients without the scaler's scale."""
+        """Return whether a gradient is not finite, FP32 [1], and the gradients divided by the scaler's scale."""
         if grad_scaler is None or not grad_scaler.is_enabled():
             return None, grads
         if self.use_decoupled_grad:

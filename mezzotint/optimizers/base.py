@@ -1,7 +1,8 @@
-"""What Adam and SGD share: which parameters they take, where gradients come from, FP32 values and back.
+"""The base of Adam and SGD: it says which parameters they take, where gradients come from, and how values become FP32
+and back.
 
-A step computes in FP32, on the parameter itself where it is FP32, else on a copy, and writes the result back: rounded
-into FP16 and BF16, quantized into quantized parameters, in place, by the quantizer that each has. Parameters that are
+A step computes in FP32, on the parameter itself if it is FP32, else on a copy, and writes the result back: rounded into
+FP16 and BF16, quantized into quantized parameters, in place, by the quantizer that each has. Parameters that are
 DTensors are updated shard by shard.
 """
 
@@ -16,7 +17,7 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of `FusedAdam` and `FusedSGD`."""
+    """The base of `FusedAdam` and `FusedSGD`, which handles what parameters and gradients may be."""
 
     use_decoupled_grad: bool = False
 
@@ -36,12 +37,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # those of another class have other options
+            for name, value in self.defaults.items():  # a state dict of another optimizer class has other options
                 group.setdefault(name, value)
 
     def _given_states(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Each parameter and what a state dict has for it, as it was given: the base class casts it to the parameter's
-        dtype. A step that is kept by group is that of each parameter."""
+        """Return each parameter with what a state dict has for it, as it was given, because the base class casts it to
+        the parameter's dtype. A step that is saved for a group is that of each of its parameters."""
         params = [param for group in self.param_groups for param in group["params"]]
         given = []
         for group in state_dict["param_groups"]:
@@ -60,7 +61,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or fill them with zeros; None: as the constructor was told, else drop."""
+        """Drop the gradients, or fill them with zeros; None means as the constructor was told, else drop."""
         if set_to_none is None:
             set_to_none = True if self.set_grad_none is None else self.set_grad_none
         super().zero_grad(set_to_none)
@@ -76,7 +77,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     param.decoupled_grad.zero_()
 
     def _gradient(self, param: Any) -> torch.Tensor | None:
-        """Of this process's part of the parameter."""
+        """Return the gradient of this rank's shard of the parameter, or None."""
         grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
         if grad is None:
             return None
@@ -91,12 +92,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def is_sharded(x: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether x is a DTensor."""
     return hasattr(x, "_local_tensor")
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What a closure given to `step` computes, with its gradients; None of none."""
+    """Return what a closure given to `step` computes, with gradients enabled, or None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -104,13 +105,13 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 
 
 def local(x: Any) -> torch.Tensor:
-    """This process's part of a DTensor; any other tensor itself."""
-    # Not `to_local()`: that is a view, and a quantized shard knows the other processes by an attribute.
+    """Return this rank's shard of a DTensor, and any other tensor itself."""
+    # This is not `to_local()`, which is a view: a quantized shard knows the other ranks by an attribute.
     return x._local_tensor if is_sharded(x) else x
 
 
 def like(value: torch.Tensor, x: Any) -> Any:
-    """A part as a DTensor where `x`, which it belongs to, is one."""
+    """Return a shard as a DTensor if `x`, which it belongs to, is one."""
     if not is_sharded(x):
         return value
     place = {"run_check": False, "shape": x.shape, "stride": x.stride()}
@@ -118,12 +119,12 @@ def like(value: torch.Tensor, x: Any) -> Any:
 
 
 def is_own_master(param: torch.Tensor) -> bool:
-    """Whether a step computes on the parameter itself."""
+    """Return whether a step computes on the parameter itself."""
     return not isinstance(param, QuantizedTensor) and param.dtype == torch.float32 and param.is_contiguous()
 
 
 def in_fp32(tensors: list[Any]) -> list[torch.Tensor]:
-    """What a step computes on: FP32 and contiguous; the tensors themselves, or copies, made at once."""
+    """Return the FP32, contiguous tensors that a step computes on: the tensors themselves, or copies, made at once."""
     values: list[torch.Tensor] = []
     copies, sources = [], []
     for x in tensors:
@@ -142,7 +143,8 @@ def in_fp32(tensors: list[Any]) -> list[torch.Tensor]:
 
 
 def write_back(params: list[torch.Tensor], values: list[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-    """New values into the parameters that were not computed on; into no quantized one where `found_inf` is 1."""
+    """Write new values to the parameters that were not computed on; quantized ones do not change if `found_inf` is
+    1."""
     plain, rounded = [], []
     for param, value in zip(params, values, strict=True):
         if isinstance(param, QuantizedTensor):
@@ -155,7 +157,7 @@ def write_back(params: list[torch.Tensor], values: list[torch.Tensor], found_inf
 
 
 def by_device(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Their indices, those of one device together."""
+    """Return the indices of the tensors, in one list for each device."""
     found: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         found.setdefault(tensor.device, []).append(i)
@@ -163,7 +165,7 @@ def by_device(tensors: list[torch.Tensor]) -> list[list[int]]:
 
 
 def learning_rate(lr: Any, device: torch.device) -> tuple[torch.Tensor | None, float]:
-    """As the kernels take it: a tensor on the device, or a number."""
+    """Return the learning rate as the kernels take it: (tensor on the device, 0.0) or (None, number)."""
     return (lr.to(device).view(()), 0.0) if isinstance(lr, torch.Tensor) else (None, float(lr))
 
 

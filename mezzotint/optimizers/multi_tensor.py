@@ -1,8 +1,9 @@
-"""Functions over lists of tensors: `multi_tensor_applier(multi_tensor_scale, noop_flag, [inputs, outputs], 0.5)`.
+"""Functions over lists of tensors: they are called as `multi_tensor_applier(multi_tensor_scale, noop_flag, [inputs,
+outputs], 0.5)`.
 
 Each takes (chunk_size, noop_flag, tensor_lists, ...). `chunk_size` is accepted and not used: PyTorch's kernels for
-lists have their own. `noop_flag`, one element of any dtype: where it is 1 no tensor changes; scales and norms set it
-to 1 where they meet an infinity or a NaN. All stays on the device: the host waits for nothing.
+lists have their own. `noop_flag` has one element of any dtype: if it is 1, no tensor changes; scales and norms set it
+to 1 if they meet an infinity or a NaN. All stays on the device: the host waits for nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 
 class MultiTensorApply:
-    """Calls a function over lists with its chunk size."""
+    """A `MultiTensorApply` calls a function over lists with its chunk size."""
 
     def __init__(self, chunk_size: int) -> None:
         if not isinstance(chunk_size, int) or chunk_size < 1:
@@ -35,7 +36,8 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """[inputs, outputs]: output = input · scale, in FP32, in the output's dtype."""
+    """Compute output = input · scale in FP32 for `tensor_lists` [inputs, outputs], and write it in the output's
+    dtype."""
     _scale(noop_flag, tensor_lists, scale)
 
 
@@ -43,7 +45,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
 def multi_tensor_scale_tensor(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
 ) -> None:
-    """The same by a scale of one element on the device."""
+    """Do what `multi_tensor_scale` does, with a scale of one element on the device."""
     _scale(noop_flag, tensor_lists, scale.float().view(()))
 
 
@@ -60,7 +62,8 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any) -> None:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tensors] → their norm as one vector, FP32 [1], and with `per_tensor` that of each, FP32 [n], else empty."""
+    """Return the norm of all tensors as one vector, FP32 [1], and with `per_tensor` that of each, FP32 [n], else an
+    empty tensor. `tensor_lists` is [tensors]."""
     (tensors,) = _checked(noop_flag, tensor_lists, 1)
     return _norms(noop_flag, [x.float() for x in tensors], bool(per_tensor))
 
@@ -73,7 +76,8 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norms of tensor · `inv_scale` (one element); the tensors stay as they are."""
+    """Return the norms of tensor · `inv_scale` (one element), like `multi_tensor_l2norm`; the tensors stay as they
+    are."""
     (tensors,) = _checked(noop_flag, tensor_lists, 1)
     factor = inv_scale.float().view(())
     return _norms(noop_flag, [x.float() * factor for x in tensors], bool(per_tensor))
@@ -103,9 +107,9 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """[gradients, parameters, exp_avg, exp_avg_sq], or those and FP32 masters.
+    """Do a step of Adam on `tensor_lists` [gradients, parameters, exp_avg, exp_avg_sq], or these and FP32 masters.
 
-    `mode` 1: AdamW, 0: Adam. `step` counts from 1.
+    `mode` is 1 for AdamW, 0 for Adam. `step` counts from 1.
     """
     _adam(noop_flag, tensor_lists, lr, (beta1, beta2, epsilon, weight_decay), step, mode, bias_correction, None)
 
@@ -125,11 +129,12 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """The same with learning rate and step on the device, and gradients multiplied by `inv_scale`."""
+    """Do what `multi_tensor_adam` does with learning rate and step on the device, and gradients multiplied by
+    `inv_scale`."""
     _adam(noop_flag, tensor_lists, lr, (beta1, beta2, epsilon, weight_decay), step, mode, bias_correction, inv_scale)
 
 
-# With five lists instead of four.
+# This one is given five lists instead of four.
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
@@ -148,9 +153,9 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: DType,
 ) -> None:
-    """[gradients, FP8 codes, exp_avg, exp_avg_sq, FP32 masters, scale, amax, scale_inv].
+    """Do a step of Adam on [gradients, FP8 codes, exp_avg, exp_avg_sq, FP32 masters, scale, amax, scale_inv].
 
-    Masters are updated and quantized by the given scales; amax is a running maximum, scale_inv = 1 / scale.
+    Masters are updated, and quantized by the given scales; amax is a running maximum, scale_inv = 1 / scale.
     """
     grads, codes, exp_avgs, exp_avg_sqs, masters, scales, amaxes, inverses = _checked(noop_flag, tensor_lists, 8)
     rates = (beta1, beta2, epsilon, weight_decay)
@@ -211,9 +216,10 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """[gradients, parameters, momentum buffers] or those and copies of the parameters in another dtype.
+    """Do a step of SGD on [gradients, parameters, momentum buffers], or these and copies of the parameters in another
+    dtype.
 
-    Gradients are multiplied by `scale`. `first_run`: the buffers hold nothing yet.
+    Gradients are multiplied by `scale`. `first_run` says that the buffers hold nothing yet.
     """
     grads, params, buffers, *copies = _checked(noop_flag, tensor_lists, 3, 4)
     if not params:
@@ -253,30 +259,30 @@ def _checked(noop_flag: torch.Tensor, tensor_lists: Lists, *counts: int) -> list
 
 
 def _skip(noop_flag: torch.Tensor) -> torch.Tensor:
-    """bool []."""
+    """Return whether nothing is to change, bool []."""
     return noop_flag.view(()) == 1
 
 
 def _mark(noop_flag: torch.Tensor, values: list[torch.Tensor]) -> None:
-    """Set the flag where one of the values is not finite."""
+    """Set the flag to 1 if one of the values is not finite."""
     for value in values:
         found = torch.logical_not(value.isfinite().all()).to(noop_flag.device)
         noop_flag.copy_(torch.where(found, torch.ones_like(noop_flag), noop_flag))
 
 
 def _fp32(x: torch.Tensor) -> torch.Tensor:
-    """Itself where a kernel can work on it."""
+    """Return x in FP32 and contiguous; without a copy if it is so already."""
     return x.detach().float().contiguous()
 
 
 def _put(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    """Values back to where they came from."""
+    """Copy values back to the tensors that they came from."""
     for tensor, value in zip(tensors, values, strict=True):
         if tensor.data_ptr() != value.data_ptr():
             tensor.copy_(value)
 
 
 def _round(values: list[torch.Tensor], tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
-    """FP32 values into copies of another dtype, unless nothing is to change."""
+    """Write FP32 values to tensors of another dtype, unless `skip`."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(torch.where(skip, tensor, value.to(tensor.dtype)))

@@ -1,9 +1,9 @@
-"""newton_schulz: a matrix made orthogonal, as Muon does it with its momentum.
+"""newton_schulz: it makes a matrix orthogonal, as Muon does with its momentum.
 
     X = x / ‖x‖,  then  X = a X + (b A + c A²) X  with A = X Xᵀ,  again and again
 
-takes each singular value s to a s + b s³ + c s⁵ and leaves the vectors. With coefficients for a few rounds the values
-come near 1, not to it.
+This takes each singular value s to a s + b s³ + c s⁵ and leaves the vectors. With coefficients for a few rounds the
+values come near 1, but do not reach it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 MUON = (3.4445, -4.7750, 2.0315)  # for every round
-# For one round after the other, steeper at 0 first (leloykun.github.io/ponder/muon-opt-coeffs). The default.
+# These are for one round after the other, steeper at 0 first (leloykun.github.io/ponder/muon-opt-coeffs). They are the
+# default.
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -31,9 +32,10 @@ def newton_schulz(
     coefficients: Sequence[Any] | None = None,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """x (…, m, n), FP32 or BF16, becomes, roughly, U Vᵀ of its singular value decomposition: in place, and returned.
+    """Turn x (…, m, n), FP32 or BF16, roughly into U Vᵀ of its singular value decomposition, in place, and return it.
 
-    `coefficients`: a, b, c for all rounds, or such triples, one for each round (flat or nested).
+    `coefficients` are a, b, c for all rounds, or such triples, one for each round (flat or nested). `eps` is added to
+    the norm that x is divided by first. `ctx` must be None.
     """
     if ctx is not None:
         raise NotImplementedError(
@@ -46,11 +48,11 @@ def newton_schulz(
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"x has dtype {x.dtype}: give float32 or bfloat16")
     rounds = _rounds(num_iterations, coefficients)
-    # In FP32: of many numbers in BF16 the norm would be off.
+    # The norm is taken in FP32: over many numbers in BF16 it would be off.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     value = (x / (norm + eps)).to(x.dtype)
     is_tall = x.shape[-2] > x.shape[-1]
-    value = value.mT if is_tall else value  # the product with itself is small then
+    value = value.mT if is_tall else value  # then the product with itself is small
     for a, b, c in rounds:
         gram = value @ value.mT
         value = a * value + (b * gram + c * (gram @ gram)) @ value

@@ -1,4 +1,4 @@
-"""FusedSGD: gradient descent with momentum for plain and quantized parameters."""
+"""FusedSGD: it does gradient descent with momentum for plain and quantized parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +20,11 @@ from mezzotint.optimizers.base import (
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum, dampening and Nesterov's way as torch.optim.SGD, computed in FP32.
+    """This optimizer is SGD with momentum, dampening and Nesterov momentum like torch.optim.SGD, computed in FP32.
 
-    State of a parameter with momentum: `momentum_buffer` and `step`, FP32. `wd_after_momentum`: weight decay is added
-    to what the momentum gives instead of to the gradient. `materialize_master_grads` is accepted: gradients are read
-    as they are.
+    The state of a parameter with momentum is `momentum_buffer` and `step`, both FP32. `wd_after_momentum` adds weight
+    decay to what the momentum gives instead of to the gradient. `materialize_master_grads` is accepted and has no
+    effect: gradients are read as they are.
     """
 
     _OPTIONS = (*FusedOptimizer._OPTIONS, "materialize_master_grads", "wd_after_momentum")
@@ -59,7 +59,7 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, defaults, set_grad_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What `state_dict`, also of torch.optim.SGD, gave."""
+        """Load what `state_dict` returned, also that of torch.optim.SGD."""
         super().load_state_dict(state_dict)
         for param, given in self._given_states(state_dict):
             buffer = given.get("momentum_buffer")
@@ -72,7 +72,8 @@ class FusedSGD(FusedOptimizer):
     def _init_group(
         self, group: dict[str, Any], params: Tensors, grads: Tensors, buffers: Tensors, steps: Tensors
     ) -> None:
-        """What a step of the group reads and writes. The compiler runs a method of this name, and does not trace it."""
+        """Collect what a step of the group reads and writes. The compiler runs a method of this name, and does not
+        trace it."""
         for param in group["params"]:
             grad = self._gradient(param)
             if grad is None:
@@ -91,7 +92,7 @@ class FusedSGD(FusedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once, and return the closure's loss."""
         loss = loss_of(closure)
         for group in self.param_groups:
             params: Tensors = []
