@@ -365,7 +365,7 @@ class InferenceParams:
         """
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         self._check_heads(new_k, new_v)
-        call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # untraced, because a graph of one step serves others
+        call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # a graph serves other steps too
         keys, values = self.cache_manager.step(
             layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format
         )

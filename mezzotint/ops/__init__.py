@@ -1,7 +1,8 @@
-"""Fusible operations: `ops.Sequential(ops.LayerNorm(...), ops.Linear(...), ops.GELU(), ops.Linear(...))`.
+"""Fusible operations: they are put together as `ops.Sequential(ops.LayerNorm(...), ops.Linear(...), ops.GELU(),
+ops.Linear(...))`.
 
-A pipeline hands quantized tensors from operation to operation and runs neighbours as one where that is known how to
-(`ops.fused`); users add operations (`ops.op`) and fusions (`ops.fusion`) of their own.
+A pipeline hands quantized tensors from operation to operation, and runs neighbours as one operation where there is a
+fusion for them (`ops.fused`). Users add operations (`ops.op`) and fusions (`ops.fusion`) of their own.
 """
 
 from mezzotint.ops import fused

@@ -1,4 +1,5 @@
-"""What a class of operations writes itself: the form of its forward, and whether it computes as its parent does.
+"""Forms of operations: this module finds out what a class of operations writes itself, that is the form of its forward,
+and whether it computes as its parent does.
 
 A forward is written whole or split, for one operation ("op") or as a fuser calls it ("fuser"); see `op.py`.
 """
@@ -27,19 +28,20 @@ EXAMPLE = {
         "        basic_op_ctxs[0].save_for_backward(*tensors_to_save)"
     ),
 }
-# Methods that a pipeline calls in a fused operation as in one that is not, or not at all.
+# These methods do not count as computing: a pipeline calls them in a fused operation too, or not at all.
 _NOT_COMPUTING = ("extra_repr", "forward", "pre_first_fuser_forward", "pre_fuser_forward", "reset_parameters")
 
 
 def own_names(cls: type, root: type) -> set[str]:
-    """Names that this class writes, itself or by classes mixed into it that are no operations (subclasses of root)."""
+    """Return the names that this class writes, itself or by classes mixed into it that are no operations (subclasses of
+    `root`)."""
     parents = [base for base in cls.__bases__ if issubclass(base, root)]
     own = [base for base in cls.__mro__ if not any(issubclass(parent, base) for parent in parents)]
     return {name for base in own for name in vars(base)}
 
 
 def computes_anew(cls: type, root: type, own: set[str]) -> bool:
-    """Whether it writes a method that its parents compute with."""
+    """Return whether the class writes a method that its parents compute with."""
     for base in cls.__mro__[1:]:
         if not issubclass(base, root):
             continue
@@ -51,7 +53,8 @@ def computes_anew(cls: type, root: type, own: set[str]) -> bool:
 
 
 def written_form(cls: Any, own: set[str]) -> tuple[str, bool] | None:
-    """Family and whether it is split, of the forward that this class writes; None where it writes none.
+    """Return the family ("op" or "fuser") of the forward that this class writes, and whether it is split, or None if it
+    writes none.
 
     A forward that is written twice, or by half, is refused.
     """
@@ -76,7 +79,8 @@ def written_form(cls: Any, own: set[str]) -> tuple[str, bool] | None:
 
 
 def hide_other_forms(cls: Any, own: set[str], family: str, is_split: bool) -> None:
-    """What calls the form of a parent calls this class's instead, by the base class's way from one to the other."""
+    """Replace the inherited forms of forward by those of the base class, so that who calls the form of a parent gets
+    this class's instead."""
     base = _base_of(cls)
     hidden = [FORMS["op"][0], FORMS["fuser"][0]] if is_split else []
     if family == "op":
@@ -87,12 +91,12 @@ def hide_other_forms(cls: Any, own: set[str], family: str, is_split: bool) -> No
 
 
 def _base_of(cls: type) -> Any:
-    """The class above whose forwards are there to be replaced."""
+    """Return the class above whose forwards are there to be replaced."""
     return next(base for base in cls.__mro__ if vars(base).get("_is_base", False))
 
 
 def _inherits(cls: type, name: str) -> bool:
-    """Whether the nearest class above that writes a forward writes this half of it, too."""
+    """Return whether the nearest class above that writes a forward writes this half of it, too."""
     root = _base_of(cls)
     for base in cls.__mro__[1:]:
         if base is root:

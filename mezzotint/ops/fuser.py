@@ -1,4 +1,4 @@
-"""OperationFuser: runs a list of operations as one pipeline, in one autograd function.
+"""OperationFuser: it runs a list of operations as one pipeline, in one autograd function.
 
     forward    for each forward group:  x, extra outputs = group(x, extra inputs), with what its neighbours hand over
     backward   for each backward group, from the end:  dx, gradients of parameters and extra inputs
@@ -34,7 +34,8 @@ __all__ = ["OperationFuser"]
 
 
 class Pipeline:
-    """One run: everything that forward and backward need to know, decided before autograd begins."""
+    """A `Pipeline` describes one run: everything that forward and backward need to know, decided before autograd
+    begins."""
 
     __slots__ = (
         "backward",
@@ -64,7 +65,7 @@ class Pipeline:
     ) -> None:
         self.basic_ops, self.forward, self.backward, self.wiring = basic_ops, forward, backward, wiring
         self.num_params, self.first, self.needs_input_grad = num_params, first, needs_input_grad
-        # An operation with state is asked for it once, here; both halves of its forward get what it says.
+        # An operation with state is asked for it once, here; both halves of its forward get the answer.
         self.runs = [
             op._begin(
                 requires_grad=place >= first, input_requires_grad=place > first or needs_input_grad, **kwargs[place]
@@ -83,11 +84,11 @@ class Pipeline:
         ]
 
     def input_quantizer(self, place: int) -> Any:
-        """Of the operation at this place; None past the end."""
+        """Return the input quantizer of the operation at this place, or None past the end."""
         return self.input_quantizers[place] if place < len(self.basic_ops) else None
 
     def grad_quantizer(self, place: int) -> Any:
-        """Of the operation at this place; None before the beginning."""
+        """Return the gradient quantizer of the operation at this place, or None before the beginning."""
         return self.grad_quantizers[place] if place >= 0 else None
 
     def contexts(self) -> list[OperationContext]:
@@ -100,7 +101,7 @@ class Pipeline:
 def _run_forward(
     pipeline: Pipeline, input_: Any, extra_inputs: Sequence[Any], ctxs: list[OperationContext]
 ) -> tuple[Any, list[Any]]:
-    """Output and the extra outputs for the caller."""
+    """Run the forward groups, and return the output and the extra outputs for the caller."""
     x, channels = input_, {}  # type: ignore[var-annotated]
     extra_outputs: list[Any] = []
     for op, places in pipeline.forward:
@@ -130,7 +131,7 @@ def _run_forward(
 
 
 def _needing_grad(value: Any) -> Any:
-    """Return an extra output that says that it needs a gradient. What was computed here has no history, and an
+    """Return an extra output that says that it needs a gradient. What was computed here has no autograd history, and an
     operation in whole form that reads it from a channel goes by `requires_grad`."""
     is_new = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
     return value.detach().requires_grad_() if is_new else value
@@ -144,19 +145,21 @@ def _run_whole(
     x: Any,
     given: dict[str, Any],
 ) -> Any:
-    """A forward in whole form, as users write it: what built-in ones need beside its arguments is in the contexts."""
+    """Run a forward in whole form, as users write it; what built-in operations need besides its arguments is put into
+    the contexts."""
     if not op.is_fused_op:
         given["basic_op_kwargs"] = [pipeline.kwargs_given[places[0]]]
     for ctx, place in zip(ctxs, places, strict=True):
         object.__setattr__(ctx, "_run", pipeline.runs[place])
     made = op.fuser_forward(ctxs, x, **given)
     for ctx in ctxs:
-        object.__setattr__(ctx, "_run", None)  # backward needs none of its tensors
+        object.__setattr__(ctx, "_run", None)  # backward needs none of the run's tensors
     return made
 
 
 class _Function(torch.autograd.Function):
-    """The pipeline. `forward` is called as it is where gradients are off: then nothing here owns its outputs."""
+    """This autograd function runs the pipeline. Its `forward` is called directly if gradients are off: then nothing
+    here owns its outputs."""
 
     @staticmethod
     def forward(
@@ -173,7 +176,7 @@ class _Function(torch.autograd.Function):
                 "custom=True makes it: put an operation that computes with it behind"
             )
         if set_output_requires_grad:
-            if version != write_count(input_):  # tensors are saved from here on: autograd would not see it
+            if version != write_count(input_):  # autograd would not see it, because tensors are saved only from here on
                 raise RuntimeError(
                     "an operation wrote over the input, which backward may need: AddExtraInput(in_place=True) got its "
                     "memory as the extra input. Give a copy, or make it with in_place=False"
@@ -184,7 +187,7 @@ class _Function(torch.autograd.Function):
                 ctx.to_save = ()
             func_ctx.save_for_backward(*flat)
             func_ctx.ctxs, func_ctx.pipeline = ctxs, pipeline
-            # Autograd owns what leaves here, so it gets a tensor of its own for each output.
+            # Autograd owns what is returned here, so it gets a tensor of its own for each output.
             seen = [input_, *extra_inputs]
             for i, made in enumerate(outputs):
                 if isinstance(made, torch.Tensor) and any(made is other for other in seen):
@@ -217,7 +220,7 @@ class _Function(torch.autograd.Function):
                 break
             own = [ctxs[i] for i in places]
             grads = [wiring.grads_of_outputs(i, grad_extra_outputs, channel_grads) for i in places]
-            dy = dy if op.is_split or op.is_fused_op else as_tensor(dy)  # a user's, which takes tensors
+            dy = dy if op.is_split or op.is_fused_op else as_tensor(dy)  # a user's operation takes tensors
             dy, params, extra = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=grads)
             for place, param_grads, extra_grads in zip(places, params, extra, strict=True):
                 grad_params[place] = _counted(tuple(param_grads), pipeline.num_params[place], op, "parameters")
@@ -243,8 +246,8 @@ def _with_views(args: list[Any]) -> list[Any]:
 
 @traced_as(_with_views)
 def _distinct(args: list[Any]) -> list[Any]:
-    """Return the arguments of an autograd function, which in a graph takes each tensor once: there one that comes
-    twice, as the weight of an operation used twice, is a view the second time."""
+    """Return the arguments of an autograd function. In a graph such a function takes each tensor once, so there a
+    tensor that comes twice, like the weight of an operation that is used twice, is a view the second time."""
     return args
 
 
@@ -255,7 +258,8 @@ def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[An
 
 
 class OperationFuser:
-    """A pipeline of operations: fused for the recipe in force, and fused again when that changes."""
+    """An `OperationFuser` is a pipeline of operations: it is fused for the recipe in force, and again when that
+    changes."""
 
     forward_backward_fusion_functions = FORWARD_BACKWARD_FUSIONS
     forward_fusion_functions = FORWARD_FUSIONS
@@ -267,7 +271,7 @@ class OperationFuser:
         if not self._basic_ops:
             raise ValueError("ops is empty: a pipeline needs at least one operation")
         self._wiring = Wiring(self._basic_ops)
-        self._fused: Any = None  # what `_groups` keeps
+        self._fused: Any = None  # the memo of `_groups`
         self._has_run = False
         for op in self._basic_ops:
             op._has_fuser = True
@@ -275,33 +279,35 @@ class OperationFuser:
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many extra inputs the caller gives."""
+        """Return how many extra inputs the caller gives."""
         return self._wiring.num_caller_inputs
 
     def maybe_fuse_ops(
         self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
     ) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
-        """Forward groups, and backward groups from the end, of a run with these tensors."""
+        """Return the forward groups, and the backward groups from the end, of a run with these tensors."""
         params = [op._trained() for op in self._basic_ops]
         return self._groups(recipe, self._first_that_needs_grad(is_grad_enabled, input_, params, extra_inputs))
 
     def _groups(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
-        """The same; `first`: the first operation that needs a gradient."""
+        """Return the forward groups, and the backward groups from the end; `first` is the first operation that needs a
+        gradient."""
         return memoized(self, "_fused", (recipe, first), lambda: self._fuse(recipe, first))
 
     @property
     def _forward_ops(self) -> list[PlacedOperation]:
-        """The operations of the last forward that eager code ran."""
+        """Return the operations of the last forward that eager code ran."""
         return [] if self._fused is None else self._fused[1][0]
 
     @property
     def _backward_ops(self) -> list[PlacedOperation]:
-        """The operations of the backward that belongs to it, in the order of forward."""
+        """Return the operations of the backward that belongs to the last forward, in the order of forward."""
         return [] if self._fused is None else self._fused[1][1][::-1]
 
     def _fuse(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         forward, backward = fuse(self._ops, recipe)
-        # Where backward ends within: operation by operation. A joint fusion's forward, too, which knows its backward.
+        # A fused operation within which backward ends runs operation by operation. So does the forward of a joint
+        # fusion, because it knows its backward.
         ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
         return self._without(forward, ends_within), self._without(backward, ends_within)[::-1]
 
@@ -317,7 +323,8 @@ class OperationFuser:
     def __call__(
         self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
-        """Output, or (output, *extra outputs). `basic_op_kwargs`: keyword arguments of each basic operation."""
+        """Run the pipeline, and return the output, or (output, *extra outputs). `basic_op_kwargs` holds the keyword
+        arguments of each basic operation."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise ValueError(
                 f"{len(extra_inputs)} extra inputs were given: {[type(op).__name__ for op in self._basic_ops]} take "
@@ -342,7 +349,7 @@ class OperationFuser:
         first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
         recipe = recipe_in_force()
         forward, backward = self._groups(recipe, first)
-        # A forward in whole form, as users write it, is no part of a graph: Dynamo must meet what ends the graph here.
+        # A forward in whole form, as users write it, cannot be in a graph: Dynamo must meet here what ends the graph.
         if torch.compiler.is_dynamo_compiling() and not all(op.is_split for op, _ in forward):
             return FusibleOperation._untraced(self._run, input_, extra_inputs, basic_op_kwargs)
         for op in self._basic_ops:
@@ -376,7 +383,7 @@ class OperationFuser:
     def _first_that_needs_grad(
         self, is_grad_enabled: bool, input_: torch.Tensor, params: list[list[Any]], extra_inputs: Sequence[Any]
     ) -> int:
-        """Where backward ends; past the last operation where there is none."""
+        """Return the place where backward ends, or the number of operations if there is no backward."""
         if not is_grad_enabled:
             return len(params)
         if input_.requires_grad:

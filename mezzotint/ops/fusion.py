@@ -1,8 +1,8 @@
-"""Which operations are run as one: lists of functions that rewrite lists of operations.
+"""Fusions: this module decides which operations are run as one, by lists of functions that rewrite lists of operations.
 
-A fusion is `function(ops, *, recipe) -> ops`: it gets the operations of a pipeline in order and gives them back with
-some runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None where nothing is quantized.
-Joint fusions come first and hold for forward and backward; then forward and backward are fused independently.
+A fusion is `function(ops, *, recipe) -> ops`: it gets the operations of a pipeline in order and returns them with some
+runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None if nothing is quantized. Joint fusions
+come first and hold for forward and backward; then forward and backward are fused independently.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,17 +31,17 @@ BACKWARD_FUSIONS: list[Fusion] = []
 
 
 def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Fuse forward passes by this function, too; before all others if `prepend`."""
+    """Register a function that fuses forward passes; it comes before all others if `prepend`."""
     _register(FORWARD_FUSIONS, op_fusion_func, prepend)
 
 
 def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Fuse backward passes by this function, too; before all others if `prepend`."""
+    """Register a function that fuses backward passes; it comes before all others if `prepend`."""
     _register(BACKWARD_FUSIONS, op_fusion_func, prepend)
 
 
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Fuse both passes alike by this function, before they are fused independently."""
+    """Register a function that fuses both passes alike, before they are fused independently."""
     _register(FORWARD_BACKWARD_FUSIONS, op_fusion_func, prepend)
 
 
@@ -56,7 +56,8 @@ def replace_windows(
     size: int,
     fuse_window: Callable[..., FusibleOperation | None],
 ) -> list[FusibleOperation]:
-    """Slide a window of `size` operations over the list; where `fuse_window(*window)` gives one, it takes their place.
+    """Move a window of `size` operations over the list; if `fuse_window(*window)` returns an operation, it takes their
+    place.
 
     The first window that fits wins; what was replaced is not looked at again.
     """
@@ -75,7 +76,8 @@ def replace_windows(
 
 
 def computes_as(op: FusibleOperation, *classes: type[FusibleOperation]) -> bool:
-    """Whether an operation computes as one of these classes does, so that a fusion of that class stands for it, too.
+    """Return whether an operation computes as one of these classes does, so that a fusion of that class can stand for
+    it, too.
 
     A subclass with a forward, a backward or a helper of its own does not; one that adds attributes does.
     """
@@ -83,7 +85,7 @@ def computes_as(op: FusibleOperation, *classes: type[FusibleOperation]) -> bool:
 
 
 def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
-    """The pipeline's forward and backward, in the order of forward."""
+    """Return the pipeline's forward and backward groups, both in the order of forward."""
     basic_ops = expand(ops)
     both = _apply(_opened(ops, ops, "forward", "backward"), FORWARD_BACKWARD_FUSIONS, recipe, basic_ops)
     forward = _apply(_opened(both, ops, "forward"), FORWARD_FUSIONS, recipe, basic_ops)
@@ -92,8 +94,8 @@ def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[PlacedOpera
 
 
 def _opened(ops: Sequence[FusibleOperation], given: Sequence[FusibleOperation], *passes: str) -> list[FusibleOperation]:
-    """Fused operations among those that were given, not made by a fusion, stand for their basic ones in a pass that
-    they do not write."""
+    """Replace fused operations among the `given` ones, not those made by a fusion, by their basic operations if they
+    write none of these passes."""
     made: list[FusibleOperation] = []
     for op in ops:
         is_given = isinstance(op, FusedOperation) and any(op is other for other in given)
@@ -117,7 +119,7 @@ def _apply(
 
 
 def expand(ops: Sequence[FusibleOperation]) -> list[BasicOperation]:
-    """The basic operations that these stand for."""
+    """Return the basic operations that these stand for."""
     made: list[BasicOperation] = []
     for op in ops:
         if isinstance(op, FusedOperation):

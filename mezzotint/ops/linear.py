@@ -1,4 +1,4 @@
-"""ops.Linear: a linear with a bias, as operations that can be fused with their neighbours."""
+"""ops.Linear: it is a linear with a bias, as operations that can be fused with their neighbours."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,11 @@ from mezzotint.tensor.printing import formats_of
 
 
 class Linear(FusedOperation):
-    """x · `weight`ᵀ + `bias`: BasicLinear and Bias. Its state dict has the keys of `torch.nn.Linear`.
+    """This operation computes x · `weight`ᵀ + `bias`, and is made of BasicLinear and Bias. Its state dict has the keys
+    of `torch.nn.Linear`.
 
-    `tensor_parallel_mode` as of `BasicLinear`; the bias is split with the rows of the weight.
+    `tensor_parallel_mode` is that of `BasicLinear`; the bias is split with the rows of the weight.
+    `accumulate_into_main_grad` adds the weight gradient to `weight.main_grad`.
     """
 
     def __init__(
@@ -76,14 +78,15 @@ class Linear(FusedOperation):
         self.basic_ops[1].bias = value
 
     def register_parameter(self, name: str, param: Any) -> None:
-        """Also what the assignment of a parameter comes to, which torch does not ask a property about."""
+        """Register a parameter. The assignment of one comes here too, because torch does not ask a property about
+        it."""
         if name in ("weight", "bias"):
             object.__setattr__(self, name, param)
         else:
             super().register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Initial values."""
+        """Set the initial values."""
         for op in self.basic_ops:
             op.reset_parameters()  # type: ignore[operator]
 
@@ -108,7 +111,7 @@ def _from_linear_keys(module: Any, state_dict: Any, prefix: str, *rest: Any) -> 
 
 
 def _name_linear_keys(module: Any, incompatible: Any) -> None:
-    """Missing keys by the names that a state dict has them under."""
+    """Rename missing and unexpected keys to the names under which a state dict has them."""
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         for i, key in enumerate(keys):
             for inner, outer in _KEYS.items():

@@ -1,13 +1,14 @@
-"""Fusible operations: what a pipeline is made of.
+"""Fusible operations: this module defines what a pipeline is made of.
 
-A `BasicOperation` is one step; a `FusedOperation` does the work of several basic ones at once. Forward comes in one of
-two forms. It puts all that backward reads into the context, attributes of the operation, too: they may change before.
+A `BasicOperation` is one step; a `FusedOperation` does the work of several basic ones at once. Forward is written in
+one of two forms. It puts all that backward reads into the context, also attributes of the operation, because they may
+change before backward.
 
-Whole, which works in eager code:
+The whole form works in eager code:
 
     def op_forward(self, ctx, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs): ...
 
-Split, which compiles whole, because what computes and what writes the context are told apart:
+The split form compiles without a graph break, because what computes and what writes the context are told apart:
 
     def op_forward_compute(self, input_, *, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs):
         return output, tensors_to_save      # pure
@@ -42,13 +43,14 @@ __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationCon
 
 
 class OperationContext:
-    """What a basic operation keeps from forward to backward: tensors, by `save_for_backward`, and free attributes."""
+    """An `OperationContext` holds what a basic operation keeps from forward to backward: tensors, by
+    `save_for_backward`, and free attributes."""
 
     saved_tensors: tuple[Any, ...]
     to_save: tuple[Any, ...]
     requires_grad: bool  # backward reaches this operation
-    prev_op_grad_output_quantizer: Any  # what the operation before wants its gradient quantized with, or None
-    _run: ClassVar[Any] = None  # what `_begin` gave, while a whole form computes
+    prev_op_grad_output_quantizer: Any  # the previous operation wants its gradient quantized with it; or None
+    _run: ClassVar[Any] = None  # what `_begin` returned, while a whole form computes
 
     def __init__(self, requires_grad: bool = True, prev_op_grad_output_quantizer: Any = None) -> None:
         # Backward gets a new context with the same attributes: what was made in forward is read-only to the compiler.
@@ -66,15 +68,16 @@ class OperationContext:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Free attributes."""
+            """Return a free attribute."""
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Tensors, storages of quantized ones, or None; in backward they are `saved_tensors`."""
+        """Save tensors, storages of quantized ones, or None; in backward they are `saved_tensors`."""
         self.to_save = tensors
 
 
 def restored(ctx: OperationContext, saved_tensors: tuple[Any, ...]) -> OperationContext:
-    """The context as backward sees it: a new one each time, so that a second backward finds what the first found."""
+    """Return the context as backward sees it. It is a new one each time, so that a second backward finds what the first
+    found."""
     made = OperationContext()
     for name in ctx._names:
         setattr(made, name, getattr(ctx, name))
@@ -83,22 +86,23 @@ def restored(ctx: OperationContext, saved_tensors: tuple[Any, ...]) -> Operation
 
 
 def used(ctx: OperationContext, op: nn.Module, name: str) -> Any:
-    """An attribute of the operation as forward used it; as it is now where a user's fused forward kept none of it."""
+    """Return an attribute of the operation as forward used it; as it is now if a user's fused forward did not keep
+    it."""
     return getattr(ctx, name) if hasattr(ctx, name) else getattr(op, name)
 
 
 class FusibleOperation(nn.Module):
-    """An operation that `ops.Sequential` may fuse with its neighbours."""
+    """A `FusibleOperation` is an operation that `ops.Sequential` may fuse with its neighbours."""
 
-    is_split: ClassVar[bool] = False  # forward is in split form
+    is_split: ClassVar[bool] = False  # forward is written in split form
     _family: ClassVar[str] = "fuser"  # which of `FORMS` it is written in
-    _is_base: ClassVar[bool] = True  # its forwards are there to be replaced
-    _computes_as: ClassVar[Any] = None  # the class, this one or a parent, that it computes by the methods of
-    _writes: ClassVar[tuple[str, ...]] = ()  # which of "forward" and "backward", as a fuser calls them
-    _is_module: ClassVar[bool] = False  # `forward` is a subclass's own: it is called, as that of any module
-    _keywords: ClassVar[tuple[str, ...] | None] = None  # that a run takes; None: as its forward says
-    _untraced: ClassVar[Any] = None  # runs a function outside of the graph; there from the first whole form on
-    _fuser_class: ClassVar[Any] = None  # OperationFuser, which is defined over this file and puts itself in
+    _is_base: ClassVar[bool] = True  # subclasses replace its forwards
+    _computes_as: ClassVar[Any] = None  # the class, this one or a parent, whose methods compute
+    _writes: ClassVar[tuple[str, ...]] = ()  # which of "forward" and "backward" it writes
+    _is_module: ClassVar[bool] = False  # a subclass has its own `forward`, which is called like any module's
+    _keywords: ClassVar[tuple[str, ...] | None] = None  # keyword arguments of a run; None: whatever its forward takes
+    _untraced: ClassVar[Any] = None  # runs a function outside of the graph; set with the first whole form
+    _fuser_class: ClassVar[Any] = None  # OperationFuser, whose file imports this one and sets it
 
     def __init_subclass__(cls, *, is_base: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,7 +120,7 @@ class FusibleOperation(nn.Module):
             cls._keywords = vars(cls).get("_keywords")
             hide_other_forms(cls, own, *form)
             if not cls.is_split and FusibleOperation._untraced is None:
-                # Here and not for all: it imports the compiler.
+                # This is done here and not at import, because it imports the compiler.
                 FusibleOperation._untraced = staticmethod(torch.compiler.disable(_run_untraced, reason=_WHY_UNTRACED))
         if "op_backward" in own and "fuser_backward" not in own and issubclass(cls, BasicOperation):
             cls.fuser_backward = BasicOperation.fuser_backward  # type: ignore[method-assign]
@@ -125,37 +129,39 @@ class FusibleOperation(nn.Module):
 
     @property
     def is_fused_op(self) -> bool:
-        """Whether it does the work of several basic operations."""
+        """Return whether it does the work of several basic operations."""
         raise NotImplementedError
 
     def pre_first_fuser_forward(self) -> None:
-        """Called before the first run of a fuser."""
+        """Prepare for the first run of a fuser, which calls this before it."""
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        """Called before each run, outside of autograd. `requires_grad`: backward will reach this operation."""
+        """Prepare for a run; this is called before each, outside of autograd. `requires_grad` says that backward will
+        reach this operation."""
 
     def get_input_quantizer(self) -> Any:
-        """What the operation before may hand its output over with; None for high precision."""
+        """Return the quantizer with which the operation before may quantize its output, or None for high precision."""
         return None
 
     def get_grad_output_quantizer(self) -> Any:
-        """What the operation behind may hand its gradient back with; None for high precision."""
+        """Return the quantizer with which the operation behind may quantize its gradient, or None for high
+        precision."""
         return None
 
     def fuser_forward(
         self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
     ) -> tuple[Any, Iterable[Iterable[Any]]]:
-        """Output, and the extra outputs of each basic operation: of a split form, by both halves."""
+        """Return the output, and the extra outputs of each basic operation. A split form runs both halves."""
         output, extra_outputs, tensors_to_save = self.fuser_forward_compute(input_, **given)
         self.fuser_forward_save_ctx(basic_op_ctxs, input_, tensors_to_save, **given)
         return output, extra_outputs
 
     def fuser_forward_compute(self, *args: Any, **given: Any) -> Any:
-        """Output, extra outputs of each basic operation, tensors to save. Pure."""
+        """Return the output, the extra outputs of each basic operation, and the tensors to save. This must be pure."""
         raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['fuser']}")
 
     def fuser_forward_save_ctx(self, *args: Any, **given: Any) -> None:
-        """Write the contexts. It may depend on its arguments and on plain values of the operation alone."""
+        """Write the contexts. This may depend only on its arguments and on plain values of the operation."""
         raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['fuser']}")
 
     def fuser_backward(
@@ -165,9 +171,9 @@ class FusibleOperation(nn.Module):
         *,
         basic_op_grad_extra_outputs: list[tuple[Any, ...]],
     ) -> tuple[Any, Iterable[Iterable[Any]], Iterable[Iterable[Any]]]:
-        """Gradients of the input, of each basic operation's parameters, of each one's extra inputs.
+        """Return the gradients of the input, of each basic operation's parameters, and of each one's extra inputs.
 
-        The gradient of an extra output is None where it went into a channel that nobody read.
+        The gradient of an extra output is None if it went into a channel that nobody read.
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward: write fuser_backward, or op_backward")
 
@@ -184,7 +190,7 @@ def _run_untraced(function: Any, *args: Any) -> Any:
 
 
 class Run:
-    """What one run of an operation with state was told before autograd began."""
+    """A `Run` holds what one run of an operation with state was told before autograd began."""
 
     __slots__ = ("call",)
 
@@ -192,17 +198,17 @@ class Run:
         self.call = call
 
     def begin_backward(self) -> None:
-        """Something of the operation's backward is going to be entered."""
+        """Prepare delayed scaling for the amaxes that the operation's backward is going to enter."""
         begin_backward(self.call.grad_state)
 
     def end_backward(self) -> None:
-        """The operation's backward is over: delayed scaling takes its new scales, if it was the last one."""
+        """End the operation's backward: delayed scaling updates its scales if this was the last one."""
         if self.call.grad_state is not None:
             end_backward(self.call.grad_state)
 
 
 class BasicOperation(FusibleOperation, Layer, is_base=True):
-    """One step of a pipeline. Gradients of its parameters come in the order of `parameters()`."""
+    """A `BasicOperation` is one step of a pipeline. Gradients of its parameters come in the order of `parameters()`."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -221,7 +227,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     # Extra inputs and outputs
 
     def set_extra_input_channel(self, index: int, channel: str | None) -> None:
-        """Take the extra input from the channel that an operation before, in the same pipeline, writes."""
+        """Take the extra input from the channel that an earlier operation of the same pipeline writes; None takes it
+        from the caller."""
         self._check_channel("extra input", index, self.num_extra_inputs, channel)
         if channel is None:
             self._extra_input_channels.pop(index, None)
@@ -229,7 +236,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             self._extra_input_channels[index] = channel
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
-        """Give the extra output to operations behind that read the channel and, if `output_to_caller`, out as well."""
+        """Give the extra output to later operations that read the channel and, if `output_to_caller`, to the caller as
+        well."""
         self._check_channel("extra output", index, self.num_extra_outputs, channel)
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller must be a bool: it is {output_to_caller!r}")
@@ -249,13 +257,15 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             raise ValueError(f"channel is {channel!r}: give a non-empty string, or None for no channel")
 
     def _read_extra_input(self, index: int, value: Any) -> Any:
-        """An extra input of the caller's as both halves of forward get it: what is read from a tensor is read once."""
+        """Return an extra input of the caller as both halves of forward get it, so that a tensor's values are read only
+        once."""
         return value
 
-    _parameter_names: ClassVar[tuple[str, ...]] = ()  # of parameters that may be computed of others, in order
+    _parameter_names: ClassVar[tuple[str, ...]] = ()  # in order: parameters that may be computed from others
 
     def _trained(self) -> list[torch.Tensor]:
-        """What it gives gradients of: parameters, or what takes their place where they are parametrized or pruned."""
+        """Return the tensors that it gives gradients of: parameters, or what takes their place if they are parametrized
+        or pruned."""
         for name in self._parameter_names:
             if name not in self._parameters:
                 values = [getattr(self, name, None) for name in self._parameter_names]
@@ -270,20 +280,21 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     # Quantizers
 
     def num_quantizers(self, mode: str) -> int:
-        """How many quantizers it has in mode "forward" or "backward"."""
+        """Return how many quantizers it has in mode "forward" or "backward"."""
         return 0
 
     def _tensor(self, mode: str, index: int) -> tuple[int, str]:
-        """The quantizer's tensor: number, and type as a role has it."""
+        """Return the quantizer's tensor: the number of its GEMM, and its type as a role has it."""
         return index, "input" if mode == "forward" else "grad_output"
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
-        """What each quantizer of that mode is for."""
+        """Return what each quantizer of that mode is for."""
         return [self._role(*self._tensor(mode, index)) for index in range(self.num_quantizers(mode))]
 
     def get_quantizer(self, mode: str, index: int) -> Any:
-        """Of the recipe in force, outside of a region of the last that eager code ran this operation with; None where
-        there is none. Delayed scaling's reads and writes the state of this operation."""
+        """Return a quantizer of the recipe in force, or None if there is none. Outside of a region that is the last
+        recipe with which eager code ran this operation. A quantizer of delayed scaling reads and writes the state of
+        this operation."""
         if mode not in ("forward", "backward"):
             raise ValueError(f"mode is {mode!r}: give 'forward' or 'backward'")
         count = self.num_quantizers(mode)
@@ -294,7 +305,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     @property
     def _fp8_metas(self) -> dict[str, dict[str, Any]]:
-        """Delayed scaling's live state, by upstream's name."""
+        """Return delayed scaling's live state, by upstream's name."""
         return {"forward": self.fp8_meta, "backward": self.fp8_meta}
 
     def get_input_quantizer(self) -> Any:
@@ -304,7 +315,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") > 0 else None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Forget what delayed scaling has learnt; room for the history of `recipe`."""
+        """Forget what delayed scaling has learnt, and make room for the history of `recipe`."""
         self._reset_state()
         if "scale_fwd" in self._buffers:
             request = None if recipe is None else self._delayed_request(recipe)
@@ -316,12 +327,12 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             super()._reset_state()
 
     def _init_own_state(self) -> None:
-        """Buffers of delayed scaling, for an operation that has quantizers and did not make them itself."""
+        """Make the buffers of delayed scaling for an operation that has quantizers and did not make them itself."""
         count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
         if count > 0 and "scale_fwd" not in self._buffers:
             devices = [param.device for param in self.parameters()]
             device = devices[0] if devices else resolve_device(None)
-            if device.type != "meta":  # else before the first run
+            if device.type != "meta":  # else they are made before the first run
                 self._init_state(count, device)
 
     def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
@@ -335,7 +346,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return None
 
     def _linear_names(self) -> tuple[str, ...]:
-        """Return those of its weights, or as many as it has tensors that are quantized."""
+        """Return the names of its weights' linears, or as many empty ones as it has quantized tensors."""
         count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
         return super()._linear_names() if self._weights else ("",) * count
 
@@ -346,13 +357,15 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
     # One run
 
-    _takes_run: ClassVar[bool] = False  # its forward gets what `_begin` gave as the keyword argument `run`
+    _takes_run: ClassVar[bool] = False  # its forward gets what `_begin` returned as the keyword argument `run`
 
     def _check_others(self, input_: torch.Tensor) -> None:
-        """Before the chain, whose input this is, begins: processes that share a weight find out what differs."""
+        """Check with other ranks, before the pipeline begins, whether those that share a weight agree. `input_` is the
+        pipeline's input."""
 
     def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:
-        """Before autograd begins: ask the state, once."""
+        """Read the state of the region once, before autograd begins, and return a `Run`, or None if no state is
+        needed."""
         self._check_keywords(kwargs)
         self.pre_fuser_forward(requires_grad=requires_grad)
         has_quantizers = self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0
@@ -364,8 +377,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return None if request is None else Run(with_grad_state(self, start_delayed(self, _call_of(request))))
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's forward, does
-        not give on: that of the pipeline, or one that begins here, whose backward reaches the input."""
+        """Return the keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's
+        forward, does not pass on. It is that of the pipeline, or one that begins here, whose backward reaches the
+        input."""
         if not self._takes_run or "run" in kwargs:
             return kwargs
         run = ctx._run
@@ -383,7 +397,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             )
 
     def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
-        """As `get_quantizer`; delayed scaling's has the scale of this run."""
+        """Return a quantizer of the recipe in force, like `get_quantizer`; one of delayed scaling has the scale of this
+        run."""
         recipe = recipe_for(self)
         gemm, tensor_type = self._tensor(mode, index)
         recipe = None if recipe is None else recipe.of(gemm, tensor_type)
@@ -396,7 +411,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return made
 
     def _input_quantizer(self, run: Any) -> Any:
-        """What the operation before this one may quantize its output with: nothing outside of a region."""
+        """Return the quantizer with which the operation before this one may quantize its output; None outside of a
+        region."""
         return None if self._is_kept("forward") else self.get_input_quantizer()
 
     def _grad_output_quantizer(self, run: Any) -> Any:
@@ -405,22 +421,22 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     # Forward and backward
 
     def op_forward(self, ctx: OperationContext, input_: Any, **given: Any) -> Any:
-        """Output. Of a split form: both halves, one after the other."""
+        """Return the output. A split form runs both halves, one after the other."""
         given = self._with_run(ctx, given)
         output, tensors_to_save = self.op_forward_compute(input_, **given)
         self.op_forward_save_ctx(ctx, input_, tensors_to_save, **given)
         return output
 
     def op_forward_compute(self, *args: Any, **given: Any) -> Any:
-        """Output, tensors to save. Pure."""
+        """Return the output and the tensors to save. This must be pure."""
         raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['op']}")
 
     def op_forward_save_ctx(self, *args: Any, **given: Any) -> None:
-        """Write the context. It may depend on its arguments and on plain values of the operation alone."""
+        """Write the context. This may depend only on its arguments and on plain values of the operation."""
         raise NotImplementedError(f"{type(self).__name__} has no forward. Write\n{EXAMPLE['op']}")
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, Iterable[Any]]:
-        """Gradients of the input and of each parameter."""
+        """Return the gradients of the input and of each parameter."""
         raise NotImplementedError(f"{type(self).__name__} has no backward: write op_backward(self, ctx, grad_output)")
 
     def fuser_forward(
@@ -450,7 +466,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         return grad_input, [grad_params], [()]
 
     def forward(self, input: torch.Tensor, *extra_inputs: Any, **kwargs: Any) -> torch.Tensor | Any:
-        """Run alone: output, or (output, *extra outputs)."""
+        """Run this operation alone, and return the output, or (output, *extra outputs)."""
         return run_alone(self)(input, *extra_inputs, basic_op_kwargs=[kwargs])
 
     if TYPE_CHECKING:
@@ -461,7 +477,8 @@ _NO_GEMMS = LayerConfig("", (), False, ())
 
 
 def _call_of(request: DelayedScalingRequest) -> RunSettings:
-    """Of an operation whose quantizers are its own affair: delayed scaling's state alone."""
+    """Return the settings of a run for an operation that decides on its quantizers itself: they hold only delayed
+    scaling's state."""
     return RunSettings(_NO_GEMMS.state_plan(request))
 
 
@@ -469,7 +486,7 @@ _HANDED_OVER = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 
 
 def _of_one(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a fuser's forward → of a single operation's."""
+    """Return the arguments of a single operation's forward, given those of a fuser's."""
     if any(given["basic_op_extra_inputs"]):
         raise TypeError(
             "an operation with extra inputs has its forward in op_forward or op_forward_compute, which gets none: "
@@ -479,7 +496,7 @@ def _of_one(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class FusedOperation(FusibleOperation, is_base=True):
-    """Several basic operations in one."""
+    """A `FusedOperation` does the work of several basic operations, `basic_ops`, at once."""
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()
@@ -515,7 +532,7 @@ class FusedOperation(FusibleOperation, is_base=True):
     def forward(
         self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> torch.Tensor | Any:
-        """Run alone: output, or (output, *extra outputs)."""
+        """Run this operation alone, and return the output, or (output, *extra outputs)."""
         return run_alone(self)(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
 
     if TYPE_CHECKING:
@@ -527,5 +544,5 @@ def _basic(op: Any) -> BasicOperation:
 
 
 def run_alone(op: FusibleOperation) -> Any:
-    """A fuser of this operation alone. Kept in eager code; a graph makes one as it is traced."""
+    """Return a fuser of this operation alone. Eager code keeps it; a graph makes one as it is traced."""
     return memoized(op, "_own_fuser", None, lambda: op._fuser_class([op]))

@@ -1,7 +1,7 @@
-"""How operations hand quantized tensors to each other.
+"""Quantized tensors between operations: this module says how operations hand them to each other.
 
-The operation before one with an input quantizer makes its output with it; the operation behind one with a
-grad-output quantizer makes the gradient with that. A quantizer is a value, or, in delayed scaling, `DelayedQuantizer`.
+The operation before one with an input quantizer makes its output with it; the operation behind one with a grad-output
+quantizer makes the gradient with that. A quantizer is a value or, in delayed scaling, a `DelayedQuantizer`.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class DelayedQuantizer:
-    """Delayed scaling of one tensor in one run: by the scale that the run found; the amax enters the history."""
+    """A `DelayedQuantizer` quantizes one tensor in one run of delayed scaling, by the scale that the run found; the
+    amax enters the history."""
 
     __slots__ = ("history", "quantizer", "scale", "slot", "state")
 
@@ -27,19 +28,19 @@ class DelayedQuantizer:
         self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int, state: Any = None
     ) -> None:
         self.quantizer, self.scale = quantizer, scale
-        self.history, self.slot = history, slot  # FP32 (L, n); None for a run that enters nothing
-        self.state = state  # GradState of a gradient, else None
+        self.history, self.slot = history, slot  # FP32 (L, n); None if the run enters nothing
+        self.state = state  # the GradState if it is a gradient, else None
 
     def takes_scale(self) -> bool:
         return True
 
     def saw(self, amax: torch.Tensor) -> None:
-        """Enter a maximum, FP32 [1]."""
+        """Enter an amax, FP32 [1], into the history."""
         if self.history is not None:
             enter_amaxes(self.state, self.history, [amax], [self.slot])
 
     def quantize(self, tensor: Any) -> Any:
-        """A storage of the directions that are wanted."""
+        """Return a storage of the tensor with the directions that are wanted."""
         return quantized(tensor, self)
 
     def __call__(self, tensor: Any) -> Any:
@@ -47,7 +48,8 @@ class DelayedQuantizer:
 
 
 def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: Any) -> Any:
-    """A quantizer with the scale of this run where it takes one, and the place that its amax goes to."""
+    """Return the quantizer, if it takes a scale as a `DelayedQuantizer` with the scale of this run and the place that
+    its amax goes to."""
     if quantizer is None or not quantizer.takes_scale():
         return quantizer
     if tensor_type in FORWARD_TENSORS:
@@ -58,18 +60,18 @@ def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: 
 
 
 def value_and_scale(quantizer: Any) -> tuple[Any, torch.Tensor | None]:
-    """As the functional cores take it."""
+    """Return the quantizer and its scale, or None, as the functional cores take them."""
     return (quantizer.quantizer, quantizer.scale) if quantizer.takes_scale() else (quantizer, None)
 
 
 def enter(quantizer: Any, amax: torch.Tensor | None) -> None:
-    """What a core gave back goes to the quantizer that it was made with."""
+    """Enter the amax that a core returned, if there is one, by the quantizer that was used."""
     if amax is not None:
         quantizer.saw(amax)
 
 
 def quantized(x: Any, quantizer: Any) -> Any:
-    """x as a storage; as it is where it is one of that kind already."""
+    """Return x as a storage made by the quantizer; as it is if it holds that already."""
     value, scale = value_and_scale(quantizer)
     if isinstance(x, QuantizedTensorStorage):
         if holds(x, value):
@@ -81,12 +83,13 @@ def quantized(x: Any, quantizer: Any) -> Any:
 
 
 def plain(x: Any) -> torch.Tensor:
-    """In high precision."""
+    """Return x in high precision."""
     return x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
 
 
 def holds(x: Any, quantizer: Any) -> bool:
-    """Whether a quantized tensor holds what the quantizer would make: the format, its options, both directions."""
+    """Return whether a quantized tensor holds what the quantizer would make: the format, its options, and each
+    direction that is wanted."""
     if quantizer.is_custom():
         return _is_made_by(x, quantizer)
     name, _, values = quantizer._holder(True)
@@ -100,8 +103,8 @@ def holds(x: Any, quantizer: Any) -> bool:
 
 
 def _is_made_by(x: Any, quantizer: Quantizer) -> bool:
-    """Whether a user's own quantizer made it, or one that differs in nothing but its directions. What its attributes
-    are is the user's affair: objects are equal where they are the same ones."""
+    """Return whether a user's own quantizer made x, or one that differs in nothing but its directions. What its
+    attributes mean is up to the user, so objects count as equal only if they are the same."""
     maker = x._quantizer
     if type(maker) is not type(quantizer):
         return False
@@ -119,7 +122,8 @@ _PLAIN = (bool, int, float, str)
 
 
 def as_tensor(x: Any) -> Any:
-    """A storage as the quantized tensor that users see; anything else, and what their own quantizer made, as it is."""
+    """Return a storage as the quantized tensor that users see; anything else, and what a user's own quantizer made, as
+    it is."""
     if isinstance(x, torch.Tensor) or not isinstance(x, QuantizedTensorStorage):
         return x
     if x._quantizer is not None and x._quantizer.is_custom():

@@ -1,4 +1,4 @@
-"""ops.Sequential: modules one after the other; runs of fusible operations among them are fused."""
+"""ops.Sequential: it runs modules one after the other, and fuses runs of fusible operations among them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,18 @@ Segment = OperationFuser | nn.Module
 
 
 class Sequential(Named):
-    """As `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or of a dict of names.
+    """This container is like `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or with a
+    dict of names.
 
-    A run of operations is one step: hooks of an operation in it are not called; those of this and of others are. An
-    operation whose class writes a `forward` of its own is called as any other module is.
-    Modules without a name get their path in this as one, which recipes see in their roles.
+    A run of operations is one step: hooks of an operation in it are not called; those of this container and of other
+    modules are. An operation whose class writes a `forward` of its own is called like any other module. Modules without
+    a name get their path in this container as their name, which recipes see in their roles.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self.name = None
-        self._grouped: Any = None  # what `_module_groups` keeps
+        self._grouped: Any = None  # the memo of `_module_groups`
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -47,7 +48,7 @@ class Sequential(Named):
         return keys[position]
 
     def _replace(self, modules: Iterable[nn.Module]) -> None:
-        """These modules, numbered."""
+        """Replace all modules by these, numbered."""
         modules = list(modules)
         for module in modules:
             _check_module(module)
@@ -94,7 +95,7 @@ class Sequential(Named):
     def append(self, module: nn.Module) -> "Sequential":
         _check_module(module)
         number = len(self)
-        while str(number) in self._modules:  # a slice keeps its numbers
+        while str(number) in self._modules:  # the number may be taken, because a slice keeps its numbers
             number += 1
         self.add_module(str(number), module)
         return self
@@ -121,12 +122,13 @@ class Sequential(Named):
 
     @property
     def _module_groups(self) -> list[Segment]:
-        """Runs of operations, each in a fuser, and the other modules between them."""
+        """Return runs of operations, each in a fuser, and the other modules between them."""
         modules = tuple(self)
         return memoized(self, "_grouped", modules, lambda: _group(modules))
 
     def fused_ops(self) -> dict[str, list[list[Any]]]:
-        """The operations of each pipeline as its last run in eager code fused them, in the order that they run in."""
+        """Return the operations of each pipeline as its last run in eager code fused them, in the order that they run
+        in."""
         fusers = [group for group in self._module_groups if isinstance(group, OperationFuser)]
         return {
             "forward": [[op for op, _ in fuser._forward_ops] for fuser in fusers],
@@ -136,10 +138,10 @@ class Sequential(Named):
     def forward(
         self, input: torch.Tensor, *extra_inputs: Any, op_kwargs: dict[Any, Any] | None = None
     ) -> torch.Tensor | Any:
-        """Output, or (output, *extra outputs).
+        """Run the modules, and return the output, or (output, *extra outputs).
 
-        `extra_inputs` go to the operations that take some, in order. `op_kwargs`: a module of this Sequential, or its
-        index, → keyword arguments of its forward; for `ops.Linear` those of its BasicLinear.
+        `extra_inputs` go to the operations that take some, in order. `op_kwargs` maps a module of this Sequential, or
+        its index, to keyword arguments of its forward; for `ops.Linear` those of its BasicLinear.
         """
         given = self._kwargs_by_module(op_kwargs)
         groups, start = self._module_groups, 0
@@ -179,7 +181,7 @@ class Sequential(Named):
         return sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
 
     def _kwargs_by_module(self, op_kwargs: dict[Any, Any] | None) -> list[dict[str, Any]]:
-        """Module by module, in order."""
+        """Return the keyword arguments of each module, in order."""
         given: list[dict[str, Any]] = [{} for _ in range(len(self))]
         if not op_kwargs:
             return given
@@ -220,7 +222,7 @@ def _group(modules: Sequence[Any]) -> list[Segment]:
 def _kwargs_of(
     fuser: OperationFuser, modules: list[Any], given: list[dict[str, Any]]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """How many modules the fuser runs, and the keyword arguments of each of its basic operations."""
+    """Return how many modules the fuser runs, and the keyword arguments of each of its basic operations."""
     kwargs: list[dict[str, Any]] = []
     count = 0
     while len(kwargs) < len(fuser._basic_ops):

@@ -1,4 +1,5 @@
-"""Extra inputs and outputs of a pipeline: which come from the caller, which from another operation, by channel."""
+"""Extra inputs and outputs of a pipeline: this module tells which come from the caller, and which from another
+operation by a channel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,10 @@ from mezzotint.ops.op import BasicOperation
 
 
 class Wiring:
-    """For each operation, in order: where its extra inputs come from and where its extra outputs go.
+    """A `Wiring` says, for each operation in order, where its extra inputs come from and where its extra outputs go.
 
-    `inputs[place]`: a position among the caller's extra inputs, or the name of a channel. `outputs[place]`: the name
-    of a channel or None, and a position among the caller's extra outputs or None.
+    `inputs[place]` has for each a position among the caller's extra inputs, or the name of a channel. `outputs[place]`
+    has for each the name of a channel or None, and a position among the caller's extra outputs or None.
     """
 
     __slots__ = ("inputs", "num_caller_inputs", "num_caller_outputs", "outputs")
@@ -58,7 +59,7 @@ class Wiring:
     # Forward
 
     def read(self, basic_ops: Sequence[BasicOperation], extra_inputs: Sequence[Any]) -> list[Any]:
-        """The caller's extra inputs as their operations want them."""
+        """Return the caller's extra inputs as their operations want them."""
         made = list(extra_inputs)
         for op, sources in zip(basic_ops, self.inputs, strict=True):
             for index, source in enumerate(sources):
@@ -67,7 +68,8 @@ class Wiring:
         return made
 
     def inputs_of(self, place: int, extra_inputs: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
-        """From the caller or from channels; None from one that the same fused operation writes, which has it inside."""
+        """Return the extra inputs of an operation, from the caller or from channels. One from a channel that the same
+        fused operation writes is None, because that operation has it inside."""
         return tuple(
             [
                 self._read(place, source, channels) if isinstance(source, str) else extra_inputs[source]
@@ -84,7 +86,8 @@ class Wiring:
         return channels.get(channel)
 
     def give_outputs(self, place: int, op: Any, made: tuple[Any, ...], channels: dict[str, Any]) -> list[Any]:
-        """Into their channels; gives those for the caller. `op`: what made them."""
+        """Put extra outputs into their channels, and return those for the caller. `op` is the operation that made
+        them."""
         if len(made) != len(self.outputs[place]):
             raise RuntimeError(
                 f"operation {place} ({type(op).__name__}) gave {len(made)} extra outputs: it has "
@@ -104,13 +107,14 @@ class Wiring:
         return out
 
     def outputs_that_need_grad(self, first: int) -> list[bool]:
-        """Of the caller's extra outputs: whether backward reaches the operation that made them."""
+        """Return, for each of the caller's extra outputs, whether backward reaches the operation that made it."""
         return [place >= first for place, targets in enumerate(self.outputs) for _, to in targets if to is not None]
 
     # Backward
 
     def grads_of_outputs(self, place: int, grads: Sequence[Any], channels: dict[str, Any]) -> tuple[Any, ...]:
-        """The caller's gradient and those of the channel's readers, added up."""
+        """Return the gradients of an operation's extra outputs: the sum of the caller's and those of the channel's
+        readers."""
         found = []
         for channel, position in self.outputs[place]:
             gradient = None if position is None else grads[position]
@@ -123,7 +127,7 @@ class Wiring:
                 channels[source] = _sum(channels.get(source), gradient)
 
     def caller_input_grads(self, grads: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """In the caller's order."""
+        """Return the gradients of the caller's extra inputs, in the caller's order."""
         found: list[Any] = [None] * self.num_caller_inputs
         for sources, given in zip(self.inputs, grads, strict=True):
             for source, gradient in zip(sources, given, strict=False):

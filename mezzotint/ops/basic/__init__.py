@@ -1,4 +1,4 @@
-"""Basic operations."""
+"""The basic operations: this package exports them all."""
 
 from mezzotint.ops.basic.activation import (
     GEGLU,

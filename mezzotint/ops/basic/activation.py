@@ -1,6 +1,6 @@
-"""Activations, plain and gated: what each computes is in `kernels/activation.py`.
+"""Activations, plain and gated: these operations call the kernels of `kernels/activation.py`, which define them.
 
-They hand their output over quantized where the operation behind wants it so, and their gradient back likewise.
+They hand their output over quantized if the operation behind wants it so, and their gradient back likewise.
 """
 
 import math
@@ -28,7 +28,8 @@ from mezzotint.tensor.quantize import quantize_storage
 
 
 class Activation(BasicOperation):
-    """act(x). `cache_quantized_input` keeps x for backward in FP8: half the memory, its rounding in the gradient."""
+    """This operation computes act(x). `cache_quantized_input` keeps x for backward in FP8: that takes half the memory,
+    and its rounding shows in the gradient."""
 
     activation: ClassVar[str]
     params: tuple[float, ...] = ()
@@ -51,7 +52,7 @@ class Activation(BasicOperation):
         self.save(ctx, *tensors_to_save)
 
     def save(self, ctx: OperationContext, *tensors: Any) -> None:
-        """What `gradient` reads: x and, of scaled activations, the scales; which activation it was."""
+        """Save what `gradient` reads: x and, for scaled activations, the scales; and which activation it was."""
         ctx.save_for_backward(*tensors)
         ctx.activation, ctx.params, ctx.glu_interleave_size = self.activation, self.params, self.glu_interleave_size
 
@@ -60,7 +61,7 @@ class Activation(BasicOperation):
         return dx, ()
 
     def _compute(self, input_: Any, scales: torch.Tensor | None, quantizer: Any) -> tuple[Any, Any]:
-        """Output, and the input as backward gets it."""
+        """Return the output, and the input as backward gets it."""
         x: Any = plain(input_)
         self.output_width(x)
         args = ActivationFwdArgs(
@@ -80,7 +81,7 @@ class Activation(BasicOperation):
         return y, x
 
     def output_width(self, x: torch.Tensor) -> int:
-        """Of this input, which is refused where it has no halves."""
+        """Return the width of the output for this input, and raise if a gated one has no two halves."""
         if x.dim() < 1:
             raise ValueError("input has shape (): give at least one dimension")
         if not is_gated(self.activation):
@@ -92,7 +93,8 @@ class Activation(BasicOperation):
     def gradient(
         self, ctx: OperationContext, grad_output: Any, quantizer: Any, sums: torch.dtype | None
     ) -> tuple[Any, torch.Tensor | None, ActivationBwdArgs]:
-        """The input's gradient, made with `quantizer`, and its column sums in dtype `sums` (these of plain `dy`s too).
+        """Return the input's gradient, made with `quantizer`; its column sums in dtype `sums`, or None if it was not
+        quantized; and the arguments of the activation's backward.
 
         `ctx` is as `save` wrote it.
         """
@@ -111,7 +113,7 @@ class Activation(BasicOperation):
 
 
 def _halves(x: torch.Tensor, interleave_size: int | None) -> torch.Tensor:
-    """[x1 | x2], which may lie interleaved."""
+    """Return [x1 | x2], which may lie interleaved in x."""
     return x if interleave_size is None else deinterleave_columns(x, interleave_size)
 
 
@@ -119,67 +121,68 @@ _CACHE = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwi
 
 
 class GELU(Activation):
-    """x · Φ(x), by its tanh approximation."""
+    """This operation computes x · Φ(x), by its tanh approximation."""
 
     activation = "gelu"
 
 
 class GLU(Activation):
-    """sigmoid(x1) · x2, of x = [x1 | x2]."""
+    """This operation computes sigmoid(x1) · x2, with x = [x1 | x2]."""
 
     activation = "glu"
 
 
 class GEGLU(Activation):
-    """gelu(x1) · x2."""
+    """This operation computes gelu(x1) · x2, with x = [x1 | x2]."""
 
     activation = "geglu"
 
 
 class QGELU(Activation):
-    """x · sigmoid(1.702 x)."""
+    """This operation computes x · sigmoid(1.702 x)."""
 
     activation = "qgelu"
 
 
 class QGEGLU(Activation):
-    """qgelu(x1) · x2."""
+    """This operation computes qgelu(x1) · x2, with x = [x1 | x2]."""
 
     activation = "qgeglu"
 
 
 class ReLU(Activation):
-    """max(x, 0)."""
+    """This operation computes max(x, 0)."""
 
     activation = "relu"
 
 
 class ReGLU(Activation):
-    """relu(x1) · x2."""
+    """This operation computes relu(x1) · x2, with x = [x1 | x2]."""
 
     activation = "reglu"
 
 
 class SReLU(Activation):
-    """max(x, 0)²."""
+    """This operation computes max(x, 0)²."""
 
     activation = "srelu"
 
 
 class SReGLU(Activation):
-    """srelu(x1) · x2."""
+    """This operation computes srelu(x1) · x2, with x = [x1 | x2]."""
 
     activation = "sreglu"
 
 
 class SiLU(Activation):
-    """x · sigmoid(x)."""
+    """This operation computes x · sigmoid(x)."""
 
     activation = "silu"
 
 
 class SwiGLU(Activation):
-    """silu(x1) · x2. `glu_interleave_size`: x1 and x2 lie in turns of that many columns."""
+    """This operation computes silu(x1) · x2, with x = [x1 | x2]. With `glu_interleave_size`, x1 and x2 lie in turns of
+    that many columns."""
 
     activation = "swiglu"
 
@@ -189,7 +192,8 @@ class SwiGLU(Activation):
 
 
 class ClampedSwiGLU(SwiGLU):
-    """min(x1, limit) · sigmoid(alpha · min(x1, limit)) · (clamp(x2, ±limit) + glu_linear_offset)."""
+    """This operation computes min(x1, limit) · sigmoid(alpha · min(x1, limit)) · (clamp(x2, ±limit) +
+    glu_linear_offset)."""
 
     activation = "clamped_swiglu"
 
@@ -207,7 +211,7 @@ class ClampedSwiGLU(SwiGLU):
 
 
 def _bounds(**given: float) -> tuple[float, ...]:
-    """What a half cannot exceed: finite and above 0."""
+    """Return the bounds as floats, and raise unless each is finite and above 0."""
     for name, value in given.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value}: give a finite number above 0")
@@ -215,7 +219,7 @@ def _bounds(**given: float) -> tuple[float, ...]:
 
 
 class SiTUGLU(SwiGLU):
-    """beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)."""
+    """This operation computes beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)."""
 
     activation = "situglu"
 
@@ -232,7 +236,8 @@ class SiTUGLU(SwiGLU):
 
 
 class ScaledActivation(Activation):
-    """act(x), its rows multiplied by the extra input `scales` (…), one for each: the weights of a router."""
+    """This operation computes act(x) and multiplies its rows by the extra input `scales` (…), one for each: the weights
+    of a router."""
 
     num_extra_inputs = 1
     _keywords = ()
@@ -259,7 +264,7 @@ class ScaledActivation(Activation):
 
 
 def check_row_scales(scales: torch.Tensor, leading: Any) -> None:
-    """One for each row."""
+    """Check that there is one scale for each row."""
     if not isinstance(scales, torch.Tensor):
         raise TypeError(f"the scales are {type(scales).__name__}: give a torch.Tensor")
     if tuple(scales.shape) != tuple(leading):
@@ -267,7 +272,8 @@ def check_row_scales(scales: torch.Tensor, leading: Any) -> None:
 
 
 class ScaledSReLU(ScaledActivation):
-    """max(x, 0)² · scales. Only the input is kept for backward, with `activation_recompute_in_mlp` and without."""
+    """This operation computes max(x, 0)² · scales. Only the input is kept for backward, with
+    `activation_recompute_in_mlp` and without."""
 
     activation = "srelu"
 
@@ -277,7 +283,7 @@ class ScaledSReLU(ScaledActivation):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """silu(x1) · x2 · scales."""
+    """This operation computes silu(x1) · x2 · scales."""
 
     activation = "swiglu"
 
@@ -293,7 +299,7 @@ class ScaledSwiGLU(ScaledActivation):
 
 
 class ScaledSiTUGLU(ScaledSwiGLU):
-    """SiTUGLU · scales."""
+    """This operation computes `SiTUGLU`, multiplied by scales."""
 
     activation = "situglu"
 
@@ -310,7 +316,7 @@ class ScaledSiTUGLU(ScaledSwiGLU):
 
 
 class ScaledClampedQGeGLU(ScaledSwiGLU):
-    """ClampedSwiGLU · scales."""
+    """This operation computes `ClampedSwiGLU`, multiplied by scales."""
 
     activation = "clamped_swiglu"
 

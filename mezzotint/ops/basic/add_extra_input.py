@@ -1,4 +1,4 @@
-"""AddExtraInput: x + an extra input, as at the end of a residual branch."""
+"""AddExtraInput: this operation adds an extra input to x, as at the end of a residual branch."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from mezzotint.tracing import eager_only
 
 
 class AddExtraInput(BasicOperation):
-    """x + extra, both of one shape.
+    """This operation computes x + extra, both of one shape.
 
-    `in_place` gives the memory of the extra input for the result: the caller must not read it afterwards. What comes
-    by a channel is read by others, too, and is not written to.
+    `in_place` lets the result take the memory of the extra input, which the caller must not read afterwards. An extra
+    input that comes by a channel is read by others, too, and is not written to.
     """
 
     num_extra_inputs = 1
@@ -29,7 +29,7 @@ class AddExtraInput(BasicOperation):
 
     @property
     def writes(self) -> bool:
-        """Whether it may write to the memory of the extra input."""
+        """Return whether it may write to the memory of the extra input."""
         return self.in_place and not self._extra_input_channels
 
     def fuser_forward_compute(self, input_: Any, *, basic_op_extra_inputs: Any, **given: Any) -> Any:
@@ -51,16 +51,18 @@ class AddExtraInput(BasicOperation):
 
 
 def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Tensor:
-    """round(x + extra); into the memory of `extra` where that is given, in eager code: a graph plans its own memory.
+    """Return round(x + extra). With `in_place` it takes the memory of `extra` in eager code; a graph plans its own
+    memory.
 
-    Not in a checkpoint, which runs again with the same extra input, and not into a quantized one.
+    It does not in a checkpoint, which runs again with the same extra input, nor if the extra input is quantized.
     """
     if not isinstance(extra, torch.Tensor):
         raise TypeError(f"the extra input is {type(extra).__name__}: give a torch.Tensor")
     if extra.shape != x.shape:
         raise ValueError(f"the extra input has shape {tuple(extra.shape)}, the input {tuple(x.shape)}: give equal ones")
     if in_place and _may_write(extra, x):
-        # Of a detached alias: it shares the version, so that autograd refuses a graph that still needs the old values.
+        # A detached alias is written: it shares the version counter, so that autograd refuses a graph that still needs
+        # the old values.
         return extra.detach().add_(x)
     return run_op(add, x, plain(extra))
 

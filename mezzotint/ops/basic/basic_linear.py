@@ -1,4 +1,4 @@
-"""BasicLinear: x · Wᵀ, without bias, over the functional linear."""
+"""BasicLinear: this operation computes x · Wᵀ, without bias, by the functional linear."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +35,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class LinearRun(Run):
-    """One run of a linear: its weight as the GEMMs take it, and what its neighbours may quantize with."""
+    """A `LinearRun` is one run of a linear: it holds its weight as the GEMMs take it, and what its neighbours may
+    quantize with."""
 
     __slots__ = ("grad_output", "input", "weight_q")
 
@@ -45,11 +46,11 @@ class LinearRun(Run):
 
 
 class BasicLinear(BasicOperation):
-    """x (…, in) · `weight` (out, in)ᵀ.
+    """This operation computes x (…, in) · `weight` (out, in)ᵀ.
 
-    A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does. With
-    `accumulate_into_main_grad` the weight's gradient is added to `weight.main_grad`. `tensor_parallel_mode` as
-    `parallel_mode` of `mezzotint.Linear`, over `tensor_parallel_group`, or all processes.
+    A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does. With `accumulate_into_main_grad`
+    the weight gradient is added to `weight.main_grad`. `tensor_parallel_mode` is the `parallel_mode` of
+    `mezzotint.Linear`, over `tensor_parallel_group`, or over all ranks.
     """
 
     weight: torch.nn.Parameter
@@ -86,13 +87,14 @@ class BasicLinear(BasicOperation):
         self.local_in_features, self.local_out_features = weights.in_features, weights.out_features
         weights.tracker = rng_state_tracker_function
         weights.register(self, device, resolve_dtype(dtype))
-        del self._parameters["bias"]  # an operation of its own
+        del self._parameters["bias"]  # the bias is an operation of its own
         self._weights = (weights,)
         self._init_state(1, device)
         self.reset_parameters(defer_init=device.type == "meta")
 
     def _take_path(self, path: str) -> None:
-        """In an `ops.Linear`, that of the operation whose weight this is, as in the state dict."""
+        """Set the path as the name; in an `ops.Linear` it is that of the operation whose weight this is, as in the
+        state dict."""
         super()._take_path(plain_path(path))
 
     def pre_first_fuser_forward(self) -> None:
@@ -135,8 +137,7 @@ class BasicLinear(BasicOperation):
         weights_q, amaxes = self._weights_q(call, (weight,))
         enter_weights(self, call, amaxes)
         args = self._linear_args(call, 0, weight, None, weights_q[0])
-        # Where backward or an inspector reads them unquantized, or they are parts of others, neighbours must not
-        # quantize them.
+        # Neighbours must not quantize tensors that backward or an inspector reads unquantized, or that are shards.
         input_, grad_output = None, None
         is_alone = args.parallel is None and args.probes is None
         if is_alone and not keeps_input(args, 0):
@@ -161,20 +162,21 @@ class BasicLinear(BasicOperation):
         return args
 
     def compute(self, input_: Any, run: LinearRun, bias: torch.Tensor | None = None) -> tuple[Any, tuple[Any, ...]]:
-        """(…, out), with the bias added before it is rounded; what `save` takes."""
+        """Return (…, out), with the bias added before it is rounded, and what `save` takes."""
         self._check_tokens(input_)
         args = self._args(input_, run, bias)
         y, made = linear_forward(args)
         return shaped(y, input_, args.parallel), self.made(run, args, made)
 
     def made(self, run: LinearRun, args: LinearFwdArgs, made: LinearMade) -> tuple[Any, ...]:
-        """What the core made: the amax goes to delayed scaling's history, the quantized input is what `save` takes."""
+        """Enter the amax of the input into delayed scaling's history, and return the quantized input, which `save`
+        takes."""
         if made.amax is not None:
             enter(delayed(self, run.call, 0, "input", args.quantizers.input), made.amax)
         return (made.x_q if isinstance(made.x_q, QuantizedTensorStorage) else None,)
 
     def save(self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], run: LinearRun) -> None:
-        """What backward needs."""
+        """Save what backward needs."""
         made = LinearMade(tensors_to_save[0], None)
         ctx.save_for_backward(linear_setup(self._args(input_, run, None), made))
         ctx.grad_output_quantizer = delayed(self, run.call, 0, "grad_output", run.call.plan.quantizers[0].grad_output)
@@ -199,7 +201,7 @@ class BasicLinear(BasicOperation):
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         saved: LinearBwdArgs = ctx.saved_tensors[0]
-        # A weight gradient in high precision reads dy itself, even where an operation behind quantized it on its own.
+        # A weight gradient in high precision reads dy itself, even if an operation behind quantized it on its own.
         keeps_wgrad = saved.numerics.keeps_wgrad and saved.needs.weight
         is_own = keeps_wgrad or saved.parallel is not None
         dy, dy_q = plain_or_quantized(grad_output, None if is_own else saved.quantizers.grad_output)
@@ -215,7 +217,8 @@ class BasicLinear(BasicOperation):
 
 
 def plain_or_quantized(grad_output: Any, quantizer: Any) -> tuple[Any, Any]:
-    """dy in high precision, or as the operation behind quantized it for this one: the other is None."""
+    """Return dy in high precision, or as the operation behind quantized it for this one; the other of the two is
+    None."""
     if not isinstance(grad_output, QuantizedTensorStorage):
         return grad_output, None
     if quantizer is not None and holds(grad_output, quantizer):
@@ -224,7 +227,7 @@ def plain_or_quantized(grad_output: Any, quantizer: Any) -> tuple[Any, Any]:
 
 
 def in_dtype(numerics: Numerics, dtype: torch.dtype) -> Numerics:
-    """The same with another dtype of activations."""
+    """Return the numerics with another dtype of activations."""
     if numerics.dtype == dtype:
         return numerics
     return Numerics(
@@ -238,7 +241,7 @@ def in_dtype(numerics: Numerics, dtype: torch.dtype) -> Numerics:
 
 
 def enter_weights(op: Any, call: RunSettings, amaxes: Sequence[torch.Tensor | None]) -> None:
-    """The maxima of the weights, into delayed scaling's history."""
+    """Enter the amaxes of the weights into delayed scaling's history."""
     slots = [slot(gemm, "weight") for gemm, amax in enumerate(amaxes) if amax is not None]
     if call.records and slots:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Bias: x + b."""
+"""Bias: this operation computes x + b."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from mezzotint.ops.quantizing import plain
 
 
 class Bias(BasicOperation):
-    """x (…, size) + `bias` [size]. `tensor_parallel`: this process holds its part of the bias."""
+    """This operation computes x (…, size) + `bias` [size]. With `tensor_parallel` this rank holds its shard of the
+    bias."""
 
     bias: nn.Parameter
     _keywords = ()
@@ -65,13 +66,13 @@ class Bias(BasicOperation):
         self.save(ctx)
 
     def save(self, ctx: OperationContext) -> None:
-        """The dtype of its gradient; None where that is not wanted: asked of parameters, since what is computed of
-        them in here needs none."""
+        """Save the dtype of the bias's gradient, or None if that is not wanted. The parameters are asked, because what
+        is computed from them in here needs no gradient."""
         ctx.bias_dtype = self.bias.dtype if any(param.requires_grad for param in self.parameters()) else None
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         dy = plain(grad_output)
-        dtype = getattr(ctx, "bias_dtype", self.bias.dtype)  # a user's fused forward does not save it
+        dtype = getattr(ctx, "bias_dtype", self.bias.dtype)  # a user's fused forward may not save it
         return dy, (None if dtype is None else run_op(column_sum, dy, dtype),)
 
     def extra_repr(self) -> str:

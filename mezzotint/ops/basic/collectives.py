@@ -1,6 +1,7 @@
-"""AllGather, AllReduce, ReduceScatter: collectives of torch.distributed as operations, along the first dimension.
+"""AllGather, AllReduce, ReduceScatter: these are collectives of torch.distributed as operations, along the first
+dimension.
 
-In a group of one process they are the identity.
+In a group of one rank they are the identity.
 """
 
 from typing import Any
@@ -38,7 +39,7 @@ class _Collective(BasicOperation):
 
 
 class AllGather(_Collective):
-    """The inputs of all processes, one below the other; their gradients are summed and scattered."""
+    """This operation returns the inputs of all ranks, one below the other; their gradients are summed and scattered."""
 
     def _collect(self, x: Any) -> Any:
         return all_gather(plain(x), self.process_group)
@@ -48,7 +49,7 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """The sum of all processes' inputs, of which each gets its rows; gradients are gathered."""
+    """This operation sums the inputs of all ranks, of which each gets its rows; gradients are gathered."""
 
     def _collect(self, x: Any) -> Any:
         return reduce_scatter(plain(x), self.process_group)
@@ -58,7 +59,7 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """The sum of all processes' inputs; of their gradients, too, if `reduce_in_backward`."""
+    """This operation sums the inputs of all ranks, and their gradients, too, if `reduce_in_backward`."""
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)

@@ -1,4 +1,4 @@
-"""ConstantScale: x · scale."""
+"""ConstantScale: this operation computes x · scale."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from mezzotint.ops.quantizing import plain
 
 
 class ConstantScale(BasicOperation):
-    """x · `scale`, a number that is not trained."""
+    """This operation computes x · `scale`, a number that is not trained."""
 
     _keywords = ()
 

@@ -1,4 +1,4 @@
-"""Dropout."""
+"""Dropout: this operation drops elements at random in training."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from mezzotint.ops.quantizing import plain
 
 
 class Dropout(BasicOperation):
-    """In training, 0 with probability `p`, else x / (1 - p).
+    """This operation returns 0 with probability `p`, else x / (1 - p), in training; otherwise it returns x.
 
-    Which elements, a counter-based generator says: backward asks it again, instead of keeping a mask.
+    A counter-based generator says which elements are dropped: backward asks it again, instead of keeping a mask.
     """
 
     _keywords = ()

@@ -1,4 +1,4 @@
-"""GroupedLinear: one linear for each group of rows, as the experts of a mixture are."""
+"""GroupedLinear: this operation applies one linear to each group of rows, like the experts of a mixture."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,13 +35,14 @@ from mezzotint.recipe import slot
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-# Keyword arguments of a run (`op_kwargs` of `Sequential`): tensors of the caller's that take its results.
+# These are keyword arguments of a run (`op_kwargs` of `Sequential`): tensors of the caller that take its results.
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 class GroupedRun(LinearRun):
-    """One run of a grouped linear, with the caller's tensors for the output and for the gradient of the input."""
+    """A `GroupedRun` is one run of a grouped linear, with the caller's tensors for the output and for the gradient of
+    the input."""
 
     __slots__ = ("grad_input", "output")
 
@@ -50,20 +51,22 @@ class GroupedRun(LinearRun):
         self.output, self.grad_input = output, grad_input
 
     def deliver(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the output, in the caller's tensor where there is one."""
+        """Return the output, in the caller's tensor if there is one."""
         return write_result(OUTPUT_BUFFER_KEY, self.output, y)
 
 
 class GroupedLinear(GroupedLayer, BasicOperation):
-    """`num_groups` linears over consecutive groups of rows: parameters `weight0`, `bias0`, `weight1`, …; or one for
-    all: with `single_grouped_weight` `weight` (groups, out, in), with `single_grouped_bias` `bias` (groups, out).
+    """`num_groups` linears are applied to consecutive groups of rows, as the experts of a mixture are.
 
-    The extra input is the number of rows of each group, a list or a tensor (which is read: on a GPU that waits for
-    it; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`). With `scale_bias` a
-    second one multiplies the bias of each row.
+    The parameters are `weight0`, `bias0`, `weight1`, …; or one holds those of all groups: `weight` (groups, out, in)
+    with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`.
+
+    The extra input is the number of rows of each group, as a list or a tensor. A tensor is read, which waits for the
+    GPU if it is there; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`. With
+    `scale_bias` a second extra input multiplies the bias of each row.
 
     A run takes the keyword arguments `is_first_microbatch`, `output` and `grad_input`: the last two are tensors of the
-    caller's, (…, out) and (…, in), into which the output and the gradient of the input are written.
+    caller, (…, out) and (…, in), into which the output and the gradient of the input are written.
     """
 
     module_type = "grouped_linear"
@@ -126,7 +129,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         return index // 2, ("input", "weight")[index % 2]
 
     def _input_quantizer(self, run: LinearRun) -> Any:
-        return None  # each group of rows has its own
+        return None  # each group of rows has its own quantizer
 
     def _grad_output_quantizer(self, run: LinearRun) -> Any:
         return None
@@ -164,7 +167,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         return GroupedRun(call, weights_q, output, grad_input)
 
     def args(self, x: torch.Tensor, split_sizes: Any, run: LinearRun) -> GroupedLinearFwdArgs:
-        """Of the functional core; x (…, in)."""
+        """Return the arguments of the functional core for x (…, in)."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension must be {self.in_features}")
         splits = resolve_splits(split_sizes, self.num_groups)
@@ -190,7 +193,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         )
 
     def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:
-        """The maxima of each group's input, into delayed scaling's history."""
+        """Enter the amaxes of each group's input into delayed scaling's history."""
         slots = [slot(group, "input") for group, amax in enumerate(amaxes) if amax is not None]
         if run.call.records and slots:
             run_op(delayed_saw_, self.amax_history_fwd, [amax for amax in amaxes if amax is not None], slots)
@@ -233,7 +236,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         xs_q: tuple[Any, ...],
         *scaled: torch.Tensor,
     ) -> None:
-        """What backward needs; `scaled`: with `scale_bias` the scales and the biases."""
+        """Save what backward needs; with `scale_bias`, `scaled` holds the scales and the biases."""
         ctx.save_for_backward(grouped_linear_setup(args, GroupedLinearMade(xs_q, ())), *scaled)
         ctx.grad_state, ctx.grad_input = args.grad_state, run.grad_input
 
@@ -254,7 +257,8 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     def gradients(
         self, ctx: OperationContext, dy: torch.Tensor, dbs: tuple[Any, ...] = ()
     ) -> tuple[Any, tuple[Any, ...]]:
-        """dx, and the parameters' gradients in their order; `dbs`: those of biases that are added elsewhere."""
+        """Return dx, and the parameters' gradients in their order; `dbs` are those of biases that are added
+        elsewhere."""
         saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
         (dx, dws, own), amaxes = grouped_linear_backward(saved, as_matrix(dy))
         return self._finish(ctx, (dx, dws, dbs or own), amaxes[::2], dy.shape[:-1])
@@ -262,7 +266,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     def gradients_of(
         self, ctx: OperationContext, dys_q: tuple[Any, ...], dbs: tuple[Any, ...], amaxes: Any, leading: Any
     ) -> tuple[Any, tuple[Any, ...]]:
-        """The same of groups that a producer has quantized."""
+        """Return what `gradients` does, for groups of dy that a producer has quantized."""
         saved: GroupedLinearBwdArgs = ctx.saved_tensors[0]
         grads, _ = grouped_linear_backward(saved, None, dys_q, dbs if saved.bias_dtypes else ())
         return self._finish(ctx, grads, amaxes, leading)

@@ -1,4 +1,4 @@
-"""Identity."""
+"""Identity: this operation changes nothing."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 
 
 class Identity(BasicOperation):
-    """x."""
+    """This operation returns x."""
 
     _keywords = ()
 

@@ -1,4 +1,4 @@
-"""L2Normalization: x / sqrt(Σ x² + eps) over the last dimension."""
+"""L2Normalization: this operation computes x / sqrt(Σ x² + eps) over the last dimension."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from mezzotint.tensor.checks import check_epsilon
 
 
 class L2Normalization(BasicOperation):
-    """x / sqrt(Σ x² + eps). `seq_length` and `micro_batch_size` are taken for compatibility."""
+    """This operation computes x / sqrt(Σ x² + eps) over the last dimension. `seq_length` and `micro_batch_size` are
+    accepted for compatibility and have no effect."""
 
     _keywords = ()
 

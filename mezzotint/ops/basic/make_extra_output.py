@@ -1,4 +1,4 @@
-"""MakeExtraOutput: x, and x once more, as at the start of a residual branch."""
+"""MakeExtraOutput: this operation returns x, and x once more, as at the start of a residual branch."""
 
 from typing import Any
 
@@ -11,10 +11,11 @@ from mezzotint.ops.quantizing import plain
 
 
 class MakeExtraOutput(BasicOperation):
-    """x as the output and as an extra output; their gradients are added up.
+    """This operation returns x as the output and as an extra output; their gradients are added up.
 
-    `in_place` allows to write the sum over the extra output's gradient. It asks for the fusion with a linear; nothing
-    is written over: autograd hands one tensor to all terms of a sum, and nobody can know who else reads it.
+    `in_place` would allow the sum to be written over the extra output's gradient. Here it only asks for the fusion with
+    a linear, and nothing is written over: autograd hands one tensor to all terms of a sum, and nobody can know who else
+    reads it.
     """
 
     num_extra_outputs = 1
@@ -42,5 +43,5 @@ class MakeExtraOutput(BasicOperation):
 
 
 def add_gradient(dx: torch.Tensor, extra: torch.Tensor | None) -> torch.Tensor:
-    """round(dx + extra)."""
+    """Return round(dx + extra), or dx if there is no extra gradient."""
     return dx if extra is None else run_op(add, dx, extra)

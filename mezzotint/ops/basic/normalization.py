@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, which hand their output over quantized where the operation behind wants it so."""
+"""LayerNorm and RMSNorm: these operations hand their output over quantized if the operation behind wants it so."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from mezzotint.tensor.checks import check_epsilon
 
 
 class Normalization(BasicOperation):
-    """What LayerNorm and RMSNorm share: all but `rms`."""
+    """The base of LayerNorm and RMSNorm, which has all but `rms`."""
 
     rms: bool
     _keywords = ()
@@ -59,7 +59,7 @@ class Normalization(BasicOperation):
             self.reset_parameters()
 
     def _args(self, x: torch.Tensor) -> NormFwdArgs:
-        """With the normalised dimensions as one."""
+        """Return the arguments of the functional core, with the normalized dimensions as one."""
         gamma: torch.Tensor = self.weight
         beta: torch.Tensor | None = self.bias
         if len(self.normalized_shape) > 1:
@@ -90,7 +90,7 @@ class Normalization(BasicOperation):
         ctx.options, ctx.has_beta = self._options(), self.bias is not None
 
     def backward_args(self, ctx: OperationContext) -> NormBwdArgs:
-        """What the functional core keeps, from what was saved."""
+        """Return what the functional core's backward takes, from what was saved."""
         x, mu, rs, gamma = ctx.saved_tensors
         if gamma.dim() > 1:
             x, gamma = _flat(x, gamma.shape), gamma.flatten()
@@ -104,7 +104,7 @@ class Normalization(BasicOperation):
     def param_gradients(
         self, ctx: OperationContext, dgamma: torch.Tensor, dbeta: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        """Those that there are parameters for, in their shape."""
+        """Return the gradients of the parameters that there are, in their shape."""
         grads = (dgamma,) if dbeta is None else (dgamma, dbeta)
         return tuple([grad.view(ctx.saved_tensors[3].shape) for grad in grads])
 
@@ -125,12 +125,14 @@ def _flat(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class LayerNorm(Normalization):
-    """(x - mean) / sqrt(var + eps) · weight + bias; weight is stored minus one when `zero_centered_gamma`."""
+    """This operation computes (x - mean) / sqrt(var + eps) · weight + bias; the weight is stored minus one if
+    `zero_centered_gamma`."""
 
     rms = False
 
 
 class RMSNorm(Normalization):
-    """x / sqrt(mean(x²) + eps) · weight; weight is stored minus one when `zero_centered_gamma`."""
+    """This operation computes x / sqrt(mean(x²) + eps) · weight; the weight is stored minus one if
+    `zero_centered_gamma`."""
 
     rms = True

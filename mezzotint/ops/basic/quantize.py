@@ -1,4 +1,4 @@
-"""Quantize: x as a quantized tensor, the gradient as one, or both."""
+"""Quantize: this operation makes x a quantized tensor, or the gradient, or both."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class Quantize(BasicOperation):
-    """x quantized as the recipe in force quantizes inputs (`forward`), its gradient as it does gradients (`backward`).
+    """This operation quantizes x as the recipe in force quantizes inputs (`forward`), and its gradient as it does
+    gradients (`backward`).
 
-    Without a recipe, and for what is quantized already, the identity.
+    Without a recipe, and for what is quantized already, it is the identity.
     """
 
     _takes_run = True
@@ -24,7 +25,7 @@ class Quantize(BasicOperation):
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
     def _input_quantizer(self, run: Any) -> Any:
-        return None  # it quantizes itself, in all directions that the recipe knows
+        return None  # this operation quantizes itself, in all directions of the recipe
 
     def _grad_output_quantizer(self, run: Any) -> Any:
         return None

@@ -1,4 +1,4 @@
-"""Reshape."""
+"""Reshape: this operation changes the shape of a tensor."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from mezzotint.ops.quantizing import plain
 
 
 class Reshape(BasicOperation):
-    """x in another shape of as many elements; one size may be -1."""
+    """This operation returns x in another shape of as many elements; one size may be -1."""
 
     _keywords = ()
 

@@ -1,4 +1,5 @@
-"""Operations that do the work of several, and when they take their place: longer runs first."""
+"""The fused operations, which do the work of several: this package registers when they take their place, longer runs
+first."""
 
 from mezzotint.ops.fused.backward_activation_bias import BackwardActivationBias, fuse_backward_activation_bias
 from mezzotint.ops.fused.backward_add_rmsnorm import BackwardAddRMSNorm, fuse_backward_add_rmsnorm

@@ -11,7 +11,8 @@ from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 
 
 class BackwardActivationBias(FusedOperation):
-    """Bias, activation, behind an operation that takes its gradient quantized."""
+    """This operation is the backward of a bias and an activation behind an operation that takes its gradient
+    quantized."""
 
     def __init__(self, *, bias: Bias, activation: Activation) -> None:
         super().__init__([bias, activation])

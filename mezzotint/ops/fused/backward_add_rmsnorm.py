@@ -1,4 +1,5 @@
-"""Backward of a norm and of the branch before it: the norm's dx and the gradient of the extra output in one kernel."""
+"""Backward of a norm and of the branch before it: one kernel computes the norm's dx and adds the gradient of the extra
+output."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ from mezzotint.ops.quantizing import plain
 
 
 class BackwardAddRMSNorm(FusedOperation):
-    """MakeExtraOutput, RMSNorm (or LayerNorm): round(round(dx of the norm) + gradient of the extra output)."""
+    """This operation is the backward of MakeExtraOutput and RMSNorm (or LayerNorm): it computes round(round(dx of the
+    norm) + gradient of the extra output)."""
 
     def __init__(self, *, add: MakeExtraOutput, rmsnorm: RMSNorm | LayerNorm) -> None:
         super().__init__([add, rmsnorm])

@@ -1,4 +1,4 @@
-"""Backward of a linear with what stands before or behind it: the arithmetic of the operations one by one."""
+"""Backward of a linear with what stands before or behind it: the arithmetic is that of the operations one by one."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
 
 
 class BackwardLinearAdd(FusedOperation):
-    """MakeExtraOutput, BasicLinear: the linear's dx and the gradient of the extra output in one sum."""
+    """This operation is the backward of MakeExtraOutput and BasicLinear: it adds the gradient of the extra output to
+    the linear's dx."""
 
     def __init__(self, *, backward_add: MakeExtraOutput, linear: BasicLinear) -> None:
         super().__init__([backward_add, linear])
@@ -24,7 +25,8 @@ class BackwardLinearAdd(FusedOperation):
 
 
 class BackwardLinearScale(FusedOperation):
-    """BasicLinear, ConstantScale: the gradient scaled, then the linear's backward."""
+    """This operation is the backward of BasicLinear and ConstantScale: it scales the gradient, then runs the linear's
+    backward."""
 
     def __init__(self, *, scale: ConstantScale, linear: BasicLinear) -> None:
         super().__init__([linear, scale])

@@ -1,7 +1,8 @@
-"""Forward of a linear and what follows it: bias, activation, scale, sum with an extra input.
+"""Forward of a linear and what follows it: these operations take in a bias, an activation, a scale, or the sum with an
+extra input.
 
-The bias is added inside the GEMM, before its result is rounded: one rounding where the operations one by one round
-twice, so the result may differ from theirs by one unit in the last place. All else is the same arithmetic.
+The bias is added inside the GEMM, before its result is rounded: there is one rounding where the operations one by one
+round twice, so the result may differ from theirs by one unit in the last place. All else is the same arithmetic.
 """
 
 from typing import Any
@@ -21,28 +22,29 @@ from mezzotint.ops.quantizing import plain
 
 
 class ForwardLinear(FusedOperation):
-    """BasicLinear, Bias where there is one, and what comes behind: the classes below."""
+    """The base of the classes below: it runs BasicLinear, Bias if there is one, and what comes behind."""
 
     def __init__(self, linear: BasicLinear, bias: Bias | None, *rest: BasicOperation) -> None:
         super().__init__([linear, *([] if bias is None else [bias]), *rest])
         self._has_bias = bias is not None
 
     def _parts(self) -> tuple[Any, Any, list[Any]]:
-        """Linear, bias or None, the operations behind them."""
+        """Return the linear, the bias or None, and the operations behind them."""
         ops = list(self.basic_ops)
         return (ops[0], ops[1], ops[2:]) if self._has_bias else (ops[0], None, ops[1:])
 
     def _linear(self, input_: Any, run: Any) -> tuple[Any, tuple[Any, ...]]:
-        """y (…, out), and the one tensor that `BasicLinear.save` takes."""
+        """Return y (…, out), and the one tensor that `BasicLinear.save` takes."""
         linear, bias, _ = self._parts()
         return linear.compute(input_, run, None if bias is None else bias.bias)
 
     def _behind(self, y: torch.Tensor, extra: Any, next_op_input_quantizer: Any) -> tuple[Any, tuple[Any, ...]]:
-        """The operations behind: output, and what the last of them saves. `extra`: its extra inputs."""
+        """Run the operations behind, and return the output and what the last of them saves. `extra` holds its extra
+        inputs."""
         return y, ()
 
     def _save_behind(self, ctxs: list[OperationContext], tensors: tuple[Any, ...]) -> None:
-        """What their backwards need: `tensors` as `_behind` gave them."""
+        """Save what the backwards of the operations behind need; `tensors` are those that `_behind` returned."""
 
     def fuser_forward_compute(
         self,
@@ -76,7 +78,8 @@ class ForwardLinear(FusedOperation):
 
 
 class ForwardLinearBiasActivation(ForwardLinear):
-    """Linear + bias (+ activation, which hands its output over quantized)."""
+    """This operation computes linear + bias, and an activation if there is one, which hands its output over
+    quantized."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, activation: Activation | None) -> None:
         super().__init__(linear, bias, *([] if activation is None else [activation]))
@@ -94,7 +97,7 @@ class ForwardLinearBiasActivation(ForwardLinear):
 
 
 class ForwardLinearBiasAdd(ForwardLinear):
-    """Linear (+ bias) + an extra input, whose memory may take the result."""
+    """This operation computes linear (+ bias) + an extra input, whose memory may take the result."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, add: AddExtraInput) -> None:
         super().__init__(linear, bias, add)
@@ -104,7 +107,7 @@ class ForwardLinearBiasAdd(ForwardLinear):
 
 
 class ForwardLinearScaleAdd(ForwardLinear):
-    """Linear · scale + an extra input: scale and sum in one kernel."""
+    """This operation computes linear · scale + an extra input, with scale and sum in one kernel."""
 
     def __init__(self, *, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput) -> None:
         super().__init__(linear, None, scale, add)

@@ -1,4 +1,4 @@
-"""Forward of a linear whose result is summed over processes: the sum of one part while the next is computed.
+"""Forward of a linear whose result is summed over ranks: one part is summed while the next is computed.
 
 The result (M, N) is cut into parts of columns, which are rows of the weight. A part's reduce-scatter is started as soon
 as its product is there, and all of them are waited for at the end. Each element is computed as in one piece; on a CPU
@@ -20,11 +20,11 @@ from mezzotint.ops.op import FusibleOperation, OperationContext
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 PARTS = 4
-ALIGNMENT = 128  # what every format's blocks divide
+ALIGNMENT = 128  # a multiple of every format's block size
 
 
 class ForwardLinearReduceScatter(ForwardLinear):
-    """Linear (+ bias) + ReduceScatter, overlapped."""
+    """This operation computes linear (+ bias) and a ReduceScatter, overlapped."""
 
     def __init__(self, *, linear: BasicLinear, bias: Bias | None, reduce_scatter: ReduceScatter) -> None:
         super().__init__(linear, bias, reduce_scatter)
@@ -35,7 +35,7 @@ class ForwardLinearReduceScatter(ForwardLinear):
         started: list[torch.Tensor] = []
         made: LinearMade | None = None
         for part in cut(args, linear.local_out_features):
-            if made is not None:  # the first one has quantized the input
+            if made is not None:  # the first part has quantized the input
                 part.x_q = made.x_q
             y, latest = linear_forward(part)
             made = latest if made is None else made
@@ -50,7 +50,7 @@ class ForwardLinearReduceScatter(ForwardLinear):
 
 
 def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
-    """The arguments of each part; of one part, where the weight cannot be cut."""
+    """Return the arguments of each part; of only one part if the weight cannot be cut."""
     width = -(-features // (PARTS * ALIGNMENT)) * ALIGNMENT
     parts: list[LinearFwdArgs] = []
     for start in range(0, features, width):
@@ -81,7 +81,7 @@ def cut(args: LinearFwdArgs, features: int) -> list[LinearFwdArgs]:
 
 
 def rows_of(weight: Any, start: int, stop: int) -> Any:
-    """Rows of a weight as the forward GEMM takes it; None where its format has no such part."""
+    """Return rows of a weight as the forward GEMM takes it, or None if its format has no such part."""
     if not isinstance(weight, QuantizedTensorStorage):
         return weight[start:stop]
     rowwise = weight.keep(rowwise=True, columnwise=False)

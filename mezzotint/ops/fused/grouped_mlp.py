@@ -1,7 +1,7 @@
-"""Two grouped linears with an activation between them: a mixture of experts.
+"""Two grouped linears with an activation between them: this operation runs them as one, for a mixture of experts.
 
-The activation hands each group of rows over quantized, forward to the second linear and backward to the first, with
-the bias gradients. The arithmetic is that of the operations one by one.
+The activation hands each group of rows over quantized, forward to the second linear and backward to the first, with the
+bias gradients. The arithmetic is that of the operations one by one.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from mezzotint.recipe import MixedRecipe
 
 
 class GroupedMLP(FusedOperation):
-    """GroupedLinear, activation (with the scales of a router or without), GroupedLinear."""
+    """This operation runs GroupedLinear, an activation (with or without the scales of a router), and GroupedLinear."""
 
     def __init__(self, *, fc1: GroupedLinear, activation: Activation, fc2: GroupedLinear) -> None:
         super().__init__([fc1, activation, fc2])
@@ -43,7 +43,7 @@ class GroupedMLP(FusedOperation):
         fc1.enter_inputs(run1, made.amaxes)
         for scale in scales:
             check_row_scales(scale, input_.shape[:-1])
-        # Of the activation's shape; its x is made below, group by group.
+        # This slice only has the shape of the activation's output; fc2's x is made below, group by group.
         args2 = fc2.args(hidden[:, : activation.output_width(hidden)], splits2, run2)
         quantizers = [q.input for q in args2.quantizers]
         act = ActivationFwdArgs(
@@ -95,7 +95,7 @@ class GroupedMLP(FusedOperation):
         saved1 = basic_op_ctxs[0].saved_tensors[0]
         ctx = basic_op_ctxs[1]
         act = ActivationBwdArgs(hidden, ctx.activation, ctx.params, scales[0] if scales else None)
-        if saved1.quantizers[0].grad_output is None:  # only biases need gradients: there is no product to quantize for
+        if saved1.quantizers[0].grad_output is None:  # only biases need gradients: no product needs a quantized dy
             dx, grads1 = fc1.gradients(basic_op_ctxs[0], activation_gradient(act, da))
         else:
             dx, grads1 = self._gradients(fc1, basic_op_ctxs[0], act, da, grad_output.shape[:-1])
@@ -105,7 +105,8 @@ class GroupedMLP(FusedOperation):
     def _gradients(
         self, fc1: Any, ctx: OperationContext, act: ActivationBwdArgs, da: Any, leading: Any
     ) -> tuple[Any, Any]:
-        """Of the first linear: the activation's gradient is made quantized, group by group."""
+        """Return the gradients of the first linear, for which the activation's gradient is made quantized, group by
+        group."""
         saved = ctx.saved_tensors[0]
         dys_q, dbs, amaxes = [], [], []
         for group, (part, dy) in enumerate(zip(_split(act, saved.splits), da.split(list(saved.splits)), strict=True)):
@@ -124,15 +125,15 @@ class GroupedMLP(FusedOperation):
 
 
 def _split(act: Any, splits: tuple[int, ...]) -> list[Any]:
-    """The activation of each group of rows."""
+    """Return the arguments of the activation for each group of rows."""
     xs = act.x.split(list(splits))
     scales = [None] * len(xs) if act.scales is None else act.scales.reshape(-1).split(list(splits))
     return [type(act)(x, act.name, act.params, scales=s) for x, s in zip(xs, scales, strict=True)]
 
 
 def _is_quantized_through(linear: Any, recipe: Any) -> bool:
-    """Return whether a linear multiplies quantized tensors alone: where backward computes on others the activation has
-    to write one."""
+    """Return whether a linear multiplies only quantized tensors. If backward computes on others, the activation has to
+    write an unquantized one."""
     own = of_module(linear, recipe)
     if own is None or isinstance(own, MixedRecipe):
         return False
