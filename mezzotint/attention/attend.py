@@ -71,7 +71,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
         seen = None if seen is None else functional.pad(seen, (0, 1), value=True)
         k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
     elif seen is not None:
-        # A query that sees nothing is let see all, and its result is dropped: cuDNN's kernel makes NaN of 0 / 0.
+        # A query that sees nothing is allowed to see all keys, and its result is dropped: cuDNN's kernel makes NaN of 0
+        # / 0.
         sees_any = seen.any(-1, keepdim=True)
         seen = seen | ~sees_any
     mask = seen

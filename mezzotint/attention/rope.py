@@ -23,7 +23,7 @@ from mezzotint.tensor.checks import check_choice
 class RotaryPositionEmbedding(nn.Module):
     """This module makes the angles for `apply_rotary_pos_emb`.
 
-    `rotary_percent`, a fraction, of the `dim` channels are rotated. `rotary_base` is the base of the frequencies.
+    The fraction `rotary_percent` of the `dim` channels is rotated. `rotary_base` is the base of the frequencies.
     `interleaved` lays the angles out for pairs (2i, 2i + 1). With `seq_len_interpolation_factor` and
     `pretrained_max_position_embeddings`, positions are squeezed into the range that a model was trained on.
     """

@@ -192,8 +192,8 @@ class ScaleUpdates:
     `SCALE_UPDATES`, which all threads share: several threads may be in a backward at once, and autograd runs one in
     threads of its own."""
 
-    waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by scale: in which backward, and what
-    task: int = field(default=-1, compare=False)  # the last backward that will call back
+    waiting: dict[int, tuple[int, ScaleState]] = field(default_factory=dict)  # by the scale's id: backward, state
+    task: int = field(default=-1, compare=False)  # the last backward in which a callback was queued
     lock: Any = field(default_factory=threading.Lock, compare=False)  # held while `waiting` changes
 
     def add(self, state: ScaleState) -> None:

@@ -1,4 +1,4 @@
-"""The product of two tensors, quantized or not, as a linear needs it."""
+"""The GEMMs of a linear: this module multiplies two tensors, quantized or not."""
 
 from dataclasses import dataclass
 from enum import Enum

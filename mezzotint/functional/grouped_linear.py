@@ -57,13 +57,13 @@ class GroupedLinearFwdArgs:
     grad_scales: GroupScales
     saves_original_input: bool
     grad_state: GradState | None
-    xs_q: tuple[Any, ...] | None = None  # the groups of x, where a producer has quantized them
-    probes: tuple[Probes, ...] | None = None  # of each group, where an inspector has statistics added to
+    xs_q: tuple[Any, ...] | None = None  # the groups of x, if a producer has quantized them
+    probes: tuple[Probes, ...] | None = None  # one for each group, if an inspector wants statistics
 
 
 @dataclass(slots=True)
 class GroupedLinearBwdArgs(Saved):
-    xs: Any  # of each group; the whole x where it is kept in high precision
+    xs: Any  # one for each group; the whole x if it is kept in high precision
     weights: Any
     grad_scales: GroupScales
     input_scales: GroupScales

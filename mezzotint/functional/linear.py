@@ -60,7 +60,7 @@ class Numerics(GraphConstant):
     fast_dgrad: bool
     fast_wgrad: bool
     override: str | None
-    keeps_wgrad: bool  # the weight gradient on unquantized tensors
+    keeps_wgrad: bool  # the weight gradient is computed on unquantized tensors
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class NormBwdArgs(Saved):
 
 @dataclass(slots=True)
 class NormMade:
-    x: torch.Tensor  # what was normalised
+    x: torch.Tensor  # the norm's input: x, or x + branch
     mu: torch.Tensor
     rs: torch.Tensor
 

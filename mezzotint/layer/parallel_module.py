@@ -31,7 +31,7 @@ class ParallelModule(StatefulModule):
         self.tp_group: Any = None
         self.parallel_mode: str | None = None
         self.tp_size, self.sequence_parallel = 1, False
-        self._modes: tuple[str | None, ...] = ()  # one for each GEMM; () if there is only one rank
+        self._modes: tuple[str | None, ...] = ()  # one for each GEMM; () if no weight is split
         self._norm_group: Any = None  # the group over which the parameters of a norm are DTensors
 
     def _init_parallel(self, tp_group: Any, tp_size: int, sequence_parallel: bool, *modes: str | None) -> None:

@@ -76,7 +76,7 @@ class LayerConfig(GraphConstant):
     nothing else of the module."""
 
     module_type: str = ""
-    gemm_names: tuple[str, ...] = ()  # behind the module's own name
+    gemm_names: tuple[str, ...] = ()  # the part of each GEMM's name behind the module's own
     saves_original_input: bool = False
     parallels: tuple[Parallel | None, ...] = ()  # how the weight of each GEMM is split
     is_parallel: bool = False  # one of them is split
@@ -90,7 +90,7 @@ class LayerConfig(GraphConstant):
     norm: NormOptions | None = None
     activation: str = ""
     activation_params: tuple[float, ...] = ()
-    recomputes: bool = False  # backward runs the forward again
+    recomputes: bool = False  # backward runs norm, fc1 and activation of a `LayerNormMLP` again
     makes_again: bool = False  # backward quantizes again what the memory mode says; weights always
     memory: str | None = None  # the module's own memory mode; None: the region's
     is_inspected: bool = False

@@ -36,10 +36,10 @@ class RunSettings:
     grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
     grad_state: GradState | None = None
     records: bool = False  # amaxes enter the history
-    calibrates: bool = False  # high precision, but amaxes of inputs and weights are entered
+    calibrates: bool = False  # computes in high precision, but enters amaxes of inputs and weights
     caches: bool = False
     reuses: bool = False
-    groups: tuple[Any, ...] = ()  # of ranks over which amaxes are reduced
+    groups: tuple[Any, ...] = ()  # groups of ranks over which amaxes are reduced
     is_first: bool = False  # the first run since the last update of scales: its backward comes last
     skips: torch.Tensor | None = None  # FP32 [1]: kept weights are updated unless it is 1
     probes: tuple[Probes, ...] | None = None  # one for each GEMM, if the module is inspected

@@ -84,7 +84,7 @@ class StatefulModule(nn.Module):
         self._lacks_scales = False  # weights were loaded without their scales and histories
         self._loading: tuple[str, list[str]] | None = None  # while a state dict is read: its prefix, and errors
         self._recipe: Recipe | None = None
-        self._counters: Any = None  # of values that are not finite (`finite.py`)
+        self._counters: Any = None  # counters of values that are not finite (`finite.py`)
         self._planned: Any = None  # the last run's plan and its key: a memo of eager code
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:

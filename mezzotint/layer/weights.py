@@ -189,8 +189,8 @@ class Weights:
 
     def _draw(self, value: torch.Tensor, module: Any, init: Callable[[torch.Tensor], Any]) -> None:
         """Draw initial values into `value`. A shard is cut out of the whole weight, so that ranks with one seed have
-        the same weights as one rank alone. With a tracker each rank has a generator of its own, and before there is a
-        group there is no shard."""
+        the same weights as one rank alone. With a tracker, which has a generator of its own for each rank, and before
+        there is a group, `value` itself is drawn."""
         if self.mode is None or self.tp_size == 1 or module.tp_group is None or self.tracker is not None:
             init(value)
             return
@@ -306,7 +306,7 @@ class Weights:
         """Return the bias [out], or None."""
         if not self.is_placed:
             return named(module, self.bias_names)
-        group = module.tp_group if module.sequence_parallel and self.mode == "row" else None  # added to its own tokens
+        group = module.tp_group if module.sequence_parallel and self.mode == "row" else None  # added to own tokens only
         return one_below_other([local_shard(getattr(module, name), group) for name in self.bias_names])
 
     def main_grads(self, module: nn.Module) -> tuple[MainGrad, ...]:

@@ -129,7 +129,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             return self._grad_input_role
         return super()._role(gemm, tensor_type)
 
-    # What came back
+    # What forward returns
 
     def _calibrate(self, inputs: Sequence[Any], weights: Sequence[Any]) -> None:
         """Write the amaxes of each GEMM's input and weight to the history, in a run that computes in high precision."""

@@ -104,10 +104,11 @@ _run_inlined = inlined(run_layernorm_mlp)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """This module computes `fc2(activation(fc1(norm(x))))`.
+    """This module computes `fc2(activation(fc1(norm(x))))`, from `hidden_size` to `ffn_hidden_size` features and back.
 
-    Its parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`. A
-    gated activation doubles fc1's output, and the first half of it goes through the activation. `checkpoint` recomputes
+    Its parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`.
+    `normalization` is "LayerNorm" or "RMSNorm". A gated activation doubles fc1's output, and the first half of it goes
+    through the activation; `activation_params` are the activation's own parameters by name. `checkpoint` recomputes
     norm, fc1 and activation in backward instead of saving what they made. `set_parallel_mode` splits fc1 by "column",
     with a gated activation each half of it, and fc2 by "row". `tp_group` and the other options are those of `Linear`.
     """

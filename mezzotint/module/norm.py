@@ -95,8 +95,13 @@ class _Norm(PlainAttributes, IgnoresExtraState):
 
 
 class LayerNorm(_Norm):
-    """This module computes (x - mean) / sqrt(var + eps) · weight + bias; the weight is stored minus one if
-    `zero_centered_gamma`."""
+    """This module computes (x - mean) / sqrt(var + eps) · weight + bias over the last dimensions, `normalized_shape`
+    (or `hidden_size`).
+
+    With `zero_centered_gamma` the weight is stored minus one. `sequence_parallel` marks the parameters, whose gradients
+    come from some tokens only, for whoever sums them. `params_dtype` (or `dtype`) and `device` are those of the
+    parameters. `sm_margin` is accepted and has no effect.
+    """
 
     fwd_ln_sm_margin: int
     bwd_ln_sm_margin: int
@@ -106,8 +111,11 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """This module computes x / sqrt(mean(x²) + eps) · weight; the weight is stored minus one if
-    `zero_centered_gamma`."""
+    """This module computes x / sqrt(mean(x²) + eps) · weight over the last dimensions, `normalized_shape` (or
+    `hidden_size`).
+
+    With `zero_centered_gamma` the weight is stored minus one. The other options are those of `LayerNorm`.
+    """
 
     fwd_rmsnorm_sm_margin: int
     bwd_rmsnorm_sm_margin: int

@@ -1,5 +1,5 @@
-"""FusedAdam: it is Adam and AdamW for plain and quantized parameters, with masters and moments in as many bits as one
-can afford."""
+"""FusedAdam: it is Adam and AdamW for plain and quantized parameters, with masters and moments in FP32 or in fewer
+bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,10 +38,10 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor
 class FusedAdam(FusedOptimizer):
     """This optimizer is Adam (`adam_w_mode=False`) or AdamW, computed in FP32.
 
-    The state of a parameter is `step`, FP32; `exp_avg` and `exp_avg_sq` in their dtypes; and with `master_weights` a
-    `master_param`, unless the parameter is FP32 itself. States in FP16 and uint8 (FP8, E4M3) come with `…_scale`.
-    Without masters the values of a parameter are rounded in every step. `state_dict()` has FP32 throughout, except
-    remainders.
+    The state of a parameter is `step`, FP32; `exp_avg` and `exp_avg_sq` in `exp_avg_dtype` and `exp_avg_sq_dtype`; and
+    with `master_weights` a `master_param` in `master_weight_dtype`, unless the parameter is FP32 itself. States in FP16
+    and uint8 (FP8, E4M3) come with `…_scale`. Without masters the values of a parameter are rounded in every step.
+    `state_dict()` has FP32 throughout, except remainders.
 
     `store_param_remainders` keeps only those bits of an FP32 master that its BF16 parameter does not have. `capturable`
     makes the learning rate a tensor on the device. `use_decoupled_grad` reads gradients from `param.decoupled_grad`.

@@ -283,6 +283,6 @@ def _put(values: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
 
 
 def _round(values: list[torch.Tensor], tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
-    """Write FP32 values to tensors of another dtype, unless `skip`."""
+    """Write FP32 values to tensors, rounded to their dtype, unless `skip`."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(torch.where(skip, tensor, value.to(tensor.dtype)))
