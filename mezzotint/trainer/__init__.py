@@ -1,1 +1,2 @@
-"""What the commands run: model, data, training loop, checkpoints, and the planner that counts memory and traffic."""
+"""The trainer behind the commands: this package has their model, data, training loop and checkpoints, and the planner
+that counts memory and traffic."""

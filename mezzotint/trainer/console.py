@@ -1,4 +1,4 @@
-"""What every command shares: errors for users, where output goes, sizes in words."""
+"""This module has what every command shares: errors for users, the console that output goes to, and sizes in words."""
 
 import os
 import sys
@@ -9,33 +9,35 @@ from typing import Any
 from rich.console import Console
 
 EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")  # what `pip install 'mezzotint[cli]'` adds
-TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # variables that say who a process is among others
+TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # the variables that say which rank a process is
 
 
 class CommandError(Exception):
-    """What went wrong and what to do, in one line; the command ends with `code`. 2: as asked it cannot run. 1: it ran,
-    and failed.
+    """A `CommandError` says in one line what went wrong and what to do about it; the command then ends with the exit
+    status `code`: 2 if it cannot run as asked, 1 if it ran and failed.
 
-    Of many processes all raise it and the first one says it, unless it `is_own`: of this process alone.
+    On several ranks all of them raise it and rank 0 prints it, unless `is_own`: then only this rank
+    has the error, and prints it.
     """
 
     def __init__(self, message: str, code: int = 2, *, is_own: bool = False) -> None:
-        super().__init__(" ".join(message.split()))  # messages of others have line breaks
+        super().__init__(" ".join(message.split()))  # messages of other libraries have line breaks
         self.code, self.is_own = code, is_own
 
 
 def is_one_of_many() -> bool:
-    """Whether torchrun, or what sets the same variables, started this process."""
+    """Return whether torchrun, or anything that sets the same variables, started this process."""
     return os.environ.keys() >= TORCHRUN
 
 
 def speaks() -> bool:
-    """Whether this is the first, or the only one, of the processes."""
+    """Return whether this process is rank 0 or the only one, which prints for all of them."""
     return not is_one_of_many() or os.environ["RANK"] == "0"
 
 
 class Output:
-    """A text file that may be a pipe: what is written when nobody reads it any more is lost, and `is_closed`."""
+    """This text file may be a pipe: what is written after its reader has gone is dropped,
+    and `is_closed` becomes True."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.is_closed = file, False
@@ -59,18 +61,19 @@ class Output:
         except BrokenPipeError:
             self.is_closed = True
             with suppress(OSError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._file.fileno())  # Python writes what is left at its own end
+                os.dup2(nowhere.fileno(), self._file.fileno())  # Python flushes what is left when it exits
 
 
 def is_closed(console: Console) -> bool:
-    """Whether nobody reads what it prints any more, as in `mezzotint train | head -1`."""
+    """Return whether nobody reads what this console prints any more, as in `mezzotint train | head -1`."""
     return getattr(console.file, "is_closed", False)
 
 
 def make_console() -> Console:
-    """Of standard output as it is now; outside of a terminal tables get the room that they need.
+    """Return a console for the current standard output; outside of a terminal it is 120
+    columns wide, so that tables fit.
 
-    A notebook has a terminal's name and none of its movements: there it is text as in a file.
+    A notebook claims to be a terminal but cannot move the cursor, so it gets plain text as a file does.
     """
     is_notebook = "JPY_PARENT_PID" in os.environ or "ipykernel" in sys.modules
     options: dict[str, Any] = {"file": sys.stdout, "quiet": not speaks(), "force_jupyter": False}
@@ -80,7 +83,8 @@ def make_console() -> Console:
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Memory that is not there, on a GPU or on a CPU, is one line, of this process alone."""
+    """Turn an error about too little memory, on a GPU or on a CPU, into a one-line
+    `CommandError` of this rank alone."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -92,8 +96,11 @@ def enough_memory() -> Iterator[None]:
 
 
 def _memory_problem(error: Exception) -> str | None:
-    """By what PyTorch says of allocations: it has no class of its own for those of a CPU."""
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported here
+    """Return what an error says about memory, or None if it is about something else.
+
+    The message is searched, because PyTorch has no exception class for a failed allocation on a CPU.
+    """
+    if type(error).__name__ == "OutOfMemoryError":  # torch's class, by name: torch may not be imported here
         return "the GPU has too little memory"
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "not enough memory" in str(error):
         return "this machine has too little memory"
@@ -103,7 +110,7 @@ def _memory_problem(error: Exception) -> str | None:
 
 
 def as_size(num_bytes: int) -> str:
-    """1536 → "1.5 KiB"."""
+    """Return a number of bytes in words: 1536 → "1.5 KiB"."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 2**power:
             return f"{num_bytes / 2**power:,.1f} {unit}"
@@ -111,7 +118,7 @@ def as_size(num_bytes: int) -> str:
 
 
 def as_count(number: int) -> str:
-    """8030261248 → "8.03 B"."""
+    """Return a number in words: 8030261248 → "8.03 B"."""
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"

@@ -1,8 +1,8 @@
-"""Text that is on the machine → batches of tokens; where a run is in them is one number.
+"""This module turns text on the machine into batches of tokens; one number says how far a run has come in them.
 
-A file that is called *.bin holds tokens already, as uint16: it is mapped into memory, and not read.
-The text is cut into windows of `sequence + 1` tokens, each beginning with the last token of the one before. An epoch
-takes them all once, in an order that follows from the seed and the epoch alone.
+A file that is called *.bin holds tokens already, as uint16: it is mapped into memory instead of being read. The text is
+cut into windows of `sequence + 1` tokens, each beginning with the last token of the one before. An epoch takes each
+window once, in an order that follows from the seed and the epoch alone.
 """
 
 import hashlib
@@ -18,20 +18,21 @@ from mezzotint.trainer.console import CommandError
 
 try:
     import tokenizers
-except ModuleNotFoundError:  # needed for --tokenizer alone, and no part of the extra
+except ModuleNotFoundError:  # only --tokenizer needs it, so it is not in the extra
     HAS_TOKENIZERS = False
 else:
     HAS_TOKENIZERS = True
 
 NUM_BYTES = 256
 TOKENS = ".bin"  # the suffix of a file of tokens
-# Folders under the standard library that are no part of it, or are mostly its tests.
+# These folders under the standard library do not belong to it, or hold mostly its tests.
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens [n], uint8, uint16 or int32, how many there can be, and a hash that tells one text from another."""
+    """A `Text` holds tokens [n] (uint8, uint16 or int32), the size of their vocabulary, and a hash that
+    tells one text from another."""
 
     tokens: torch.Tensor
     vocab: int
@@ -39,7 +40,8 @@ class Text:
 
 
 def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
-    """A file, all files of a folder, or Python's own sources; as bytes, or as a tokenizer's tokens."""
+    """Read a file, all files of a folder, or Python's own sources if `path` is None, as
+    bytes or as a tokenizer's tokens."""
     if path is not None and Path(path).suffix == TOKENS:
         return _map_tokens(Path(path), tokenizer)
     text = read_bytes(path)
@@ -50,13 +52,13 @@ def read_text(path: str | None = None, tokenizer: str | None = None) -> Text:
 
 
 def hold_out(text: Text, part: float) -> tuple[Text, Text]:
-    """What is trained on, and the last `part` of the text, which is not."""
+    """Split a text into the beginning, which is trained on, and its last `part` (a fraction), which is not."""
     count = round(text.tokens.numel() * (1.0 - part))
     return replace(text, tokens=text.tokens[:count]), replace(text, tokens=text.tokens[count:])
 
 
 def as_words(tokens: list[int], tokenizer: str | None = None) -> str:
-    """What tokens stand for; signs that a terminal would obey are left out."""
+    """Return the text that tokens stand for, with U+FFFD for control characters that a terminal would obey."""
     if tokenizer is None:
         said = bytes(tokens).decode("utf-8", errors="replace")
     else:
@@ -71,7 +73,7 @@ def _hash(data: bytes | memoryview, vocab: int) -> str:
 
 
 def _map_tokens(path: Path, tokenizer: str | None) -> Text:
-    """Tokens that a tokenizer made before, two bytes each, lowest first."""
+    """Map a file of tokens that a tokenizer made before: uint16, little-endian."""
     if tokenizer is None:
         raise CommandError(f"--data {path} holds tokens: give the tokenizer.json that made them as --tokenizer")
     if not path.is_file():
@@ -90,7 +92,7 @@ def _map_tokens(path: Path, tokenizer: str | None) -> Text:
 
 
 def read_bytes(path: str | None) -> bytes:
-    """Files one after another, in the order of their paths: the same on every call."""
+    """Return the files one after another, in the order of their paths, so that every call gives the same text."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         text = b"".join(_read_all(sorted(_sources(root))))
@@ -100,7 +102,7 @@ def read_bytes(path: str | None) -> bytes:
     root = Path(path)
     if not root.exists():
         raise CommandError(f"--data {path} does not exist: give a text file or a folder of them")
-    # A folder may have pictures in it; a file that was named is text.
+    # Files with zero bytes in a folder are left out, as they may be pictures; a file that was named is taken as text.
     files = sorted(_visible(root)) if root.is_dir() else [root]
     text = b"".join(part for part in _read_all(files) if root.is_file() or b"\0" not in part)
     if not text:
@@ -136,7 +138,7 @@ def _open_tokenizer(path: str) -> Any:
         raise CommandError(f"--tokenizer {path} does not exist: give the tokenizer.json of a Hugging Face model")
     try:
         return tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises no other
+    except Exception as error:  # the library raises plain Exceptions
         raise CommandError(f"--tokenizer {path} is no tokenizer: {error}; give a Hugging Face tokenizer.json") from None
 
 
@@ -149,7 +151,8 @@ def _tokenize(text: bytes, path: str) -> tuple[torch.Tensor, int]:
 
 
 def _pieces(text: str, length: int = 2**16) -> Iterator[str]:
-    """Whole lines, `length` characters or more: what a tokenizer makes of a text takes a hundred times its memory."""
+    """Yield whole lines, `length` characters or more at a time, because a tokenizer's output takes a hundred
+    times the memory of its text."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + length) + 1 or len(text)
@@ -158,16 +161,17 @@ def _pieces(text: str, length: int = 2**16) -> Iterator[str]:
 
 
 def draw_seed(*numbers: int) -> int:
-    """32 bits, as many as torch's generator on the CPU reads, that follow from the numbers."""
+    """Return a seed of 32 bits, as many as torch's generator on the CPU reads, that follows from the numbers."""
     digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:4], "little")
 
 
 class Batches:
-    """tokens and targets int64 [batch, sequence], one after another without end. `position`: windows taken so far.
+    """`Batches` gives tokens and targets, int64 [batch, sequence] each, without end; `position`
+    counts the windows taken so far.
 
-    Of several replicas each takes its part of a batch that is as much larger: all together have the windows, and in the
-    same steps, that one process has with a `batch` of `replicas` times the size.
+    Each of several replicas takes its share of a batch that is `replicas` times as large: together they see the same
+    windows in the same steps as one rank with that larger `batch`.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class Batches:
         self._epoch, self._order = -1, torch.empty(0)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch; it may end one epoch and begin another."""
+        """Return the next batch, which may end one epoch and begin another."""
         first = self.position + self.replica * self.batch
         starts = torch.stack([self._window(first + i) for i in range(self.batch)]) * self.sequence
         self.position += self.replicas * self.batch

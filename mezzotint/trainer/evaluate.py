@@ -1,4 +1,4 @@
-"""The loss on text that no step has seen."""
+"""This module computes the loss on text that no step has seen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,11 @@ from mezzotint.trainer.training import Training
 
 @contextmanager
 def without_training(training: Training) -> Iterator[None]:
-    """The model runs in BF16, eagerly and without gradients: nothing that a step depends on changes, neither scales of
-    delayed scaling nor random numbers, and nothing is compiled for it."""
+    """Run the model in BF16, eagerly and without gradients.
+
+    Nothing that a step depends on changes, neither delayed scaling's scales nor random numbers,
+    and nothing is compiled for it.
+    """
     training.model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), autocast(enabled=False):
@@ -23,7 +26,8 @@ def without_training(training: Training) -> Iterator[None]:
 
 
 def evaluate(training: Training) -> float:
-    """The mean loss of `eval_batches` micro-batches of the held-out text, the same ones every time. A collective."""
+    """Return the mean loss of `eval_batches` microbatches of the held-out text, the same ones
+    every time; all ranks call it."""
     batches, train = training.make_batches(training.held_out), training.config.train
     enough = -(-batches.num_windows // (batches.batch * training.replicas))
     count = min(train.eval_batches, enough)

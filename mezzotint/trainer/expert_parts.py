@@ -1,5 +1,5 @@
-"""Where the parameters of a model of the command line lie in the whole one: experts are numbered from 0 on each
-process (`distributed/parts.py` has the rest)."""
+"""This module says where the parameters of a rank lie in the whole model when experts are spread over ranks: each rank
+numbers its own experts from 0 (`distributed/parts.py` does the rest)."""
 
 from dataclasses import replace
 
@@ -11,13 +11,13 @@ from mezzotint.trainer.mixture import Mixture
 
 
 def find_numbered_placements(model: nn.Module) -> dict[str, parts.ShardPlacement]:
-    """Of each parameter, by its name on this process."""
+    """Return where each parameter lies in the whole model, by the parameter's name on this rank."""
     numbers = _expert_numbers(model)
     return {name: replace(place, name=numbers.get(name, name)) for name, place in parts.find_placements(model).items()}
 
 
 def _expert_numbers(model: nn.Module) -> dict[str, str]:
-    """Names of the weights of experts on this process → in the whole model."""
+    """Return the names in the whole model of the expert weights on this rank, by their names here."""
     found = {}
     for path, module in model.named_modules():
         if not isinstance(module, Mixture):

@@ -1,4 +1,4 @@
-"""How many processes share a model, and how: `mesh.py` does it."""
+"""A layout says how many ranks share a model, and how they do it; `mesh.py` carries it out."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from mezzotint.trainer.sizes import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How many processes there are, and what each dimension of them shares."""
+    """A `Layout` holds the number of ranks and the sizes of their dimensions: tensor, expert and data parallelism."""
 
     world: int = option(1, "processes", at_least=1, bits=17)
     tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
@@ -24,7 +24,7 @@ class Layout:
             raise CommandError(f"--world is {self.world}: give a multiple of --tp {self.tp} and --ep {self.ep}")
 
     def check_model(self, config: ModelConfig) -> None:
-        """Whether the model can be shared so."""
+        """Raise a `CommandError` if a model of these sizes cannot be shared in this layout."""
         if self.ep > 1 and (not config.experts or config.experts % self.ep):
             raise CommandError(f"--ep is {self.ep}, the model has {config.experts} experts: give a divisor of them")
         if self.tp == 1:

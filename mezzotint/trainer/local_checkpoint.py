@@ -1,12 +1,12 @@
-"""Checkpoints of one process: folders that are whole or not there.
+"""Checkpoints of runs on one rank: this module writes and reads folders that are either complete or not there.
 
     <run>/checkpoints/step-00000100/
         model.safetensors     the weights, by their names in the model
         state.pt              optimizer, delayed scaling, random numbers, losses, place in the data: tensors and numbers
         checkpoint.json       step, configuration, size and hash of the files (`manifest.py`)
 
-One is written under another name, brought to the disk, and renamed; one that is removed is renamed first. So whatever
-ends the program, and whenever, what is called `step-…` is whole.
+A checkpoint is written under another name, flushed to the disk, and renamed; one that is to be removed is renamed
+first. So a folder that is called `step-…` is complete, whatever ends the program and whenever it does.
 """
 
 import re
@@ -25,12 +25,12 @@ from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.manifest import ONE, About, read_about, write_about
 
 WEIGHTS, STATE = "model.safetensors", "state.pt"
-DELAYED = "_extra_state"  # the last part of the names of delayed scaling's state in a state dict
+DELAYED = "_extra_state"  # the suffix of the names of delayed scaling's state in a state dict
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a run continues from."""
+    """A `Checkpoint` holds all that a run on one rank continues from."""
 
     step: int
     config: Mapping[str, Any]
@@ -46,7 +46,7 @@ def _folder(run: Path) -> Path:
 
 
 def find_checkpoints(run: Path) -> list[Path]:
-    """Of a run, the oldest first. One that was given another name is none."""
+    """Return the checkpoints of a run, the oldest first; folders that are not called `step-…` are ignored."""
     found = [path for path in _folder(run).glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
     return sorted(found, key=_step_of)
 
@@ -60,7 +60,7 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write it, and remove all but the newest `keep`."""
+    """Write a checkpoint, remove all but the newest `keep`, and return its path."""
     path = checkpoint_path(run, checkpoint.step)
     aside = path.with_name(f".writing-{path.name}")
     try:
@@ -68,7 +68,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
             _write(aside, checkpoint)
             aside.rename(path)
             sync(path.parent)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's and safetensors' for a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # what torch and safetensors raise for a full disk
         remove(aside)
         raise CommandError(f"{path} cannot be written ({error}): make room, then go on with --resume", 1) from None
     remove_old(run, keep)
@@ -76,7 +76,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def remove_old(run: Path, keep: int) -> None:
-    """All checkpoints but the newest `keep`."""
+    """Remove all checkpoints of a run but the newest `keep`."""
     for old in find_checkpoints(run)[:-keep]:
         gone = old.with_name(f".removing-{old.name}")
         remove(gone)
@@ -84,7 +84,7 @@ def remove_old(run: Path, keep: int) -> None:
 
 
 def remove_remains(run: Path) -> None:
-    """What a run that was killed left behind."""
+    """Remove the unfinished folders that a killed run left behind."""
     for pattern in (".writing-*", ".removing-*"):
         for remains in _folder(run).glob(pattern):
             remove(remains)
@@ -111,7 +111,11 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def open_checkpoint(path: Path, first: int = 0, every: int = 1) -> About:
-    """Of one process, or of several. Its files are as they were written: this process looks at each `every`th."""
+    """Return what `checkpoint.json` says of a checkpoint, of one rank or of several, after a check of its files.
+
+    Each file must be as it was written. This rank checks every `every`th one from `first` on,
+    so that ranks share the work.
+    """
     try:
         about = read_about(path)
         if not (about.files.keys() == {WEIGHTS, STATE} if about.kind == ONE else METADATA in about.files):
@@ -123,15 +127,18 @@ def open_checkpoint(path: Path, first: int = 0, every: int = 1) -> About:
 
 
 def load_checkpoint(path: Path, about: About) -> Checkpoint:
-    """Of one process, on the CPU. Anything but what `save_checkpoint` writes is an error that says how to go on;
-    whether it fits a run is for `check_fits` and `check_place` to say."""
+    """Load a checkpoint of one rank, on the CPU.
+
+    Anything but what `save_checkpoint` writes raises an error that says how to go on. `check_fits` and `check_place`
+    check whether the checkpoint fits a run.
+    """
     try:
         weights = load_file(path / WEIGHTS)
-    except Exception as error:  # of bytes that are no such file, of any kind
+    except Exception as error:  # damaged bytes raise errors of any kind
         raise as_damaged(path, ValueError(f"{WEIGHTS}: {error}")) from None
     try:
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception:  # and not torch's words, which advise to read it by running what is in it
+    except Exception:  # torch's message is left out: it advises to unpickle, which runs code in the file
         reason = f"{STATE} holds more than tensors and plain values, or is damaged"
         raise as_damaged(path, ValueError(reason)) from None
     parts = {"delayed": dict, "optimizer": dict, "rng": dict, "losses": torch.Tensor, "position": int}
@@ -151,7 +158,7 @@ def load_checkpoint(path: Path, about: About) -> Checkpoint:
 
 
 def check_fits(checkpoint: Checkpoint, model: Mapping[str, torch.Tensor]) -> None:
-    """Weights and AdamW's state are those of a whole model of these parameters; else a ValueError."""
+    """Raise a ValueError unless weights and AdamW's state are those of a whole model with the parameters `model`."""
     weights = {name: value for name, value in checkpoint.model.items() if not name.endswith(DELAYED)}
     for what, found in ((WEIGHTS, weights), (f"{STATE}: optimizer", checkpoint.optimizer)):
         if found.keys() != model.keys():
@@ -175,7 +182,8 @@ def check_fits(checkpoint: Checkpoint, model: Mapping[str, torch.Tensor]) -> Non
 
 
 def check_place(step: int, losses: Any, position: int, rng: Mapping[str, Any], device: torch.device) -> None:
-    """A run can go on from there; else a ValueError. `rng`: nothing, of a process that was not there before."""
+    """Raise a ValueError unless a run can go on from there; `rng` is empty for a rank
+    that the saved run did not have."""
     _check_tensor("losses", losses, torch.float32, (step,))
     if not losses.isfinite().all():
         raise ValueError("losses has some that are no numbers")
@@ -197,7 +205,7 @@ def _check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Any) -> None
 
 
 def as_damaged(path: Path, error: BaseException) -> CommandError:
-    """How to go on without a checkpoint that cannot be read."""
+    """Return the error that says how to go on without a checkpoint that cannot be read."""
     others = [other for other in find_checkpoints(path.parent.parent) if other != path]
     rest = f"step {_step_of(others[-1])}" if others else "the start"
     return CommandError(f"{path} is damaged ({error}): move it away to resume from {rest}")

@@ -1,12 +1,13 @@
-"""The training loop: AdamW under a cosine, clipped gradients, micro-batches; a run is a folder.
+"""The training loop: it trains with AdamW, a cosine schedule, clipped gradients and microbatches,
+and keeps a run in a folder.
 
     <run>/config.json     what was asked for, and a hash of the text
           checkpoints/    see `local_checkpoint.py`
-          tensorboard/    of every step loss, gradient norm and learning rate; of some tokens a second, held-out loss
+          tensorboard/    loss, gradient norm and learning rate of every step; tokens a second and held-out loss of some
           inspect/        with `--inspect`, what quantization did to tensors: see `inspect/store.py`
           result.json     every loss, written at the end
 
-Over several processes all of them do all of this, and the first one writes and speaks.
+All ranks run this loop; rank 0 writes the files and prints.
 """
 
 import math
@@ -38,7 +39,7 @@ from mezzotint.trainer.world import World, largest_number, on_first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A run that came to its end."""
+    """A `Result` describes a run that came to its end."""
 
     recipe: str
     losses: list[float]
@@ -52,7 +53,7 @@ class Result:
 
 
 class Stopped(Exception):
-    """A signal asked to stop, and the run did, after a whole step."""
+    """This exception ends a run that a signal asked to stop; it is raised after a whole step."""
 
     def __init__(self, number: int, step: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name} after step {step}")
@@ -61,7 +62,7 @@ class Stopped(Exception):
 
 @contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted, once; a second one does what it does without this."""
+    """Note the first Ctrl-C or SIGTERM in the list that is yielded; a second one does what it does without this."""
     noted: list[int] = []
     before: dict[signal.Signals, Any] = {}
 
@@ -80,7 +81,8 @@ def catch_signals() -> Iterator[list[int]]:
 
 
 def run_training(training: Training, folder: Path, console: Console) -> Result:
-    """From where it is to its end, or to a signal (`Stopped`), which one process gets and all of them heed."""
+    """Train from the current step to the last one, or raise `Stopped` after a signal, which one
+    rank gets and all of them heed."""
     train, world = training.config.train, training.world
     reset_peak_memory(training.device)
     start, meter, inspector = training.step, Meter(training.device), _inspector(training, folder)
@@ -98,7 +100,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
                 training.run_step()
             if is_closed(console):
                 signals.append(signal.SIGPIPE)
-            # Asked once: a later signal stops after the next step.
+            # The ranks agree once a step: a signal that comes later stops them after the next step.
             stopping = largest_number(world, max(signals, default=0))
             is_end = stopping > 0 or training.step == train.steps
             logs = is_end or training.step % train.log_every == 0
@@ -125,7 +127,7 @@ def run_training(training: Training, folder: Path, console: Console) -> Result:
 
 
 def _inspector(training: Training, folder: Path) -> AbstractContextManager[Any]:
-    """A region around each step that looks at what is quantized, where that was asked for."""
+    """Return a region around each step that inspects what is quantized, or an empty one if that was not asked for."""
     train = training.config.train
     if not train.inspect:
         return nullcontext()
@@ -133,7 +135,7 @@ def _inspector(training: Training, folder: Path) -> AbstractContextManager[Any]:
 
 
 class _Silent:
-    """In the place of a SummaryWriter."""
+    """A `_Silent` stands in for a SummaryWriter and writes nothing."""
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
         pass
@@ -144,17 +146,20 @@ class _Silent:
 
 @contextmanager
 def _writer(folder: Path, start: int, world: World) -> Iterator[SummaryWriter | _Silent]:
-    """The first process's; the others write nothing."""
+    """Yield a SummaryWriter on rank 0, and one that writes nothing on the others."""
     if not world.is_first:
         yield _Silent()
         return
-    purge = start + 1 if start else None  # what an interrupted run wrote after its last checkpoint
+    purge = start + 1 if start else None  # drop what an interrupted run wrote after its last checkpoint
     with SummaryWriter(str(folder / "tensorboard"), purge_step=purge) as writer:
         yield writer
 
 
 def _record(training: Training, start: int, writer: SummaryWriter | _Silent) -> int:
-    """Note the losses since `start`; the step to go on from. What is no number any more gets no checkpoint."""
+    """Write the losses since `start` to the log, and return the step to go on from.
+
+    A loss or norm that is not finite raises an error, so that it gets no checkpoint.
+    """
     losses, norms = (values[start : training.step].tolist() for values in (training.losses, training.norms))
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start + 1):
         writer.add_scalar("loss", loss, step)
@@ -187,7 +192,7 @@ def _evaluate(training: Training, writer: SummaryWriter | _Silent, reporter: Rep
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The compiler looks at `grad` of the input of a layer that is compiled by itself, which warns."""
+    """Silence a warning: the compiler reads `grad` of the input of a layer that is compiled by itself."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*attribute of a Tensor that is not a leaf", UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""The machine under a command: its device, its versions, and how much memory was in use at most."""
+"""This module asks the machine under a command for its device, its versions, and the peak of the memory in use."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def find_device(name: str) -> torch.device:
-    """By name; `auto` is the GPU, where there is one."""
+    """Return the device of this name; `auto` means the GPU if there is one."""
     if name not in ("auto", "cpu", "cuda"):
         raise CommandError(f"--device is {name!r}: give auto, cpu or cuda")
     has_cuda = torch.cuda.is_available()
@@ -26,7 +26,8 @@ def find_device(name: str) -> torch.device:
 
 
 def check_compiler(device: torch.device) -> None:
-    """torch.compile on the CPU makes C++. Its own error comes after a minute, and is long."""
+    """Raise an error if torch.compile has no C++ compiler for the CPU; its own error comes
+    after a minute, and is long."""
     if device.type == "cpu" and find_cpp() is None:
         raise CommandError("torch.compile needs a C++ compiler for the CPU: install g++, or give --no-compile")
 
@@ -37,7 +38,7 @@ def find_cpp() -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what computes; None: not there."""
+    """Return the versions of the software that computes, or None for what is missing."""
     cuda = torch.version.cuda
     return {
         "python": platform.python_version(),
@@ -58,7 +59,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """As the NVIDIA kernel module says it."""
+    """Return the version that the NVIDIA kernel module reports, or None without one."""
     try:
         text = Path("/sys/module/nvidia/version").read_text(encoding="utf-8")
     except OSError:
@@ -67,18 +68,19 @@ def _driver() -> str | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """From now on."""
+    """Start measuring the peak of the memory in use from now on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
     try:
         _CLEAR.write_text("5")
-    except OSError:  # not Linux, or not allowed: the peak is that of the whole process
+    except OSError:  # not Linux, or not allowed: the peak is then that of the whole process
         return
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: what the GPU's allocator gave out at most, or on a CPU the process's resident memory at most."""
+    """Return a peak in bytes: of the memory that the GPU's allocator gave out, or of a
+    CPU process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

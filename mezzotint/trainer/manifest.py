@@ -1,8 +1,8 @@
-"""`checkpoint.json`: what a checkpoint is, and a hash of each of its files.
+"""`checkpoint.json` says what a checkpoint is, and has a hash of each of its files; this module writes and reads it.
 
     {"kind": "one process", "step": 100, "config": {…}, "files": {"state.pt": {"bytes": 4096, "sha256": "5f1d…"}, …}}
 
-It alone says what is read, and how: a file that it does not name is not looked at. It is written last.
+It alone decides what is read, and how: a file that it does not name is ignored. It is written last.
 """
 
 import json
@@ -19,9 +19,9 @@ ONE, SEVERAL = "one process", "several processes"
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says of itself."""
+    """An `About` holds what a checkpoint says of itself."""
 
-    kind: str  # who wrote it
+    kind: str  # ONE or SEVERAL: who wrote it
     step: int
     config: Mapping[str, Any]
     files: Mapping[str, FileEntry]
@@ -32,7 +32,10 @@ def write_about(folder: Path, about: About) -> None:
 
 
 def read_about(folder: Path) -> About:
-    """Anything else than `write_about` wrote, for a folder of that step, is a ValueError; missing files an OSError."""
+    """Return what `write_about` wrote into this checkpoint's folder.
+
+    Other content, or that of another step, raises a ValueError; a missing file raises an OSError.
+    """
     try:
         return _about_of(json.loads((folder / ABOUT).read_text(encoding="utf-8")), folder)
     except (ValueError, RecursionError) as error:
@@ -61,7 +64,7 @@ def _about_of(values: Any, folder: Path) -> About:
 
 
 def _check(value: Any, kind: type, name: str) -> Any:
-    if type(value) is not kind:  # true is no int here
+    if type(value) is not kind:  # `type`, because True is an instance of int
         raise ValueError(f"{name} is {json.dumps(value)[:40]}, not {_WORDS[kind]}")
     return value
 
