@@ -1,4 +1,4 @@
-"""The norm of a gradient of which processes have parts, and clipping by it."""
+"""This module computes the norm of a gradient that is spread over ranks, and clips by it."""
 
 import torch
 from torch import nn
@@ -13,8 +13,10 @@ from mezzotint.trainer.mesh import Meshes, expert_parameters
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, meshes: Meshes, limit: float) -> torch.Tensor:
-    """Scale gradients down to a norm of `limit`, where theirs is larger; gives theirs. As `clip_grad_norm_`, over all
-    processes: what several of them have alike is counted on the first of these."""
+    """Scale gradients down to a norm of `limit` if theirs is larger, and return their norm before that.
+
+    This is `clip_grad_norm_` over all ranks: what several ranks have alike is counted on the first of them.
+    """
     experts = set(expert_parameters(model))
     gradients, counted = [], []
     for parameter in model.parameters():
@@ -22,7 +24,7 @@ def clip_gradients(model: nn.Module, meshes: Meshes, limit: float) -> torch.Tens
             continue
         gradient = local_of(parameter.grad)
         gradients.append(gradient)
-        is_first = isinstance(parameter, DTensor)  # a shard, which nobody else has
+        is_first = isinstance(parameter, DTensor)  # a shard, which no other rank has
         if not is_first:
             is_first = rank_in(meshes.copy_group if parameter in experts else meshes.replica_group) == 0
         is_whole = parameter not in experts and not getattr(parameter, "tensor_model_parallel", False)

@@ -1,11 +1,12 @@
-"""The memory of a training step, counted on fake tensors: the real modules run, and no byte of data exists.
+"""The planner: it counts the memory of a training step on fake tensors, so that the real
+modules run and no data exists.
 
 One step of a model of `SAMPLED` layers is run in a `FakeTensorMode`, and every storage is counted from its allocation
-to its end. The step falls into parts at the borders between layers; since all layers are alike, the step of a model of
-any depth is the same parts with those of the middle layer repeated.
+to its end. The step is cut into parts at the borders between layers. Since all layers are alike, the step of a model of
+any depth consists of the same parts, with those of the middle layer repeated.
 
-In a world of several processes it is the first one's step, in a process group that is fake too: the collectives run,
-send nothing, and are counted as they would be sent. Routers are taken to spread their tokens evenly.
+In a world of several ranks it is rank 0's step, in a process group that is fake too: the collectives run, send nothing,
+and are counted as they would be sent. Routers are assumed to spread their tokens evenly.
 """
 
 import weakref
@@ -44,15 +45,16 @@ from mezzotint.trainer.savings import Savings
 from mezzotint.trainer.sizes import ModelConfig
 from mezzotint.trainer.traffic import SentBytes
 
-# Layers of the model that is run, and the one of them that stands for all that are left out: what FSDP2 keeps from one
-# layer to the next in backward begins with the last but one.
+# The model that is run has SAMPLED layers, and layer MIDDLE stands for all that are left out: what FSDP2 keeps from one
+# layer to the next in backward begins with the last layer but one.
 SAMPLED, MIDDLE = 4, 1
 _ONE_RANK, _NO_SAVINGS = Layout(), Savings()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a step: what is alive at its end, and at most, over what was at its beginning; what it sent."""
+    """A `Part` is a stretch of a step: the bytes that are alive at its `end` and at its `peak`, more than at its
+    beginning, and what it `sent`."""
 
     name: str
     end: int
@@ -62,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory:
-    """Bytes of a training step, of one process."""
+    """A `StepMemory` holds the bytes of a training step on one rank."""
 
     parameters: int  # how many it has
     saved_per_layer: int
@@ -72,21 +74,21 @@ class StepMemory:
     optimizer: int
     peak: int  # all of them, and what is computed on the way
     peak_in: str  # the part of the step that has the peak
-    sent: dict[str, int]  # to others, by the kind of collective
+    sent: dict[str, int]  # to other ranks, by the kind of collective
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages that were made while it is on, until they are freed."""
+    """This mode counts the storages that are made while it is on, until they are freed."""
 
     def __init__(self, sent: SentBytes | None = None) -> None:
-        """`sent`: what is sent is noted for each part."""
+        """Start counting at 0; `sent` says how many bytes were sent, which is noted for each part."""
         super().__init__()
         self.live = self.peak = self._start = 0
         self.parts: list[Part] = []
         self._sent = SentBytes() if sent is None else sent
         self._sent_before: Counter[str] = Counter()
         self._known: set[int] = set()
-        self._sizes: dict[int, tuple[Any, int]] = {}  # of those that are alive
+        self._sizes: dict[int, tuple[Any, int]] = {}  # of the storages that are alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "fsdp"):
@@ -98,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What was there before."""
+        """Leave out the storages of these tensors, which existed before."""
         self._known.update(storage_of(part)._cdata for tensor in tensors for part in buffers_of(tensor))
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -116,8 +118,11 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._sizes.pop(key)[1]
 
     def _measure(self) -> None:
-        """FSDP2 takes the memory of gathered weights away from their storages and gives it back, which no operation
-        does: it is seen when the next thing is gathered or scattered."""
+        """Update the sizes of storages that FSDP2 resized.
+
+        FSDP2 frees and restores the memory of gathered weights without an operation that this mode sees, so that is
+        noticed when the next collective begins.
+        """
         for key, (found, size) in list(self._sizes.items()):
             storage = found()
             if storage is not None and storage.nbytes() != size:
@@ -134,12 +139,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """On this process."""
+    """Return the storage that this rank has of a tensor."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that have a quantized one's bytes; any other is its own."""
+    """Return the tensors that hold a quantized tensor's bytes, or the tensor itself if it is not quantized."""
     if not isinstance(tensor, QuantizedTensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -147,7 +152,8 @@ def buffers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 class SavedBytes:
-    """Counts what autograd saves, each storage once, without those of `but`: `with saved.hooks(): forward`."""
+    """This counter adds up what autograd saves, each storage once, except those of `but`:
+    `with saved.hooks(): forward`."""
 
     def __init__(self, but: Iterable[torch.Tensor]) -> None:
         self._own = {storage_of(part)._cdata for tensor in but for part in buffers_of(tensor)}
@@ -155,7 +161,8 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """As of now: a weight that FSDP2 has gathered is saved, and loses its memory when it is sharded again."""
+        """Return the bytes that are saved now: a weight that FSDP2 gathered is saved, and loses its
+        memory when it is sharded again."""
         found = [storage() for storage in self._saved.values()]
         return sum(storage.nbytes() for storage in found if storage is not None)
 
@@ -165,13 +172,13 @@ class SavedBytes:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = storage_of(tensor)
         if storage._cdata not in self._own:
-            # What is saved lives until backward: no other storage gets its address.
+            # What is saved lives until backward, so no other storage gets its address.
             self._saved.setdefault(storage._cdata, weakref.ref(storage))
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Of the whole model, however many processes share it."""
+    """Return the number of parameters of the whole model, however many ranks share it."""
     with FakeTensorMode():
         model = LanguageModel(replace(config, layers=1))
         of_layer = sum(parameter.numel() for parameter in model.layers.parameters())
@@ -185,7 +192,11 @@ def plan_step(
     layout: Layout = _ONE_RANK,
     savings: Savings = _NO_SAVINGS,
 ) -> StepMemory:
-    """A step with AdamW, in eager mode: forward, backward, update. `dtype` is the parameters'."""
+    """Return the memory and traffic of a step with AdamW in eager mode: forward, backward and update.
+
+    `recipe` is None for BF16, `dtype` is that of the parameters, `layout` says how ranks share the model, and `savings`
+    which ways to need less memory are used.
+    """
     layout.check_model(config)
     if savings.quantized_weights and layout.fsdp:
         raise CommandError("--quantized-weights with --fsdp: shards are of high precision; give one of them")
@@ -206,7 +217,8 @@ def _make_optimizer(model: nn.Module, savings: Savings) -> torch.optim.Optimizer
 
 
 def _recompute(model: LanguageModel) -> None:
-    """Backward runs each layer again. Its random numbers are left alone: fake tensors have no state of them."""
+    """Make backward run the forward of each layer again. The random state is not
+    restored, as fake tensors have none."""
     for layer in model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -214,7 +226,7 @@ def _recompute(model: LanguageModel) -> None:
 def _plan(
     config: ModelConfig, recipe: Recipe | None, dtype: torch.dtype, layout: Layout, savings: Savings
 ) -> StepMemory:
-    # Rules may treat every layer in another way.
+    # Rules may treat every layer differently, so with them all layers are run.
     sampled = config.layers if isinstance(recipe, Rules) else min(config.layers, SAMPLED)
     middle = min(MIDDLE, sampled - 1)
     more = config.layers - sampled  # layers that are left out
@@ -246,7 +258,7 @@ def _plan(
                     live.end_part(_reduction(number))
                 reduce_over_meshes(model, layout, meshes, but=model.layers)
                 live.end_part("gradients of the embedding")
-            optimizer.step()  # makes its state, which the next step finds; it needs nothing else
+            optimizer.step()  # makes the state that the next step finds, and allocates nothing else
 
         def bytes_of(tensors: Iterable[Any]) -> int:
             found = [part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in buffers_of(tensor)]
@@ -280,7 +292,8 @@ def _plan(
 
 
 def _watch(model: LanguageModel, live: LiveBytes, saved: SavedBytes) -> list[int]:
-    """End a part at every border between layers, forward and backward. Gives what is saved up to each, filled later."""
+    """End a part at every border between layers, in forward and in backward, and return a list that forward fills with
+    the bytes saved up to each border."""
     marks: list[int] = []
 
     def border(name: str, number: int) -> Callable[..., None]:
@@ -310,17 +323,18 @@ def _reduction(number: int) -> str:
 
 
 def _repeats(part: Part, middle: int, more: int) -> int:
-    """How many times a part comes in the whole model."""
+    """Return how many times a part comes in the whole model, of which `more` layers were left out."""
     return more + 1 if part.name in (_forward(middle), _backward(middle), _reduction(middle)) else 1
 
 
 def _find_peak(parts: list[Part], middle: int, more: int) -> tuple[int, str]:
-    """Of the parts one after another, the middle layer's `more` times more; and where it is."""
+    """Return the largest number of live bytes over the parts, those of the middle layer repeated `more` times, and the
+    name of the part that has it."""
     level = peak = 0
     where = ""
     for part in parts:
         times = _repeats(part, middle, more)
-        highest = level + max(0, part.end) * (times - 1)  # at the beginning of the last of them, or of the first
+        highest = level + max(0, part.end) * (times - 1)  # of the last repetition if they grow, else the first
         if highest + part.peak > peak:
             peak, where = highest + part.peak, part.name.rstrip(" 0123456789")
         level += part.end * times

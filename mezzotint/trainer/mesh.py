@@ -1,11 +1,11 @@
-"""How processes share a model: replicas, shards of weights, experts.
+"""This module lets ranks share a model: as replicas, with shards of weights, and with experts spread over them.
 
-    world = shard · expert · tensor        a mesh of processes, the last dimension the nearest
+    world = shard · expert · tensor        a mesh of ranks, the last dimension the nearest
 
-A group of `tensor` processes works on one batch, each on a part of its tokens where it is not split by heads or
-columns. The replicas are shard · expert groups: each has a batch of its own, all of them share the weights (`fsdp`) or
-have copies of them. Experts are spread over expert · tensor processes, and each expert is shared, or copied, by the
-`shard` processes that have it.
+The `tensor` ranks of a group work on one batch; where a layer is not split by heads or columns, each takes a shard of
+the tokens. There are shard · expert such groups, the replicas: each has a batch of its own, and they either share the
+weights (`fsdp`) or have copies of them. Experts are spread over expert · tensor ranks, and each expert is shared, or
+copied, by the `shard` ranks that have it.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # which lets collectives run on fake tensors
+import torch.distributed._tools.fake_collectives  # lets collectives run on fake tensors
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,7 +39,7 @@ DIMENSIONS = ("shard", "expert", "tensor")
 
 @contextmanager
 def fake_world(size: int) -> Iterator[None]:
-    """A world of any size, of which this process is the first, and in which nothing is sent."""
+    """Make a world of any size in which this process is rank 0 and nothing is sent."""
     if dist.is_initialized():
         raise CommandError("--world: this process is one of a world already; plan in a process of its own")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -51,18 +51,18 @@ def fake_world(size: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The processes that this one shares something with."""
+    """A `Meshes` holds the meshes and groups of ranks that this rank shares something with."""
 
-    replicas: DeviceMesh  # what is no expert
-    copies: DeviceMesh  # its experts
+    replicas: DeviceMesh  # of all parameters but experts
+    copies: DeviceMesh  # of this rank's experts
     replica_group: Any
     copy_group: Any
-    expert_group: Any  # those that together have all experts
-    tensor_group: Any  # those that have the same batch
+    expert_group: Any  # the ranks that together have all experts
+    tensor_group: Any  # the ranks that have the same batch
 
 
 def make_meshes(layout: Layout, device_type: str = "cpu") -> Meshes:
-    """A collective. Not inside of a FakeTensorMode, which a mesh's own tensors are not made for."""
+    """Make the meshes of a layout; all ranks call it, and not in a FakeTensorMode, since a mesh makes real tensors."""
     expert = max(layout.ep // layout.tp, 1)
     shape = (layout.world // (expert * layout.tp), expert, layout.tp)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
@@ -83,7 +83,10 @@ def make_model(
     exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
     recomputes: bool = False,
 ) -> LanguageModel:
-    """This process's part of the model; all of it without meshes. `recomputes`: backward runs forward again."""
+    """Return this rank's shard of the model, or all of it if `meshes` is None.
+
+    `exchange` decides which tokens go to which expert's rank, and `recomputes` says that backward runs forward again.
+    """
     layout.check_model(config)
     made: dict[str, Any] = {"device": device, "dtype": dtype, "exchange": exchange}
     if meshes is not None:
@@ -94,23 +97,23 @@ def make_model(
     if meshes is not None and layout.fsdp:
         attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         shard(model, meshes, recipe, one_direction=not recomputes)
-        for name, parameter in model.named_parameters():  # which are other ones now
+        for name, parameter in model.named_parameters():  # FSDP2 has replaced them
             for attribute, value in attributes[name].items():
                 setattr(parameter, attribute, value)
     return model
 
 
 def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None, *, one_direction: bool = True) -> None:
-    """FSDP2, layer by layer: weights of layers are gathered as the recipe quantizes them, the others in BF16;
-    `one_direction`: in forward what forward reads, in backward what backward reads.
+    """Apply FSDP2 layer by layer: weights of layers are gathered as the recipe quantizes them, the others in BF16.
 
-    What nobody else has, as an expert that is nowhere else, stays as it is.
+    With `one_direction` forward gathers what forward reads, and backward what backward reads. A parameter that no other
+    rank has, such as an expert without copies, stays as it is.
     """
     if meshes.replicas.size() == 1:
         return
     has_copies = meshes.copies.size() > 1
     options: dict[str, Any] = {
-        # Inputs are BF16 already, but for the angles of positions, which stay as they are.
+        # Inputs are BF16 already, except for the angles of positions, which must stay FP32.
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": True,
     }
@@ -126,7 +129,7 @@ def shard(model: LanguageModel, meshes: Meshes, recipe: Recipe | None, *, one_di
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; what is sharded and what is not are groups of their own, since no operation takes both."""
+    """Return AdamW with sharded and whole parameters in groups of their own, since no operation takes both."""
     parameters = list(model.parameters())
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
@@ -134,9 +137,10 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def reduce_over_meshes(module: nn.Module, layout: Layout, meshes: Meshes, but: nn.Module | None = None) -> None:
-    """The sum of what processes have parts of, of one batch; over replicas the mean, which FSDP2 takes by itself.
+    """Reduce the gradients of a module over ranks: the sum over those that share a batch, the mean over replicas.
 
-    An expert has the sum over the replicas whose tokens it got already. Parameters of `but` are left out.
+    FSDP2 takes the mean over replicas by itself. The gradient of an expert is already the sum over the replicas whose
+    tokens it got. Parameters of `but` are left out.
     """
     done = set() if but is None else set(but.parameters())
     alone = set(expert_parameters(module))
@@ -155,12 +159,12 @@ def reduce_over_meshes(module: nn.Module, layout: Layout, meshes: Meshes, but: n
 
 
 def expert_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Those that replicas do not share."""
+    """Return the parameters of experts, which replicas do not share."""
     return [parameter for experts in _experts(module) for parameter in experts.parameters()]
 
 
 def _is_partial(parameter: nn.Parameter) -> bool:
-    """Whether the processes of a tensor group have parts of its gradient."""
+    """Return whether the ranks of a tensor group each have a partial sum of this parameter's gradient."""
     return getattr(parameter, "sequence_parallel", False)
 
 
@@ -169,7 +173,7 @@ def _experts(module: nn.Module) -> list[nn.Module]:
 
 
 def balanced_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None) -> Exchange:
-    """What `plan_exchange` gives where every process has as many rows, evenly over experts. Reads nothing."""
+    """Return what `plan_exchange` gives if every rank has `rows` rows, spread evenly over experts; no data is read."""
     count, experts = world_size(group), tokens_per_expert.shape[0]
     each = [rows // experts + (expert < rows % experts) for expert in range(experts)]
     local = experts // count

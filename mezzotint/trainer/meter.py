@@ -1,4 +1,4 @@
-"""How fast a run is, and how long it compiled."""
+"""The meter measures how fast a run is, and how long it compiled."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ import torch
 
 
 class Meter:
-    """Speed of the steps that compiled nothing, and the time of those that did."""
+    """A `Meter` measures the speed of the steps that compiled nothing, and the time of those that did."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.graphs = device, 0
@@ -17,11 +17,11 @@ class Meter:
         self._start = time.perf_counter()
 
     def step(self, waits: bool) -> None:
-        """A step is done, or is on its way on the GPU; `waits` until it is done."""
+        """Note that a step is done, or queued on the GPU; with `waits` the GPU is waited for."""
         count = _count_graphs()
         compiled, self._seen = count != self._seen, count
         self.graphs = count - self._graphs_before
-        is_slow = compiled or not self.slow  # the first is slow in any case
+        is_slow = compiled or not self.slow  # the first step is slow in any case
         if is_slow or waits:
             self._wait()
         if is_slow:
@@ -49,7 +49,7 @@ class Meter:
 
     @property
     def compile_seconds(self) -> float:
-        """Of the steps that compiled, what is more than a step takes."""
+        """Return the time of the steps that compiled, less what as many usual steps take."""
         if not self.graphs:
             return 0.0
         usual = self.fast_seconds / self.fast_steps if self.fast_steps else 0.0
@@ -57,5 +57,5 @@ class Meter:
 
 
 def _count_graphs() -> int:
-    utils = sys.modules.get("torch._dynamo.utils")  # never imported, then nothing was compiled
+    utils = sys.modules.get("torch._dynamo.utils")  # if it was never imported, nothing was compiled
     return 0 if utils is None else utils.counters["stats"]["unique_graphs"]

@@ -1,4 +1,4 @@
-"""What a layer of experts has instead of its MLP."""
+"""This module has the mixture of experts that replaces a layer's MLP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from mezzotint.ops import SwiGLU
 
 
 class Experts(nn.Module):
-    """A SwiGLU MLP for each group of rows."""
+    """These experts apply a SwiGLU MLP of its own to each group of rows."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """RMSNorm, a router in FP32, and `topk` of `experts` SwiGLU MLPs for each token; x [.., hidden] → (the same, None),
-    as an MLP gives its output and the bias that is still to be added.
+    """A `Mixture` applies RMSNorm, a router in FP32, and `topk` of `experts` SwiGLU MLPs to each token: x [.., hidden]
+    → (y of the same shape, None). The None is in the place of the bias that an MLP leaves to be added.
 
-    Of `group`'s processes each has its part of the experts. Nothing balances the load.
+    Each rank of `group` has a share of the experts. Nothing balances the load.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class Mixture(nn.Module):
         exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
         **made: Any,
     ) -> None:
-        """`exchange` decides who sends what; `made`: device and params_dtype."""
+        """Build the router and this rank's experts; `exchange` decides which rank sends what, and `made`
+        has device and params_dtype."""
         super().__init__()
         self.topk, self.group, self.exchange = topk, group, exchange
         local = local_size("experts", experts, group)

@@ -1,12 +1,12 @@
-"""The model that is trained and planned: a Llama, sized by a few numbers.
+"""The model that is trained and planned: it is a Llama, sized by a few numbers.
 
     tokens → embedding → layers × (attention with RoPE and grouped heads, SwiGLU; RMSNorm before each) → RMSNorm → head
 
-Linear layers are quantized as the recipe in force says. Embedding, attention, norms and head are BF16, parameters FP32.
-With `experts` a layer has a mixture of them instead of its MLP.
+Linear layers are quantized as the recipe in force says. Embedding, attention, norms and head compute in BF16;
+parameters are FP32. With `experts` a layer has a mixture of them instead of its MLP.
 
-Over the processes of a tensor group heads, MLPs and vocabulary are split, and tokens [s, b] between these: each has its
-part of the sequence. The embedding's weight, the norms' and the routers' are whole on all of them.
+The ranks of a tensor group split heads, MLPs and vocabulary. Between these, tokens [s, b] are split: each rank has its
+shard of the sequence. The weights of the embedding, the norms and the routers are whole on all of them.
 """
 
 import math
@@ -35,7 +35,8 @@ MODEL_INIT_STD = 0.02
 
 
 class LanguageModel(nn.Module):
-    """tokens and targets int64 [b, s] → the mean loss, FP32; without targets the logits, [b, s, vocab] in BF16."""
+    """A `LanguageModel` maps tokens and targets, int64 [b, s], to the mean loss in FP32; without targets it returns
+    the logits, BF16 [b, s, vocab]."""
 
     angles: torch.Tensor  # FP32 [s, 1, 1, channels]
 
@@ -49,8 +50,11 @@ class LanguageModel(nn.Module):
         expert_group: Any = None,
         exchange: Callable[[torch.Tensor, int, Any], Exchange] = plan_exchange,
     ) -> None:
-        """`tensor_group`: processes that share all of it, None for none; `expert_group`: those that share the experts,
-        None for all that there are; `exchange`: see Mixture."""
+        """Build this rank's shard of the model.
+
+        `tensor_group` has the ranks that split every layer, None for one rank alone; `expert_group` those that share
+        the experts, None for all ranks; `exchange` is explained in `Mixture`.
+        """
         super().__init__()
         made: dict[str, Any] = {"device": device, "params_dtype": dtype}
         size = 1 if tensor_group is None else world_size(tensor_group)
@@ -77,7 +81,7 @@ class LanguageModel(nn.Module):
             if size == 1 and self.head is not None:
                 nn.init.normal_(self.head.weight, std=MODEL_INIT_STD)
         if size > 1:
-            for name, parameter in self.named_parameters():  # which each process uses on its part of the tokens
+            for name, parameter in self.named_parameters():  # each rank applies these to its own tokens
                 if "norm" in name.split(".")[-1] or name.endswith(("norm.weight", "router.weight")):
                     parameter.sequence_parallel = True  # type: ignore[attr-defined]
         rotary = RotaryPositionEmbedding(config.channels, rotary_base=config.rope_base).to(device)
@@ -93,7 +97,7 @@ class LanguageModel(nn.Module):
             x = layer(x, is_first_microbatch=is_first_microbatch, rotary_pos_emb=self.angles)
         if self.tensor_group is not None:
             with autocast(enabled=False):
-                logits = self.head(self.norm(x))  # this process's part of [s, b, vocab]
+                logits = self.head(self.norm(x))  # this rank's shard of [s, b, vocab]
             assert targets is not None
             return parallel_cross_entropy(logits, targets.t(), reduce_loss=True, dist_process_group=self.tensor_group)
         weight = self.embedding.weight if self.head is None else self.head.weight
@@ -103,7 +107,8 @@ class LanguageModel(nn.Module):
 
 
 class _OwnRows(torch.autograd.Function):
-    """This process's part of the first dimension of what all have; its gradient is gathered."""
+    """This function returns this rank's shard of the first dimension of a tensor that all ranks have; its
+    backward gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -125,7 +130,7 @@ def _make_layer(config: ModelConfig, number: int, made: dict[str, Any]) -> Trans
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method=_normal(MODEL_INIT_STD),
-        # What is added to the stream is small at the start, however many layers add to it.
+        # What layers add to the residual stream is small at the start, however many layers there are.
         output_layer_init_method=_small(config),
         layer_number=number,
         bias=False,

@@ -1,12 +1,13 @@
-"""Settings said once: a field of a dataclass is a command's option, a line of `config.json`, and a value of the run.
+"""Settings are declared once: a field of a dataclass is an option of a command, a line of
+`config.json`, and a value of the run.
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    steps: int = option(200, "optimizer steps")
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        steps: int = option(200, "optimizer steps")
 
-@app.command()
-@takes(Config)
-def train(out: str, given: dict[str, Any]) -> None: ...        --out, --steps; given: what was given of Config
+    @app.command()
+    @takes(Config)
+    def train(out: str, given: dict[str, Any]) -> None: ...    --out, --steps; given: what was given of Config
 """
 
 import inspect
@@ -22,18 +23,21 @@ from mezzotint.trainer.console import CommandError
 
 
 def option(default: Any, help: str, *, at_least: float | None = None, bits: int = 31, may_change: bool = False) -> Any:
-    """A field with its help. An integer is less than 2^`bits`. `may_change`: a resumed run takes another value than the
-    one it began with."""
+    """Return a field with its help text.
+
+    An integer must be less than 2^`bits`, and a number `at_least` so large. `may_change` lets a resumed run take
+    another value than the one it began with.
+    """
     return field(default=default, metadata={"help": help, "at_least": at_least, "bits": bits, "may_change": may_change})
 
 
 def flag(name: str) -> str:
-    """kv_heads → "--kv-heads"."""
+    """Return the option's name on the command line: kv_heads → "--kv-heads"."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_options(config: Any) -> None:
-    """Types and bounds of the fields, wherever their values are from."""
+    """Raise a `CommandError` if a field has the wrong type or is out of bounds, wherever its value is from."""
     for entry in fields(config):
         value, least, bits = getattr(config, entry.name), entry.metadata["at_least"], entry.metadata["bits"]
         if not is_a(value, entry.type):
@@ -47,13 +51,13 @@ def check_options(config: Any) -> None:
 
 
 def check_word(name: str, value: str, choices: Sequence[str]) -> None:
-    """An option that takes one of a few words."""
+    """Raise a `CommandError` if an option has another value than one of `choices`."""
     if value not in choices:
         raise CommandError(f"{flag(name)} is {value!r}: give one of {', '.join(choices)}")
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """A whole number is a `float`, too; True is none."""
+    """Return whether a value is of this type; an integer is also a `float`, and True is neither."""
     if kind is float:
         kind = int | float
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -65,16 +69,18 @@ def words(kind: Any) -> str:
 
 
 def _short(number: int) -> str:
-    """Python refuses to write integers of thousands of digits."""
+    """Return an integer in few characters: Python refuses to print thousands of digits."""
     return str(number) if number < 10**20 else f"{float(number):.1e}" if number < 10**300 else "more than 1e300"
 
 
 def takes(
     *configs: type, without: tuple[str, ...] = (), changing: type | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The command's parameter `given` becomes an option for each field. What was left out is not in it, so that a
-    command can tell a default from a choice. Fields of `changing` change one that the command has from elsewhere: their
-    defaults are not shown."""
+    """Give a command an option for each field of `configs`, in the place of its parameter `given`.
+
+    `given` has only the options that were given, so that a command can tell a default from a choice. The fields of
+    `changing` change a configuration that the command has from elsewhere, so their defaults are not shown.
+    """
     options = {entry.name: entry for config in configs for entry in fields(config) if entry.name not in without}
     silent = set() if changing is None else {entry.name for entry in fields(changing)}
 

@@ -1,4 +1,4 @@
-"""What a run says while it runs: a bar in a terminal, else a line every so many steps."""
+"""This module shows how a run proceeds: as a bar in a terminal, else as a line every so many steps."""
 
 from types import TracebackType
 from typing import Any
@@ -8,7 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Reporter:
-    """Shows one run's steps. `show` takes what is known of the step; `advance` says that one is done."""
+    """A `Reporter` shows the steps of one run: `show` prints what is known of a step, and
+    `advance` says that one is done."""
 
     def __init__(self, console: Console, label: str, steps: int, start: int) -> None:
         self.console, self.label, self.steps = console, label, steps
@@ -37,17 +38,17 @@ class Reporter:
         self._bar.advance(self._task)
 
     def say(self, said: str) -> None:
-        """A word on what the next steps wait for."""
+        """Show a word on what the next steps wait for."""
         self._bar.update(self._task, said=said)
         if not self.console.is_interactive:
             self.console.print(f"{self.label}  {said}", highlight=False, soft_wrap=True)
 
     def note(self, said: str) -> None:
-        """A line of its own, in a terminal above the bar."""
+        """Print a line of its own, which in a terminal appears above the bar."""
         self.console.print(f"{self.label}  {said}", highlight=False, soft_wrap=True)
 
     def show(self, step: int, loss: float, speed: float | None) -> None:
-        """`speed`: tokens a second; None while there are compilations only."""
+        """Show a step's loss and `speed` in tokens a second, which is None while all steps so far compiled."""
         said = f"loss {loss:.4f}" + ("" if speed is None else f"  {speed:,.0f} tokens/s")
         self._bar.update(self._task, said=said)
         if not self.console.is_interactive:

@@ -1,4 +1,5 @@
-"""Runs and checkpoints are weights to export and to verify, as are checkpoints of Hugging Face's.
+"""This module makes runs and checkpoints a source of weights to export and to verify, as
+Hugging Face's checkpoints are.
 
 Weights are read one by one, and nothing but weights is read.
 """
@@ -20,8 +21,10 @@ from mezzotint.trainer.settings import RunConfig
 
 
 def source_of(path: Path) -> tuple[WeightSource, Recipe | None]:
-    """Return the weights of a run's newest checkpoint, of a checkpoint, or of a folder of Hugging Face's, and the
-    recipe that they were trained under, if it is known."""
+    """Return the weights at `path`, and the recipe that they were trained under if it is known.
+
+    `path` is a run, whose newest checkpoint is taken, a checkpoint, or a folder of Hugging Face's.
+    """
     if not path.is_dir():
         raise CommandError(f"{path} is no folder: give a run, a checkpoint, or a checkpoint of Hugging Face")
     if (path / ABOUT).exists():

@@ -1,4 +1,5 @@
-"""Recipes as the command line names them: by their short names, and BF16 for none. `recipes.py` has the recipes."""
+"""The command line's names of recipes: this module accepts their short names, and BF16 for none;
+`recipes.py` has the recipes."""
 
 from mezzotint.recipe_names import RECIPE_CLASSES, recipe_short_name
 from mezzotint.trainer.console import CommandError
@@ -8,7 +9,7 @@ NAMES = (BF16, *RECIPE_CLASSES)
 
 
 def recipe_name(asked: str) -> str:
-    """Return the name of what is asked for by it, or by a class, in any case: "nvfp4" for "NVFP4BlockScaling"."""
+    """Return the short name for a short name or a class name, in any case: "nvfp4" for "NVFP4BlockScaling"."""
     found = BF16 if asked.strip().lower() == BF16 else recipe_short_name(asked)
     if found is None:
         raise CommandError(f"there is no recipe {asked!r}: give one of {', '.join(NAMES)}")
@@ -16,7 +17,7 @@ def recipe_name(asked: str) -> str:
 
 
 def recipe_names(listed: str) -> list[str]:
-    """Names between commas → each once, in order; "all" → all."""
+    """Return the names in a comma-separated list, each once and in order; "all" stands for all of them."""
     if listed.strip().lower() == "all":
         return list(NAMES)
     names = [recipe_name(name) for name in listed.split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""Recipes by the names that the command line gives them, and those of a file (`--rules`)."""
+"""This module has the recipes by the names that the command line gives them, and reads those of a file (`--rules`)."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.recipe_names import BF16
 from mezzotint.trainer.settings import TrainConfig
 
-# None is BF16.
+# None stands for BF16.
 COMMAND_RECIPES: dict[str, Recipe | None] = {BF16: None, **{name: kind().frozen() for name, kind in QUANTIZED.items()}}
 
 
 def read_rules(path: str) -> str:
-    """Return the rules, or the schedule, of a file as a run keeps them: the text that says the same in one way."""
+    """Return the rules, or the schedule, of a file in the normalized text that a run keeps."""
     try:
         return Schedule.from_toml(Path(path)).as_toml()
     except ValueError as error:
@@ -21,7 +21,7 @@ def read_rules(path: str) -> str:
 
 
 def schedule_of(train: TrainConfig) -> Schedule:
-    """Return what a run is trained in, step by step."""
+    """Return the schedule that says in which recipe each step of a run is trained."""
     if train.rules is None:
         return Schedule([(0, COMMAND_RECIPES[train.recipe])])
     try:

@@ -1,4 +1,5 @@
-"""Folders of runs: a new one is taken, an old one is never written over unless that is asked for."""
+"""This module keeps the folders of runs: a new run takes a new one, and an old one is
+overwritten only if that is asked for."""
 
 import fcntl
 import itertools
@@ -14,12 +15,12 @@ from mezzotint.trainer.settings import RunConfig
 
 RUNS = Path("runs")
 CONFIG, RESULT, LOCK = "config.json", "result.json", "lock"
-INSPECT = "inspect"  # figures of what was quantized
-MADE = (RESULT, "checkpoints", "tensorboard", INSPECT)  # beside CONFIG
+INSPECT = "inspect"  # measurements of what was quantized
+MADE = (RESULT, "checkpoints", "tensorboard", INSPECT)  # what a run makes beside CONFIG
 
 
 def new_folder(out: str | None, kind: str) -> Path:
-    """`out`, which must not hold anything, or the next number under `runs/`."""
+    """Make the folder of a new run: `out`, which must be empty or missing, or the next number under `runs/`."""
     if out is None:
         RUNS.mkdir(exist_ok=True)
         for number in itertools.count(1):
@@ -39,7 +40,7 @@ def new_folder(out: str | None, kind: str) -> Path:
 
 
 def check_free(folder: Path) -> None:
-    """Not there, or empty."""
+    """Raise a `CommandError` unless the folder is missing or empty."""
     if folder.is_file():
         raise CommandError(f"{folder} is a file: give another --out")
     if folder.is_dir() and any(folder.iterdir()):
@@ -59,8 +60,11 @@ def clear_run(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else trains in this folder meanwhile. The lock goes with the process, however that ends; the file stays,
-    since removing it would let two have the lock."""
+    """Keep everybody else from training in this folder meanwhile.
+
+    The lock goes with the process, however that ends; the file stays, since removing it would let
+    two processes have the lock.
+    """
     try:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -72,7 +76,7 @@ def locked(folder: Path) -> Iterator[None]:
             who = file.read(100).strip() or "another process"
             raise CommandError(f"{who} trains in {folder}: wait for it, stop it, or give another --out") from None
         except OSError:
-            pass  # a file system without locks
+            pass  # this file system has no locks
         file.truncate(0)
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
@@ -87,7 +91,7 @@ def write_run_config(folder: Path, config: RunConfig) -> None:
 
 
 def read_run_config(folder: Path) -> RunConfig:
-    """Of the run in a folder."""
+    """Return the configuration of the run in a folder."""
     if not folder.is_dir():
         raise CommandError(f"{folder} does not exist: leave --resume out to begin a run there, or give another --out")
     path = folder / CONFIG
@@ -100,6 +104,6 @@ def read_run_config(folder: Path) -> RunConfig:
 
 
 def newest_run(kind: str) -> str:
-    """For messages: the last that was numbered, or an example."""
+    """Return the name of the run with the largest number, or an example, to be shown in messages."""
     found = sorted(RUNS.glob(f"{kind}-*"))
     return str(found[-1]) if found else str(RUNS / f"{kind}-001")

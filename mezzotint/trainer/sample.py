@@ -1,4 +1,4 @@
-"""What a model writes."""
+"""This module samples text from a model."""
 
 import torch
 
@@ -8,8 +8,11 @@ from mezzotint.trainer.training import Training
 
 
 def write_on(training: Training, length: int) -> tuple[list[int], list[int]]:
-    """The beginning of the held-out text (of all of it, where nothing is held out), and `length` tokens that the model
-    writes after it, each drawn by its probability; the same ones from the same weights and seed. A collective."""
+    """Return a prompt, and `length` tokens that the model writes after it; all ranks call it.
+
+    The prompt is the beginning of the held-out text, or of all text if nothing is held out. Each token is drawn by its
+    probability, and is the same for the same weights and seed.
+    """
     sequence = training.config.model.sequence
     text = training.held_out if training.config.train.hold_out else training.text
     prompt = text.tokens[: (sequence + 1) // 2].tolist()
@@ -18,7 +21,7 @@ def write_on(training: Training, length: int) -> tuple[list[int], list[int]]:
     with without_training(training):
         for _ in range(length):
             seen = made[-sequence:]
-            padded = seen + [0] * (sequence - len(seen))  # which no token before it sees
+            padded = seen + [0] * (sequence - len(seen))  # causal attention hides the padding from the tokens before it
             logits = training.model(torch.tensor([padded], device=training.device))
             probabilities = logits[0, len(seen) - 1].float().softmax(-1).cpu()
             made.append(int(torch.multinomial(probabilities, 1, generator=generator)))

@@ -1,4 +1,4 @@
-"""What a step may do to need less memory, and whether it then fits."""
+"""This module has the ways in which a step can need less memory, and reads the size that it must fit into."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _UNITS |= {f"{sign}IB": 1024**n for n, sign in enumerate("KMGT", 1)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
-    """Ways to hold less."""
+    """A `Savings` says which ways to need less memory a step uses."""
 
     quantized_weights: bool = option(False, "weights of GEMMs as the recipe quantizes them, FP32 ones in the optimizer")
     optimizer_dtype: str = option("float32", f"of AdamW's two moments: {', '.join(STATES)}")
@@ -28,7 +28,7 @@ class Savings:
         check_word("optimizer_dtype", self.optimizer_dtype, STATES)
 
     def words(self) -> list[str]:
-        """Those that are used."""
+        """Return the ways that are used, in words."""
         found = ["quantized weights"] if self.quantized_weights else []
         found += [f"moments in {self.optimizer_dtype}"] if self.optimizer_dtype != STATES[0] else []
         found += ["layers recomputed"] if self.recompute else []
@@ -36,7 +36,7 @@ class Savings:
 
 
 def parse_size(said: str) -> int:
-    """ "80GB" → 80 * 10^9, "80 GiB" → 80 * 2^30."""
+    """Return a size in bytes: "80GB" → 80 * 10^9, "80 GiB" → 80 * 2^30."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-zA-Z]+)", said.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or not float(found[1]):

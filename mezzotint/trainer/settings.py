@@ -1,4 +1,4 @@
-"""Settings of a run: how it trains, and all that its numbers follow from."""
+"""The settings of a run: they say how it trains, and all that its numbers follow from."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ ONE_RANK_LAYOUT = Layout()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a model is trained."""
+    """A `TrainConfig` says how a model is trained."""
 
     recipe: str = option(BF16, f"one of {', '.join(NAMES)}")
     rules: str | None = option(None, "TOML file of rules per layer, or of a schedule, in the place of --recipe")
@@ -57,7 +57,7 @@ class TrainConfig:
             raise CommandError("--eval-every needs text that is not trained on: give --hold-out 0.05 too")
         if self.what_if and not self.inspect:
             raise CommandError("--what-if is for steps that are looked at: give --inspect 50 too")
-        object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling in files and comparisons
+        object.__setattr__(self, "recipe", recipe_name(self.recipe))  # one spelling for files and comparisons
         if self.rules is not None and self.recipe != BF16:
             raise CommandError(f"--rules and --recipe {self.recipe}: give one of them")
         if self.inspect and self.recipe_label == BF16:
@@ -65,11 +65,11 @@ class TrainConfig:
 
     @property
     def recipe_label(self) -> str:
-        """What messages and figures call the recipe."""
+        """Return the name of the recipe in messages and figures."""
         return self.recipe if self.rules is None else "rules"
 
     def learning_rate(self, step: int) -> float:
-        """Up in a straight line, down along half a cosine."""
+        """Return the learning rate of a step: it rises linearly, and falls along half a cosine."""
         rise = min((step + 1) / self.warmup, 1.0) if self.warmup else 1.0
         done = min(max(step - self.warmup, 0) / max(self.steps - self.warmup, 1), 1.0)
         return self.lr * rise * (self.final_lr + (1.0 - self.final_lr) * 0.5 * (1.0 + math.cos(math.pi * done)))
@@ -77,7 +77,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All that a run's numbers follow from."""
+    """A `RunConfig` holds all that a run's numbers follow from."""
 
     model: ModelConfig
     train: TrainConfig
@@ -90,27 +90,28 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "RunConfig":
-        """What `as_json` gave; KeyError, TypeError or CommandError for anything else."""
+        """Return the configuration that `as_json` gave; anything else raises a KeyError, TypeError or CommandError."""
         if not isinstance(values, dict) or not isinstance(values["fingerprint"], str):
             raise TypeError("it is no configuration of a run")
-        layout = Layout(**values.get("layout", {}))  # older runs have none
+        layout = Layout(**values.get("layout", {}))  # older runs have no layout
         return cls(ModelConfig(**values["model"]), TrainConfig(**values["train"]), values["fingerprint"], layout)
 
     def differences(self, other: "RunConfig") -> list[str]:
-        """What decides the numbers and is not the same: "--lr 0.002, not 0.001". A run may go on in another layout."""
+        """Return the options that decide the numbers and differ: "--lr 0.002, not 0.001". A run
+        may go on in another layout."""
         found = []
         for mine, its in ((self.model, other.model), (self.train, other.train)):
             for entry in fields(mine):
                 value, wanted = getattr(mine, entry.name), getattr(its, entry.name)
                 if value != wanted and not entry.metadata["may_change"]:
-                    is_text = "\n" in f"{wanted}{value}"  # rules, of many lines
+                    is_text = "\n" in f"{wanted}{value}"  # rules have many lines
                     what = "of another file" if is_text else f"{wanted}, not {value}"
                     found.append(f"{flag(entry.name)} {what}")
         return found
 
 
 def make_config(model: ModelConfig, train: TrainConfig, given: Mapping[str, Any]) -> tuple[ModelConfig, TrainConfig]:
-    """Both, with what was given on the command line instead."""
+    """Return both configurations, with the values that were given on the command line put in."""
     parts: list[dict[str, Any]] = []
     for config in (model, train):
         names = {entry.name for entry in fields(config)}

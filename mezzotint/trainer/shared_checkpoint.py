@@ -1,12 +1,12 @@
-"""Checkpoints of runs over several processes: written by all of them, with DCP, and whole or not there.
+"""Checkpoints of runs on several ranks: all of them write one with DCP, and it is either complete or not there.
 
     <run>/checkpoints/step-00000100/
-        __0_0.distcp …        what each process wrote: its parts of weights and optimizer state, its random numbers
+        __0_0.distcp …        what each rank wrote: its shards of weights and optimizer state, its random state
         .metadata             what is where; DCP writes it last
         checkpoint.json       step, configuration, size and hash of the files (`manifest.py`)
 
-Names and places are those of the whole model (`parts.py`): a world of another size, or one process, reads what it
-needs. All processes see one folder. They write under another name, which the first one changes when all are done.
+Names and positions are those of the whole model (`parts.py`), so that a world of another size, or one rank alone, reads
+what it needs. All ranks see one folder. They write under another name, and rank 0 renames it when all are done.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from mezzotint.trainer.world import World, on_first, together
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, places: Mapping[str, ShardPlacement]
 ) -> dict[str, torch.Tensor]:
-    """Weights and AdamW's state, by the names of the whole model, over the memory of this process's parts."""
+    """Return weights and AdamW's state by the names of the whole model, as views of this rank's shards."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         place = places[name]
@@ -43,7 +43,7 @@ def state_of(
 
 
 def start_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's, of a parameter; as it makes it itself, before the first step."""
+    """Return AdamW's state of a parameter; before the first step it is created as AdamW would."""
     state = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), device=parameter.device)
@@ -54,7 +54,7 @@ def start_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> di
 def save_shared(
     world: World, run: Path, step: int, config: Mapping[str, Any], state: Mapping[str, torch.Tensor], keep: int
 ) -> None:
-    """Write it, and remove all but the newest `keep`. All processes call it."""
+    """Write a checkpoint, and remove all but the newest `keep`; all ranks call it."""
     path = checkpoint_path(run, step)
     aside = path.with_name(f".writing-{path.name}")
 
@@ -71,7 +71,7 @@ def save_shared(
             raise _unwritable(path, error) from None
 
     def look() -> dict[str, FileEntry]:
-        """At this process's share of the files, which all have written."""
+        """Describe this rank's share of the files that all ranks have written."""
         return describe_files(aside, sorted(file.name for file in aside.iterdir())[world.rank :: world.size])
 
     def finish() -> None:
@@ -98,7 +98,7 @@ def _unwritable(path: Path, error: BaseException) -> CommandError:
 
 
 def read_stored(path: Path, about: About) -> Metadata:
-    """What is in it, and where: in files that `checkpoint.json` names."""
+    """Return DCP's metadata, which says what is where, after a check that it names only files of `checkpoint.json`."""
     try:
         metadata = read_metadata(path)
         others = {info.relative_path for info in metadata.storage_data.values()} - about.files.keys()
@@ -112,7 +112,7 @@ def read_stored(path: Path, about: About) -> Metadata:
 
 
 def load_into(path: Path, state: dict[str, torch.Tensor], metadata: Metadata) -> None:
-    """Read what `state` names into its tensors. All processes call it."""
+    """Read what `state` names into its tensors; all ranks call it."""
     try:
         load_state(path, state, metadata)
     except ValueError as error:

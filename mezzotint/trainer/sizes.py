@@ -1,4 +1,4 @@
-"""Sizes of a model: by the name of one that is published, out of a file, or one by one."""
+"""The sizes of a model: they are given by the name of a published one, by a file, or one by one."""
 
 import json
 import tomllib
@@ -13,7 +13,7 @@ from mezzotint.trainer.options import check_options, flag, is_a, option, words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a model, and of the batch that a step sees at once."""
+    """A `ModelConfig` holds the sizes of a model, and of the batch that a step sees at once."""
 
     hidden: int = option(128, "width of the model", at_least=1)
     ffn: int = option(384, "width inside the MLP", at_least=1)
@@ -46,7 +46,7 @@ class ModelConfig:
 
 
 _LLAMA3 = ModelConfig(vocab=128256, rope_base=500000.0, sequence=8192, batch=1, kv_heads=8, heads=32, hidden=4096)
-MODEL = "tiny"  # what is trained, if nothing else is named
+MODEL = "tiny"  # the default
 MODELS = {
     MODEL: ModelConfig(),
     "llama3.2-1b": replace(_LLAMA3, hidden=2048, ffn=8192, layers=16, tied=True),
@@ -56,7 +56,7 @@ MODELS = {
     "llama3-405b": replace(_LLAMA3, hidden=16384, ffn=53248, layers=126, heads=128),
 }
 
-# What others call our fields.
+# These are the names that other projects give to these fields.
 ALIASES = {
     "hidden_size": "hidden",
     "ffn_hidden_size": "ffn",
@@ -78,16 +78,17 @@ ALIASES = {
     "num_local_experts": "experts",
     "num_experts_per_tok": "topk",
 }
-# Configurations of Hugging Face that are this model; they have many keys that say nothing of sizes.
+# Hugging Face's configurations of these types describe this model; they have many keys besides sizes.
 LLAMA_TYPES = ("llama", "mistral")
 
 
-# Sizes that a file, or the command line, must give. What a model has beside them follows, or has a usual value.
+# A file or the command line must give these sizes. The others follow from them, or have a usual value.
 NEEDED = ("hidden", "ffn", "layers", "heads", "vocab", "sequence", "batch")
 
 
 def find_model(name: str, given: Mapping[str, Any] | None = None) -> ModelConfig:
-    """A name of `MODELS`, or a JSON or TOML file, which `given` completes: nothing of it is guessed."""
+    """Return the sizes of a name in `MODELS`, or of a JSON or TOML file, which `given`
+    completes: no needed size is guessed."""
     if name in MODELS:
         return MODELS[name]
     path = Path(name)
@@ -125,5 +126,5 @@ def _as_config(values: dict[str, Any], path: Path, given: Mapping[str, Any]) -> 
     if missing:
         options = " ".join(f"{flag(name)} …" for name in missing)
         raise CommandError(f"{path} does not say {', '.join(missing)}: add them, or give {options}")
-    found.setdefault("kv_heads", found["heads"])  # no groups, if they are not mentioned
+    found.setdefault("kv_heads", found["heads"])  # without grouped heads unless they are mentioned
     return ModelConfig(**found)

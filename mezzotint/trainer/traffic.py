@@ -1,10 +1,10 @@
-"""What a process sends, counted collective by collective as they run, in a real world or in a fake one.
+"""This module counts what a rank sends, collective by collective as they run, in a real world or in a fake one.
 
-Bytes that leave this process in the cheapest known way, n being those of the whole tensor, over P processes:
+These bytes leave this rank in the cheapest known way, if the whole tensor has n bytes and there are P ranks:
 
     all-gather, reduce-scatter   n · (P - 1) / P
     all-reduce                   n · (P - 1) / P twice
-    all-to-all                   n less the part that it keeps
+    all-to-all                   n less what this rank keeps
     broadcast                    n
 """
 
@@ -29,20 +29,21 @@ def _bytes(value: Any) -> int:
 
 
 def _others(size: int, group: Any) -> int:
-    """The bytes of a tensor that are not this process's part."""
+    """Return the bytes of a tensor that are not this rank's share."""
     count = group.size()
     return size * (count - 1) // count
 
 
 def _exchanged(x: torch.Tensor, splits: Any, group: Any) -> int:
-    """Of rows that go to all processes, those that leave this one."""
+    """Return the bytes of the rows that leave this rank in an all-to-all."""
     if not splits:
         return _others(_bytes(x), group)
     rows = sum(splits) - splits[dist.get_rank(group)]
     return rows * x[:1].numel() * x.element_size() if x.shape[0] else 0
 
 
-# By the name of the operation: its kind, and bytes from (arguments, group). Those that write have their output first.
+# This maps the name of an operation to its kind, and to a function from (arguments, group) to bytes. Operations that
+# write into an output have it as their first argument.
 COLLECTIVES: dict[str, tuple[str, Callable[[Any, Any], int]]] = {
     "_allgather_base_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
     "allgather_": ("all-gather", lambda args, group: _others(_bytes(args[0]), group)),
@@ -76,14 +77,15 @@ _ONE_OP = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts while it is on: `with sent: step`, then `sent.total`, by the kind of collective."""
+    """This mode counts sent bytes while it is on: `with sent: step`, then `sent.total` has
+    them by the kind of collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self.total: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is collective:  # ours on the CPU, which starts and waits in one
+        if func is collective:  # our operation on the CPU, which starts and waits in one
             x, kind, _, group = args
             self._add(_ONE_OP[kind], (x,), {"group": group})
         elif func.namespace in NAMESPACES:
@@ -102,7 +104,7 @@ class SentBytes(TorchDispatchMode):
 
 
 def _find_group(values: tuple[Any, ...]) -> Any:
-    """The process group among an operation's arguments: itself, in a box, or by its name, which comes last."""
+    """Return the process group among an operation's arguments: as itself, boxed, or by its name, which comes last."""
     for value in reversed(values):
         if isinstance(value, ProcessGroup):
             return value

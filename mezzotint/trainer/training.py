@@ -1,10 +1,10 @@
-"""A model, its optimizer and its data: the state of a run, and one step of it.
+"""The state of a run: this module has its model, its optimizer and its data, and runs one step.
 
 What a run computes follows from its configuration alone: a run that is resumed makes the numbers of one that was never
 interrupted, bit for bit on a CPU with the same versions and threads.
 
-Over several processes each has its part of the model (`mesh.py`), and each replica its part of a batch. All begin
-with the weights of one process, of which each makes the whole and keeps its part.
+Each of several ranks has its shard of the model (`mesh.py`), and each replica its share of a batch. All begin with the
+weights of a run on one rank: each makes the whole model and keeps its shard.
 """
 
 import math
@@ -49,7 +49,7 @@ BETAS = (0.9, 0.95)
 
 
 class Training:
-    """A run after `step` steps; of several processes, this one's part of it."""
+    """A `Training` is a run after `step` steps, or this rank's share of it."""
 
     def __init__(self, config: RunConfig, text: Text, world: World = ONE_RANK_WORLD) -> None:
         self.config, self.world, self.step = config, world, 0
@@ -70,11 +70,11 @@ class Training:
         self.text, self.held_out = hold_out(text, train.hold_out)
         self.batches = self.make_batches(self.text)
         if train.hold_out:
-            self.make_batches(self.held_out)  # which says so where it is too short
+            self.make_batches(self.held_out)  # raises an error if it is too short
         self.losses = torch.zeros(train.steps, device=self.device)
-        self.norms = torch.zeros(train.steps, device=self.device)  # of gradients; of steps of this process alone
+        self.norms = torch.zeros(train.steps, device=self.device)  # of gradients, and not those of before a resume
         torch.manual_seed(train.seed)
-        whole = _make_whole(config, world)  # on the CPU: the same weights anywhere
+        whole = _make_whole(config, world)  # on the CPU, for the same weights everywhere
         self.whole = {name: torch.empty_like(value, device="meta") for name, value in whole.named_parameters()}
         self.model = whole.to(self.device) if self.meshes is None else self._make_part(whole, self.meshes)
         self._bind()
@@ -85,19 +85,19 @@ class Training:
         self.optimizer = _make_optimizer(self.model, train.lr, train.weight_decay)
 
     def make_batches(self, text: Text) -> Batches:
-        """This replica's, from the beginning."""
+        """Return this replica's batches of a text, from the beginning."""
         sizes, seed = (self.config.model.sequence, self.config.model.batch), self.config.train.seed
         return Batches(text, *sizes, seed, replica=self.replica, replicas=self.replicas)
 
     def _make_part(self, whole: LanguageModel, meshes: Meshes) -> LanguageModel:
         config, layout = self.config.model, self.config.layout
-        # Weights that recipes take turns in are gathered in high precision.
+        # Under a schedule of several recipes weights are gathered in high precision, as no one recipe fits all steps.
         recipe = self.recipe if len(self.schedule.phases) == 1 else None
         model = make_model(config, layout, meshes, recipe, device=self.device)
         places = find_numbered_placements(model)
         for name, parameter in model.named_parameters():
             places[name].copy_whole(parameter, whole.get_parameter(places[name].name))
-        torch.manual_seed(draw_seed(self.config.train.seed, 0, self.world.rank))  # of stochastic rounding
+        torch.manual_seed(draw_seed(self.config.train.seed, 0, self.world.rank))  # for stochastic rounding
         return model
 
     def _bind(self) -> None:
@@ -109,16 +109,16 @@ class Training:
 
     def _compile(self) -> None:
         check_compiler(self.device)
-        torch.compiler.reset()  # runs share the code of the model, and the graphs of one function are limited
+        torch.compiler.reset()  # runs share the model's code, and the graphs of one function are limited
         if not self.config.layout.fsdp:
             self.call = torch.compile(self.model, fullgraph=True)
             return
-        for layer in self.model.layers:  # between them weights are gathered, which is no part of a graph
+        for layer in self.model.layers:  # between them weights are gathered, outside of any graph
             layer.compile(fullgraph=True)
 
     @property
     def recipe(self) -> Recipe | None:
-        """Of the next step."""
+        """Return the recipe of the next step, or None for BF16."""
         return self.schedule.at(self.step)
 
     @property
@@ -126,20 +126,20 @@ class Training:
         return self.config.model.batch * self.config.model.sequence * self.config.train.accumulate * self.replicas
 
     def run_step(self) -> None:
-        """Forward and backward of each micro-batch, and the optimizer's step."""
+        """Run forward and backward of each microbatch, and the optimizer's step."""
         train = self.config.train
         for group in self.optimizer.param_groups:
             group["lr"] = train.learning_rate(self.step)
         total = torch.zeros((), device=self.device)
-        # Maxima of all processes: delayed scaling has the same state on all of them, in any layout.
+        # Amaxes are reduced over all ranks, so that delayed scaling has the same state on each of them, in any layout.
         everyone = None if self.meshes is None else dist.group.WORLD
         for micro in range(train.accumulate):
             tokens, targets = self._next_batch()
-            # Weights change once a step: micro-batches after the first use the quantized weights of the first.
+            # Weights change once a step, so later microbatches use the quantized weights of the first.
             is_first = None if train.accumulate == 1 else micro == 0
             with autocast(**self.schedule.region(self.step), amax_reduction_group=everyone, memory=train.memory):
                 loss = self.call(tokens, targets, is_first_microbatch=is_first)
-            # In this thread: a device has one of its own for backward, in which Python is slower (README.md, Speed).
+            # Backward runs in this thread: autograd's thread for a device runs Python more slowly (README.md, Speed).
             with torch.autograd.set_multithreading_enabled(False):
                 (loss / train.accumulate).backward()
             total += loss.detach() / train.accumulate
@@ -156,7 +156,8 @@ class Training:
         self.step += 1
 
     def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """On the device. Out of pinned memory: a copy of any other waits for all that the GPU has still to do."""
+        """Return the next batch on the device, copied from pinned memory: a copy from any other would wait for all
+        that the GPU still has to do."""
         tokens, targets = self.batches.next()
         if self.device.type == "cuda":
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
@@ -165,7 +166,7 @@ class Training:
     # Checkpoints
 
     def save(self, run: Path) -> None:
-        """Everything that the next step depends on. All processes call it."""
+        """Write everything that the next step depends on; all ranks call it."""
         keep = self.config.train.keep
         if self.meshes is None:
             save_checkpoint(run, self.take(), keep)
@@ -177,7 +178,7 @@ class Training:
         save_shared(self.world, run, self.step, self.config.as_json(), state, keep)
 
     def load(self, path: Path, check: Callable[[Mapping[str, Any]], None]) -> None:
-        """Go on from a checkpoint, of one process or of several; `check` is given its configuration first."""
+        """Go on from a checkpoint, of one rank or of several; `check` is called with its configuration first."""
         about = together(self.world, lambda: open_checkpoint(path, self.world.rank, self.world.size))
         together(self.world, lambda: check(about.config))
         steps, before = self.config.train.steps, RunConfig.from_json(about.config).train.steps
@@ -195,7 +196,7 @@ class Training:
         metadata = together(self.world, lambda: read_stored(path, about))
         stored: Mapping[str, Any] = metadata.state_dict_metadata
         wanted = [name for name in stored if name.startswith(self._rng_prefix)]
-        # With another --ep a process has another number of experts, whose scales begin anew.
+        # With another --ep a rank has another number of experts, whose scales begin anew.
         has_experts = RunConfig.from_json(about.config).layout.ep == self.config.layout.ep
         wanted += [name for name in stored if name.endswith(DELAYED) and (has_experts or ".experts." not in name)]
         more = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in wanted}
@@ -205,7 +206,7 @@ class Training:
         together(self.world, lambda: self._go_on(path, about.step, more["losses"], int(more["position"]), rng, more))
 
     def take(self) -> Checkpoint:
-        """Everything that the next step depends on, in one process."""
+        """Return everything that the next step depends on, for a run on one rank."""
         return Checkpoint(
             step=self.step,
             config=self.config.as_json(),
@@ -219,7 +220,7 @@ class Training:
         )
 
     def restore(self, checkpoint: Checkpoint, path: Path) -> None:
-        """What `take` gave, in this process or in another, or in each of several; it lies at `path`."""
+        """Go on from what `take` returned, on one rank or on each of several; `path` is where it lies, for messages."""
         try:
             check_fits(checkpoint, self.whole)
         except ValueError as error:
@@ -247,7 +248,11 @@ class Training:
         rng: Mapping[str, torch.Tensor],
         learnt: Mapping[str, torch.Tensor],
     ) -> None:
-        """`rng`: nothing, of a process that was not there before. `learnt`: delayed scaling's state, among others."""
+        """Set the step, the losses, the place in the data and the random state, after a check of them.
+
+        `rng` is empty for a rank that the saved run did not have. `learnt` has delayed
+        scaling's state, among other things.
+        """
         try:
             check_place(step, losses, position, rng, self.device)
             self._set_learnt(learnt)
@@ -262,7 +267,7 @@ class Training:
         self.step, self.batches.position = step, position
 
     def _set_learnt(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Scales and histories of delayed scaling, out of a state dict."""
+        """Set the scales and amax histories of delayed scaling from a state dict."""
         for name, value in state.items():
             if name.endswith(DELAYED):
                 module: Any = dict(self.model.named_modules()).get(name.removesuffix(f".{DELAYED}"))
@@ -282,15 +287,16 @@ class Training:
 
 
 def _make_whole(config: RunConfig, world: World) -> LanguageModel:
-    """The model of one process."""
+    """Return the whole model, as one rank alone has it."""
     alone = None
-    if config.model.experts and world.size > 1:  # without a group experts would be spread over all processes
+    if config.model.experts and world.size > 1:  # without a group experts would be spread over all ranks
         alone = dist.new_group([world.rank], use_local_synchronization=True)
     return LanguageModel(config.model, expert_group=alone)
 
 
 def _make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """Matrices decay. Shards are groups of their own: no operation takes them together with others."""
+    """Return AdamW with weight decay on matrices alone; shards are in groups of their own, since no operation
+    takes them together with others."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         groups.setdefault((parameter.dim() <= 1, isinstance(parameter, DTensor)), []).append(parameter)

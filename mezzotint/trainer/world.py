@@ -1,7 +1,8 @@
-"""The processes that torchrun started: which one this is, and how all of them go the same way.
+"""The world is the ranks that torchrun started: this module says which one this is, and makes
+all of them take the same path.
 
-What only the first does (folders, logs) and what each does for itself (reading text) can go wrong on one process: the
-others learn of it before they would wait for it (`together`, `on_first`).
+What only rank 0 does (folders, logs) and what each does for itself (reading text) can fail on one rank. The others
+learn of it (`together`, `on_first`) before they would wait for it.
 """
 
 import os
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process among `size`; `local_rank` among those of its machine."""
+    """A `World` says which rank of `size` this process is; `local_rank` is its number among those of its machine."""
 
     rank: int = 0
     size: int = 1
@@ -38,7 +39,7 @@ ONE_RANK_WORLD = World()
 
 
 def find_world() -> World:
-    """By torchrun's environment, or by the process group that this process is in already."""
+    """Return the world of torchrun's environment, or of the process group that this process is in already."""
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", "0"))
     if not is_one_of_many():
@@ -53,7 +54,7 @@ _START = "start processes with torchrun, or unset RANK for one alone"
 
 
 def _number(name: str, default: str | None = None) -> int:
-    """Of a variable that torchrun sets."""
+    """Return the number in a variable that torchrun sets."""
     said = os.environ[name] if default is None else os.environ.get(name, default)
     if not (said.isascii() and said.isdecimal()):
         raise CommandError(f"{name} is {said!r}, which is no number: {_START}", is_own=True)
@@ -62,8 +63,11 @@ def _number(name: str, default: str | None = None) -> int:
 
 @contextmanager
 def joined(world: World, device: str, timeout: int) -> Iterator[None]:
-    """Inside, the processes of the world are one process group: gloo, and NCCL where there are GPUs that `device`
-    (auto, cpu or cuda) lets them use. `timeout`: seconds that one waits for another."""
+    """Join the ranks of the world in a process group: gloo, and NCCL if `device` (auto, cpu
+    or cuda) lets them use GPUs.
+
+    `timeout` is how many seconds one rank waits for another.
+    """
     if world.size == 1 or dist.is_initialized():
         yield
         return
@@ -84,24 +88,24 @@ def joined(world: World, device: str, timeout: int) -> Iterator[None]:
         if not error.is_own:
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()  # and not after errors of this process alone: it would wait for the others
+    dist.destroy_process_group()  # not after errors of this rank alone: it would wait for others
 
 
 def together(world: World, work: Callable[[], _T]) -> _T:
-    """What `work` gives on this process. Where it fails on one, it fails on all, by its error."""
+    """Return what `work` returns on this rank; if it fails on one rank, its error is raised on all."""
     result, error = _attempt(world, work)
     _share(world, error)
     return result
 
 
 def on_first(world: World, work: Callable[[], _T]) -> _T:
-    """What `work` gives on the first process, on all of them."""
+    """Run `work` on rank 0, and return its result on all ranks."""
     result, error = _attempt(world, work) if world.is_first else (None, None)
     return _share(world, error, result)
 
 
 def _attempt(world: World, work: Callable[[], Any]) -> tuple[Any, tuple[str, int] | None]:
-    """Its result, and what went wrong."""
+    """Return the result of `work`, and its error as a message and an exit status."""
     if world.size == 1:
         return work(), None
     try:
@@ -113,7 +117,7 @@ def _attempt(world: World, work: Callable[[], Any]) -> tuple[Any, tuple[str, int
 
 
 def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> Any:
-    """The first process's result, or the first error."""
+    """Return rank 0's result on all ranks, or raise the error of the first rank that has one."""
     if world.size == 1:
         return result
     found = gather_objects((result, error))
@@ -124,7 +128,7 @@ def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> A
 
 
 def check_same_options(world: World, values: Mapping[str, Any]) -> None:
-    """Options and the like, or an error on every process that names the one that differs."""
+    """Raise an error on every rank that names the option that differs between ranks."""
     if world.size == 1:
         return
     try:
@@ -134,13 +138,14 @@ def check_same_options(world: World, values: Mapping[str, Any]) -> None:
 
 
 def largest_number(world: World, number: int) -> int:
-    """Of all processes; over the CPU, so that no GPU is waited for."""
+    """Return the largest number of all ranks, reduced on the CPU so that no GPU is waited for."""
     return number if world.size == 1 else int(all_reduce_max(torch.tensor(number), None))
 
 
 @contextmanager
 def losing_none(world: World) -> Iterator[None]:
-    """An error of a collective, as when another process is gone or waited for too long, is one line of this process."""
+    """Turn an error of a collective, as when another rank is gone or waited for too long, into a
+    one-line error of this rank."""
     try:
         yield
     except RuntimeError as error:
