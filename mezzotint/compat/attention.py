@@ -1,4 +1,5 @@
-"""Names of quantized attention on the attention module. Attention is not quantized here: they say so."""
+"""This module has the names of quantized attention on the attention module. Attention is not quantized
+here, which is what they answer."""
 
 from typing import Any
 
@@ -6,32 +7,33 @@ from mezzotint.compat.extra_state import IgnoresExtraState
 from mezzotint.recipe import QuantizerRole, Recipe
 from mezzotint.region import current_state
 
-# The tensors of three groups of slots. What leaves attention, the output and the gradient of the inputs, has no type:
-# its role is the next module's, and its name says where it comes from.
+# Each entry has the number of slots of a group, the tensors of three groups, and the name of what leaves
+# attention. The output and the gradient of the inputs have no type here: their role is the next module's, and
+# their name says where they come from.
 _FORWARD = (3, ("qkv", "", "s"), "dpa_output")
 _BACKWARD = (2, ("", "do", "dp"), "dpa_grad_input")
 
 
 class AttentionNames(IgnoresExtraState):
-    """Mixed into DotProductAttention."""
+    """This mixin gives DotProductAttention the names of quantized attention."""
 
     @property
     def fp8(self) -> bool:
-        """False, whatever the recipe."""
+        """Return False, whatever the recipe."""
         return False
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """The recipe in force; there are no scales and histories."""
+        """Return the recipe in force; there are no scales and amax histories."""
         return {"recipe": current_state().recipe, "fp8_checkpoint": False}
 
     @property
     def quantizers(self) -> dict[str, list[Any]]:
-        """None, forward and backward."""
+        """Return no quantizers, for forward and for backward."""
         return {"scaling_fwd": [], "scaling_bwd": []}
 
     def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[QuantizerRole]:
-        """Return the roles that tensors of attention would have, for a factory that wants to know them."""
+        """Return the roles that the tensors of attention would have, for a factory that wants to know them."""
         size, types, leaving = _FORWARD if fwd else _BACKWARD
         name = getattr(self, "name", None) or ""
         found = [types[min(i // size, 2)] for i in range(num_quantizers)]

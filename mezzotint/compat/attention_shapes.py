@@ -1,7 +1,8 @@
-"""Helpers of Transformer Engine's attention: sequence lengths from masks, the ways between packed and padded layouts.
+"""This module has helpers of Transformer Engine's attention: sequence lengths from masks, and conversions
+between packed and padded layouts.
 
-`cu_seqlens` has the begins of the sequences of a packed batch, and its end: int32 [batch + 1]. Masks are True where a
-token is left out.
+`cu_seqlens` has the beginnings of the sequences of a packed batch, and its end: int32 [batch + 1]. Masks are
+True where a token is left out.
 """
 
 import torch
@@ -10,7 +11,7 @@ from mezzotint.compat.constants import QKVLayouts
 
 
 def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Return the window of a mask: of a causal one nothing to the right, of others both sides."""
+    """Return the window of a mask: a causal one sees nothing to the right, others see both sides."""
     is_causal = "causal" in attn_mask_type
     if window_size is None or tuple(window_size) in ((-1, -1), (-1, 0)):
         return (-1, 0) if is_causal else (-1, -1)
@@ -32,7 +33,7 @@ def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device |
 
 
 def get_indices(max_seqlen: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Return where the tokens of a packed batch lie in the padded one, (batch · max_seqlen), int64."""
+    """Return where the tokens of a packed batch lie in the padded one of batch · max_seqlen tokens, int64."""
     lengths = cu_seqlens.diff()
     starts = torch.arange(len(lengths), device=cu_seqlens.device) * max_seqlen
     return torch.cat(
@@ -41,7 +42,7 @@ def get_indices(max_seqlen: int, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 
 def get_cu_seqlens_and_indices(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, of a padding mask (batch, 1, 1, sequence)."""
+    """Return `cu_seqlens` and the indices of `get_indices` for a padding mask (batch, 1, 1, sequence)."""
     kept = mask.squeeze(1).squeeze(1).logical_not()
     return get_cu_seqlens(mask), kept.reshape(-1).nonzero().squeeze(1)
 
@@ -54,7 +55,7 @@ def convert_thd_to_bshd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, 
 
 
 def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) -> torch.Tensor:
-    """The way back: `t` tokens, of which those behind the last sequence are zeros."""
+    """Return a padded batch (batch, sequence, …) packed into `t` tokens, with zeros behind the last sequence."""
     places = get_indices(tensor.shape[1], cu_seqlens)
     packed = tensor.new_zeros((t, *tensor.shape[2:]))
     return packed.index_copy(0, torch.arange(len(places), device=places.device), tensor.flatten(0, 1)[places])
@@ -68,7 +69,7 @@ def get_padding_mask(
     max_seqlen_kv: int | None = None,
     attention_type: str = "self",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the padding mask (batch, 1, 1, sequence) of `cu_seqlens`; of cross attention, that of each side."""
+    """Return the padding mask (batch, 1, 1, sequence) of `cu_seqlens`; for cross attention, one for each side."""
     if cu_seqlens_q is None:
         raise ValueError("cu_seqlens_q is None: give the begins of the sequences")
     if attention_type == "self":
@@ -85,9 +86,9 @@ def _mask(batch_size: int, cu_seqlens: torch.Tensor, size: int | None) -> torch.
 
 
 def get_qkv_format(qkv_layout: str = "bshd_bshd_bshd", inference_params: object = None) -> tuple[str, str, str]:
-    """Return the formats of a layout: of query, key and value together, of the query, of key and value.
+    """Return the formats in a layout: of query, key and value together, of the query, and of key and value.
 
-    Only a cache (`inference_params`) has keys and values in another format than the query.
+    Only with a cache (`inference_params`) can keys and values have another format than the query.
     """
     if qkv_layout not in QKVLayouts:
         raise ValueError(f"qkv_layout is {qkv_layout!r}: give one of {', '.join(QKVLayouts)}")

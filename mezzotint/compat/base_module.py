@@ -1,12 +1,12 @@
-"""Names of upstream's base module that mean something here; modules themselves do without them.
+"""This module has names of upstream's base module that mean something here; modules themselves do without them.
 
 What only serves upstream's internals is not here: `grad_output_preprocess`, `set_nccl_overlap_warning_if_tp`,
 `get_weight_workspace` (`quantize_weight` took its place), and the keyword arguments of `register_parameter`.
 
 Nor are the parts of upstream's autograd functions: `ctx.backward_objects`, its `setup_saved_tensors(ctx)`, and
-`ctx_attrs["saved_tensor_aliases"]`. One autograd function serves all modules here (`functional/autograd.py`): what a
-core's backward arguments name in `SAVED` are its saved tensors, `unflatten` puts them back, and a saved tensor that is
-an input is saved as that input, so that no alias need be told.
+`ctx_attrs["saved_tensor_aliases"]`. One autograd function serves all modules here (`functional/autograd.py`): the
+backward arguments of a core name its saved tensors in `SAVED`, `unflatten` puts them back, and a saved tensor that is
+an input is saved as that input, so that no alias need be declared.
 """
 
 import sys
@@ -34,10 +34,11 @@ def quantize_weight(
     workspace_dtype: torch.dtype | None = None,
     cache: bool = False,
 ) -> tuple[Any, Any]:
-    """`functional.weight.quantize_weight` as upstream has it: (the quantized weight, the workspace to keep or None).
+    """Return a quantized weight, and the workspace to keep or None, as upstream's function of this name does.
 
-    A weight that is quantized already is given back as it is. A `workspace` that serves is updated in place if asked
-    for, and used; else the weight is quantized into a new one, of the nominal dtype `workspace_dtype` if that is given.
+    A weight that is quantized already is returned as it is. A `workspace` that fits is used, and updated in place if
+    `update_workspace`; else the weight is quantized into a new one, of the nominal dtype `workspace_dtype` if that is
+    given. `functional.weight.quantize_weight` does the work.
     """
     if tensor is None or quantizer is None:
         missing = "tensor" if tensor is None else "quantizer"
@@ -62,9 +63,10 @@ def quantize_weight(
 
 
 def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """Return a tensor to stand for a gradient that was added to `main_grad`: its values are anything, or zeros.
+    """Return a tensor that stands for a weight gradient which was added to `main_grad`; its
+    values are undefined, or zeros.
 
-    It is the same memory for each shape and dtype: nobody reads it.
+    Nobody reads it, so each shape and dtype has one such tensor.
     """
     key = (*shape, dtype)
     if key not in _dummy_wgrads:
@@ -77,19 +79,20 @@ _dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def get_workspace() -> torch.Tensor:
-    """Return an empty tensor: products hold no workspace of ours."""
+    """Return an empty tensor, as products need no workspace of ours."""
     return torch.empty(0, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_module_grouped_tensor_path_supported(recipe: Recipe | None, dtype: torch.dtype) -> bool:
-    """False: a GroupedLinear takes its splits from the host, and never as a tensor that only the GPU knows."""
+    """Return False: a GroupedLinear takes its splits from the host, and never as a tensor that only the GPU knows."""
     return False
 
 
 class Workspaces(MutableMapping[str, Any]):
-    """The quantized weights that a module keeps over micro-batches, by the names that upstream gives them: a view.
+    """A `Workspaces` is a view of the quantized weights that a module keeps over microbatches, by the
+    names that upstream gives them.
 
-    They can be read, and dropped: what is not there is quantized again when it is needed.
+    They can be read and dropped: one that is missing is quantized again when it is needed.
     """
 
     def __init__(self, module: Any) -> None:
@@ -100,7 +103,7 @@ class Workspaces(MutableMapping[str, Any]):
         if kept is None:
             return {}
         names = ["weight" if part.parts else part.weight_names[0] for part in self._module._weights]
-        if len(set(names)) < len(names):  # one parameter for all groups
+        if len(set(names)) < len(names):  # one parameter serves all groups
             names = [f"weight{gemm}" for gemm in range(len(names))]
         return dict(zip(names, kept, strict=True))
 
@@ -135,7 +138,8 @@ class Workspaces(MutableMapping[str, Any]):
 
 
 class LiveMeta(dict[str, Any]):
-    """`fp8_meta` of a module. A recipe that is put into it is the module's, until the module runs with another."""
+    """This is `fp8_meta` of a module: a recipe that is put into it is the module's, until
+    the module runs with another."""
 
     def __init__(self, module: Any, **items: Any) -> None:
         super().__init__(**items)
@@ -148,10 +152,11 @@ class LiveMeta(dict[str, Any]):
 
 
 class PlainAttributes:
-    """Mixed into modules: upstream's ways to set an attribute."""
+    """This mixin gives modules upstream's ways to set an attribute."""
 
     def fast_setattr(self, name: str, value: Any) -> None:
-        """Set a plain attribute, no parameter and no buffer: as any other, since a graph must see what it changes."""
+        """Set a plain attribute, neither parameter nor buffer, the usual way, since a
+        graph must see what it changes."""
         setattr(self, name, value)
 
     def module_setattr(self, name: str, value: Any) -> None:
@@ -160,11 +165,11 @@ class PlainAttributes:
 
 
 class UpstreamNames(PlainAttributes):
-    """Mixed into the base of the linear-like modules."""
+    """This mixin gives upstream's names to the base of the linear-like modules."""
 
     @property
     def _fp8_workspaces(self) -> Workspaces:
-        """Weights that are kept over micro-batches, which others count and clear by this name."""
+        """Return the weights that are kept over microbatches, which other code counts and clears by this name."""
         return Workspaces(self)
 
     @_fp8_workspaces.setter
@@ -175,22 +180,23 @@ class UpstreamNames(PlainAttributes):
 
     @property
     def fp8(self) -> bool:
-        """Whether the region that this is asked in quantizes."""
+        """Return whether the current region quantizes."""
         return current_state().enabled
 
     @property
     def fp8_calibration(self) -> bool:
-        """Whether it calibrates."""
+        """Return whether the current region calibrates."""
         return current_state().calibrating
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether `fully_shard` was applied to this module."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # never imported: nothing is sharded
+        """Return whether `fully_shard` was applied to this module."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # if it was never imported, nothing is sharded
         return fsdp is not None and isinstance(self, fsdp.FSDPModule)
 
     def set_meta_tensor(self: Any, fwd: bool, recipe: Recipe) -> None:
-        """As `init_fp8_meta_tensors`: both directions have the state of one recipe."""
+        """Initialize the state of a recipe, as `init_fp8_meta_tensors` does: both directions
+        have the state of one recipe."""
         self.init_fp8_meta_tensors(recipe)
 
     def prepare_forward(
@@ -200,14 +206,15 @@ class UpstreamNames(PlainAttributes):
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
     ) -> torch.Tensor:
-        """For a subclass's own forward: the state of the recipe in force, and the input, contiguous unless allowed."""
+        """Prepare the state of the recipe in force for a subclass's own forward, and return the input, contiguous
+        unless `allow_non_contiguous`."""
         self.set_activation_dtype(inp)
         self.init_fp8_metadata(num_gemms)
         self._prepare_delayed()
         return inp if allow_non_contiguous else inp.contiguous()
 
     def end_forward(self) -> None:
-        """The end of what `prepare_forward` began: there is nothing to undo."""
+        """End what `prepare_forward` began: there is nothing to undo."""
 
     @contextmanager
     def prepare_forward_ctx(
@@ -217,16 +224,16 @@ class UpstreamNames(PlainAttributes):
         allow_non_contiguous: bool = False,
         allow_different_data_and_param_types: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Both, around the code of a forward."""
+        """Call `prepare_forward` before and `end_forward` after the code of a forward."""
         try:
             yield self.prepare_forward(inp, num_gemms, allow_non_contiguous, allow_different_data_and_param_types)
         finally:
             self.end_forward()
 
     def is_debug_iter(self) -> bool:
-        """False: no debugging tool changes what modules compute."""
+        """Return False, because no debugging tool changes what modules compute."""
         return False
 
     def no_debug_features_active(self, quantizers: Any) -> bool:
-        """True, for the same reason."""
+        """Return True, because no debugging tool changes what modules compute."""
         return True

@@ -1,11 +1,12 @@
-"""A linear as one function, forward and backward, under the names of Transformer Engine's BasicLinear.
+"""This module has the forward and the backward of a linear layer as functions, under the names of
+Transformer Engine's BasicLinear.
 
     y  = alpha · x · Wᵀ + beta · out + bias
     dx = alpha · dy · W + beta · out        dW = alpha · dyᵀ · x + beta · out
 
-What is given quantized is taken as it is; with `with_quantized_compute` the rest is quantized with the quantizers that
-are given, in the directions that are read. They are for one process: where several share a weight, `BasicLinear` itself
-knows what each of them gathers and sums. There are no fakes: a graph looks into these functions.
+What is given quantized is used as it is; with `with_quantized_compute` the rest is quantized with the quantizers that
+are given, in the directions that are read. The functions are for one rank: if several share a weight, `BasicLinear`
+itself knows what each of them gathers and sums. There are no fake implementations: a graph traces into these functions.
 """
 
 from typing import Any
@@ -42,10 +43,11 @@ def functional_forward(
     input_requires_grad: bool = True,
     weight_requires_grad: bool = True,
 ) -> tuple[Any, Any, Any]:
-    """y (…, out) of input (…, in) and weight (out, in); input and weight as `functional_backward` takes them.
+    """Return y (…, out) of input (…, in) and weight (out, in), and input and weight as
+    `functional_backward` takes them.
 
-    Those are None where the gradient of the other one is not asked for; with `backward_override` "high_precision" what
-    was given, with "dequantized" what was multiplied.
+    Each of the latter two is None if the gradient of the other one is not asked for. With `backward_override`
+    "high_precision" they are what was given, with "dequantized" what was multiplied.
     """
     _one_process(tensor_parallel_mode, tensor_parallel_group)
     if backward_override not in OVERRIDES:
@@ -91,10 +93,11 @@ def functional_backward(
     grad_output_quantizer: Quantizer | None = None,
     grad_input_quantizer: Quantizer | None = None,
 ) -> tuple[Any, torch.Tensor | None]:
-    """dx (…, in) and dW (out, in), None where one is not asked for. `grad_input` and `grad_weight` take the results.
+    """Return dx (…, in) and dW (out, in), or None for one that is not asked for; `grad_input`
+    and `grad_weight` receive them.
 
-    `input` and `weight` as `functional_forward` gave them. dW is in the dtype of `grad_weight`, else `dtype`, which is
-    that of the gradient where it is not given.
+    `input` and `weight` are what `functional_forward` returned. dW has the dtype of `grad_weight` if that is given,
+    else `dtype`, whose default is that of `grad_output`.
     """
     _one_process(tensor_parallel_mode, tensor_parallel_group)
     dtype = grad_output.dtype if dtype is None else dtype
@@ -130,7 +133,7 @@ def _operand(
     rowwise: bool,
     columnwise: bool,
 ) -> Any:
-    """As the product takes it: quantized, in these directions, or in high precision."""
+    """Return an operand as the product takes it: quantized, in these directions, or in high precision."""
     if x is None:
         raise ValueError(f"{name} is None: give what the forward function gave, with its gradients asked for")
     if not is_quantized:

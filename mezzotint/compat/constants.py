@@ -1,4 +1,5 @@
-"""Transformer Engine's constants: names of masks, layouts and modes, numbers of tensors, sizes of blocks."""
+"""This module has Transformer Engine's constants: names of masks, layouts and modes, numbers
+of tensors, sizes of blocks."""
 
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ TE_DType_To_Torch = {number: dtype for dtype, number in TE_DType.items()}
 MXFP8_BLOCK_SCALING_SIZE = MX_BLOCK
 NVFP4_BLOCK_SCALING_SIZE = NVFP4_BLOCK
 
-# The slots of a module's quantizers, forward and backward: three for each of its products.
+# These are the slots of a module's quantizers: three for each of its GEMMs in forward, two in backward.
 FP8FwdTensorIdx = SimpleNamespace(
     **{
         f"GEMM{gemm}_{role}": 3 * (gemm - 1) + i

@@ -1,7 +1,9 @@
-"""How Transformer Engine lays packed sequences out for context parallelism. Attention itself is not parallel here.
+"""This module lays packed sequences out for context parallelism as Transformer Engine does. Attention
+itself is not parallel here.
 
-Each sequence of a packed batch (`cu_seqlens`, where they begin and end) is cut into 2 · ranks equal chunks, and rank r
-has the chunks r and 2 · ranks − 1 − r: with a causal mask every rank then has as much to do. Data loaders call these.
+Each sequence of a packed batch (`cu_seqlens`, where they begin and end) is cut into 2 · ranks equal chunks, and
+rank r has the chunks r and 2 · ranks − 1 − r, so that with a causal mask every rank has as much to do. Data
+loaders call these functions.
 """
 
 from itertools import pairwise
@@ -15,7 +17,7 @@ from mezzotint.comm.groups import rank_in, world_size
 def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
-    """Return the indices, int32, of the tokens of `total_tokens` that a rank has, sequence by sequence."""
+    """Return the indices, int32, of the tokens that a rank has of `total_tokens`, sequence by sequence."""
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}: give one from 0 to world_size - 1, {world_size - 1}")
     chunks = 2 * world_size
@@ -37,7 +39,7 @@ def thd_get_partitioned_indices(
 
 
 def _rank_order(cu_seqlens: torch.Tensor, cp_size: int, total: int) -> torch.Tensor:
-    """The indices of all ranks, one rank behind the other."""
+    """Return the indices of the tokens of all ranks, one rank after the other."""
     parts = [thd_get_partitioned_indices(cu_seqlens, total, cp_size, rank) for rank in range(cp_size)]
     return torch.cat(parts).long()
 
@@ -45,14 +47,14 @@ def _rank_order(cu_seqlens: torch.Tensor, cp_size: int, total: int) -> torch.Ten
 def thd_sequence_order_to_cp_rank_order(
     x: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, seq_dim: int = 0
 ) -> torch.Tensor:
-    """Return the tokens of all sequences as the ranks have them, one rank behind the other."""
+    """Return the tokens of all sequences in the order in which the ranks have them, one rank after the other."""
     return x.index_select(seq_dim, _rank_order(cu_seqlens, cp_size, x.shape[seq_dim]).to(x.device))
 
 
 def thd_cp_rank_order_to_sequence_order(
     x: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, seq_dim: int = 0
 ) -> torch.Tensor:
-    """The way back."""
+    """Return tokens in the order of the sequences, from the order of `thd_sequence_order_to_cp_rank_order`."""
     order = _rank_order(cu_seqlens, cp_size, x.shape[seq_dim]).to(x.device)
     return x.index_select(seq_dim, torch.argsort(order))
 
@@ -70,13 +72,14 @@ def pad_thd_sequences_for_cp(
     padding_token_id: int = 0,
     padding_label_id: int = -100,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pad every sequence behind its end to a multiple: (input_ids [n], labels [n], cu_seqlens).
+    """Pad every sequence at its end to a multiple of `divisibility_factor`, and return (input_ids
+    [n], labels [n], cu_seqlens).
 
     `input_ids` and `labels` are [tokens], or (1, tokens).
     """
     lengths, padded = cu_seqlens.diff(), _padded_lengths(cu_seqlens, divisibility_factor)
     bounds = torch.cat([cu_seqlens.new_zeros(1), padded.cumsum(0).to(cu_seqlens.dtype)])
-    # Where each token goes: as far behind its sequence's new begin as it was behind the old one.
+    # Each token goes as far behind the new beginning of its sequence as it was behind the old one.
     shift = torch.repeat_interleave(bounds[:-1] - cu_seqlens[:-1], lengths)
     places = torch.arange(int(cu_seqlens[0]), int(cu_seqlens[-1]), device=cu_seqlens.device) + shift
     made = []
@@ -91,7 +94,7 @@ def pad_thd_sequences_for_cp(
 def generate_positional_ids_for_cp(
     cu_seqlens: torch.Tensor, divisibility_factor: int, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """Return the position of each token in its padded sequence; padding is counted on."""
+    """Return the position of each token in its padded sequence; positions continue through the padding."""
     padded = _padded_lengths(cu_seqlens, divisibility_factor)
     starts = torch.repeat_interleave(padded.cumsum(0) - padded, padded)
     return (torch.arange(len(starts), device=starts.device) - starts).to(dtype)
@@ -105,7 +108,7 @@ def get_batch_on_this_cp_rank(
     cp_group: Any = None,
     qvk_format: str = "thd",
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return this rank's tokens of a packed batch; None stays None. Tokens are in the first or the second dimension."""
+    """Return this rank's tokens of a packed batch, along the first or the second dimension; None stays None."""
     if qvk_format != "thd":
         raise NotImplementedError(f"qvk_format is {qvk_format!r}: only 'thd', packed sequences, is cut")
     if world_size(cp_group) == 1:

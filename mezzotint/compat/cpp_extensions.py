@@ -1,4 +1,5 @@
-"""The low-level products under the names of Transformer Engine: `general_gemm`, `general_grouped_gemm`.
+"""This module has the low-level products under the names of Transformer Engine:
+`general_gemm` and `general_grouped_gemm`.
 
 Sides and layouts are those of a column-major GEMM, which gives, row-major, D [rows of B, rows of A]:
 
@@ -7,8 +8,8 @@ Sides and layouts are those of a column-major GEMM, which gives, row-major, D [r
     NN       B · A          (K, N) column   (…, K) row      dx = dy w:  A weight, B gradient
     NT       Bᵀ · A         (K, N) column   (K, M) column   dw = dyᵀ x: A input,  B gradient
 
-"row" and "column" say which copy of a quantized tensor is read. D is multiplied by `alpha`; with `accumulate`,
-`beta` · out is added; then the bias: in FP32, and cast once.
+"row" and "column" say which copy of a quantized tensor is read. D is multiplied by `alpha`; with `accumulate`, `beta` ·
+out is added; then the bias is added. All of this happens in FP32, with one cast at the end.
 """
 
 from collections.abc import Sequence
@@ -64,17 +65,18 @@ def general_gemm(
     bulk_overlap: bool = False,
     workspace: Any = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, None]:
-    """D, the bias gradient, what went into GELU, None.
+    """Multiply A and B, and return (D, the bias gradient or None, the input of GELU or None, None).
+
+    With `grad=False`, `bias` [N] is added, and `gelu` gives D = gelu(pre); pre, in the bias's dtype, is written to
+    `gelu_in` if that is given. With `grad=True`, `gelu` gives D · gelu'(`gelu_in`), and with `bias`, of which only
+    the dtype counts, the bias gradient is the sum over the rows of B, or of D with `gelu`. `quantization_params`
+    quantizes D. `out` receives D.
 
     `workspace`, a parameter of versions of Transformer Engine that have `get_workspace`, is not used.
-
-    `grad=False`: `bias` [N] is added; `gelu` gives D = gelu(pre), with pre, in the bias's dtype, in `gelu_in` if given.
-    `grad=True`: `gelu` gives D · gelu'(`gelu_in`); with `bias`, of which only the dtype counts, the bias gradient is
-    the sum over the rows of B, or of D with `gelu`. `quantization_params` quantizes D. `out` is written to.
     """
     _no_userbuffers(ub=ub, ub_type=ub_type, extra_output=extra_output, bulk_overlap=bulk_overlap)
     _check_layout(layout)
-    A, B = as_storage(A), as_storage(B)  # the compiler calls no methods of a quantized tensor
+    A, B = as_storage(A), as_storage(B)  # the compiler cannot call methods of a quantized tensor
     dtype = _output_dtype(out_dtype, out, A)
     scale = _beta(beta, accumulate, out)
     if gelu and accumulate:
@@ -126,13 +128,13 @@ def general_grouped_gemm(
     D_dtype: DType | None = None,
     single_output: bool = False,
 ) -> tuple[list[Any], list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """`general_gemm` for each pair; D of each, bias or bias gradient of each, what went into GELU.
+    """Call `general_gemm` for each pair, and return lists of D, of the bias or bias gradient, and of the input of GELU.
 
-    `single_output`: `out` holds one tensor, in which the groups, of `m_splits` rows, lie one below the other. A group
-    may be empty.
+    With `single_output`, `out` holds one tensor in which the groups, of `m_splits` rows, lie one below the
+    other. A group may be empty.
     """
     _check_layout(layout)
-    A, B = [as_storage(a) for a in A], [as_storage(b) for b in B]  # as above
+    A, B = [as_storage(a) for a in A], [as_storage(b) for b in B]  # as in general_gemm
     count = len(A)
     if count == 0 or len(B) != count:
         raise ValueError(f"A has {count} groups, B has {len(B)}: expected the same number, at least one")
@@ -178,7 +180,7 @@ def general_grouped_gemm(
 
 
 def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor) -> None:
-    """Copy the row-wise codes into a buffer of the same size, and hold that buffer instead."""
+    """Copy the row-wise codes into a buffer of the same size, and make the tensor hold that buffer instead."""
     if not isinstance(tensor, QuantizedTensorStorage):
         raise TypeError(f"tensor is {type(tensor).__name__}: give a quantized one")
     name = tensor._ROWWISE[0]
@@ -195,7 +197,7 @@ def replace_raw_data(tensor: QuantizedTensorStorage, new_raw_data: torch.Tensor)
 
 
 def is_custom(x: Any = None) -> bool:
-    """Whether it is a user's own quantizer (`custom = True`), or was made by one."""
+    """Return whether `x` is a user's own quantizer (`custom = True`), or was made by one."""
     return x.is_custom() if isinstance(x, Quantizer) else _is_custom(x)
 
 
@@ -227,7 +229,7 @@ def _output_dtype(out_dtype: torch.dtype | None, out: Any, A: Any) -> torch.dtyp
 
 
 def _beta(beta: float | None, accumulate: bool, out: Any) -> float:
-    """What `out` counts in the sum."""
+    """Return the factor of `out` in the sum."""
     if not accumulate:
         if beta is not None and beta != 0:
             raise ValueError(f"beta is {beta} with accumulate=False: give accumulate=True, or leave beta")
@@ -247,7 +249,7 @@ def _output_shape(A: Any, B: Any, layout: str) -> tuple[int, ...]:
 
 
 def _sides(layout: str) -> tuple[bool, bool]:
-    """Whether B and A are read column-wise."""
+    """Return whether B, and whether A, is read column-wise."""
     return layout[1] == "T", layout[0] == "N"
 
 
@@ -274,7 +276,7 @@ def _scaled_product(
     beta: float,
     fast: bool,
 ) -> torch.Tensor:
-    """(rows, columns): alpha · D + beta · out + bias."""
+    """Return alpha · D + beta · out + bias, (rows, columns)."""
     if alpha == 1 and beta == 0:
         return _product(A, B, layout, dtype, bias, None, fast)
     product = _product(A, B, layout, torch.float32, None, None, fast).mul_(alpha)
@@ -296,7 +298,7 @@ def _plain(x: Any) -> torch.Tensor:
 
 
 def _written(product: torch.Tensor, out: Any, quantizer: Quantizer | None) -> Any:
-    """Quantized, or as it is; in `out` if given."""
+    """Return the product, quantized if a quantizer is given, in `out` if that is given."""
     if quantizer is not None:
         return quantizer.quantize(product) if out is None else quantizer.update_quantized(product, out)
     if out is None or out is product:
@@ -307,7 +309,7 @@ def _written(product: torch.Tensor, out: Any, quantizer: Quantizer | None) -> An
 def _outputs(
     out: Sequence[torch.Tensor] | None, count: int, single_output: bool, m_splits: Sequence[int] | None
 ) -> list[Any]:
-    """One for each group; None where nothing is given."""
+    """Return the tensor that receives each group, None for each if nothing is given."""
     if out is None:
         if single_output:
             raise ValueError("single_output is True: give out, a list of the one tensor that takes all groups")
@@ -348,19 +350,19 @@ def _grouped(
 
 
 def get_cublas_workspace_size_bytes() -> int:
-    """Return 0: products hold no workspace of ours."""
+    """Return 0, as products need no workspace of ours."""
     return 0
 
 
 @cache
 def get_cublas_workspace(device: int, ub: bool, grouped_gemm: bool) -> Any:
-    """Return an empty tensor, or a list of one for grouped products, which `generic_gemm` takes and does not use."""
+    """Return an empty tensor, or a list of one for grouped products, which `generic_gemm` accepts and ignores."""
     empty = torch.empty(0, dtype=torch.uint8, device="cpu" if device is None else torch.device("cuda", device))
     return [empty] if grouped_gemm else empty
 
 
 def validate_gemm_scale(scale: float | None, required: bool) -> float:
-    """Return a factor of a product: 0 where it is not required, 1 where it is and none is given."""
+    """Return a factor of a product: 0 if it is not required, 1 if it is required and None is given."""
     if not required:
         if scale is not None and scale != 0:
             raise ValueError(f"scale is {scale}: it is not used here; give None or 0")

@@ -1,12 +1,13 @@
-"""Names around offloading that programs call: `mezzotint.offload` does it by hooks on what autograd saves."""
+"""Names of Transformer Engine's offloading that programs call: `mezzotint.offload` does the work, by
+hooks on what autograd saves."""
 
 from typing import Any
 
-NVTE_CPU_OFFLOAD_V1 = False  # the former implementation is not there
+NVTE_CPU_OFFLOAD_V1 = False  # the former implementation does not exist here
 
 
 def is_cpu_offload_enabled() -> bool:
-    """False: no code needs to do anything for tensors that are offloaded."""
+    """Return False, because no code needs to do anything for tensors that are offloaded."""
     return False
 
 

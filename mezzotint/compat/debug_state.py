@@ -1,13 +1,13 @@
-"""TEDebugState: the switch of Transformer Engine's debugging tool, which is off here and cannot be turned on.
+"""TEDebugState is the switch of Transformer Engine's debugging tool, which is off here and cannot be turned on.
 
-What modules compute is looked at by hooks of PyTorch, and quantization by `tensor.get_usages()` and `dequantize()`.
+PyTorch's hooks show what modules compute, and `tensor.get_usages()` and `dequantize()` show quantization.
 """
 
 from typing import ClassVar
 
 
 class TEDebugState:
-    """The state of the debugging tool: it is never enabled."""
+    """This is the state of the debugging tool, which is never enabled."""
 
     layer_count: ClassVar[int] = 1
     layers_initialized: ClassVar[dict[str, bool]] = {}
@@ -20,7 +20,7 @@ class TEDebugState:
 
     @classmethod
     def get_layer_count(cls) -> int:
-        """Return a number for a layer without a name; the next call gives the next one."""
+        """Return a number for a layer without a name; the next call returns the next one."""
         number, cls.layer_count = cls.layer_count, cls.layer_count + 1
         return number
 

@@ -1,6 +1,7 @@
-"""Names of Transformer Engine's `distributed`: collectives along the first dimension, flags of recomputation, chunks.
+"""This module has names of Transformer Engine's `distributed`: collectives along the first dimension,
+flags of recomputation, chunks.
 
-Collectives give (result, None): they have been waited for, so there is no handle. `mezzotint.comm.collectives` has
+Collectives return (result, None): they have been waited for, so there is no handle. `mezzotint.comm.collectives` has
 those that are started and waited for later, and modules use them.
 
 The flags say where a program is; no module reads them. Recomputation that gives delayed scaling the scales of the first
@@ -27,12 +28,12 @@ HAS_TORCH_SYMMETRIC = False  # no all-reduce by symmetric memory is offered unde
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """Return the number of processes of a group; 1 where torch.distributed is not in use."""
+    """Return the number of ranks of a group, or 1 if torch.distributed is not in use."""
     return world_size(group)
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """Return the number of this process in a group."""
+    """Return this process's rank in a group."""
     if not is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
     return rank_in(group)
@@ -46,10 +47,10 @@ def gather_along_first_dim(
     output_tensor: torch.Tensor | None = None,
     external_coalescing: bool = False,
 ) -> tuple[Any, None]:
-    """Return the parts (m, …) of all processes as one, (m · processes, …), and None.
+    """Return the shards (m, …) of all ranks as one tensor, (m · ranks, …), and None.
 
-    With a `quantizer` the whole is quantized, and has the bits of a whole that is quantized at once; where the format
-    allows it, its bytes are what is sent. `output_tensor` takes a result that is not quantized.
+    With a `quantizer` the result is quantized, and has the bits of a whole tensor that is quantized at once; if the
+    format allows it, only quantized bytes are sent. `output_tensor` receives a result that is not quantized.
     """
     count = world_size(process_group)
     if quantizer is None and not isinstance(inp, QuantizedTensorStorage):
@@ -73,7 +74,7 @@ def _quantized(x: torch.Tensor, quantizer: Any) -> Any:
 def reduce_scatter_along_first_dim(
     inp: torch.Tensor, tp_group: Any, async_op: bool = False, output: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, None]:
-    """Return this process's rows of the sum over processes, and None."""
+    """Return this rank's rows of the sum over ranks, and None."""
     if world_size(tp_group) == 1:
         return inp, None
     made = reduce_scatter(inp, tp_group)
@@ -81,19 +82,19 @@ def reduce_scatter_along_first_dim(
 
 
 def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[torch.Tensor, None]:
-    """Write the sum over processes into the tensor; return it, and None."""
+    """Write the sum over ranks into the tensor, and return it and None."""
     return (inp if world_size(tp_group) == 1 else inp.copy_(all_reduce(inp, tp_group))), None
 
 
 def symmetric_all_reduce(
     inp: torch.Tensor, tp_group: Any = None, async_op: bool = False, all_reduce_type: str = "multimem_all_reduce"
 ) -> tuple[torch.Tensor, None]:
-    """As `allreduce`: the kind of it is PyTorch's choice."""
+    """Do the same as `allreduce`: PyTorch chooses the algorithm."""
     return allreduce(inp, tp_group, async_op)
 
 
 def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any, new_buffer: bool = False) -> torch.Tensor:
-    """Return this process's part of a tensor, flat: a view, or a copy in a `new_buffer`."""
+    """Return this rank's shard of a tensor, flat: a view, or a copy in a `new_buffer`."""
     size = tensor.numel() // world_size(tp_group)
     start = size * rank_in(tp_group)
     part = tensor.view(-1)[start : start + size]
@@ -101,7 +102,7 @@ def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any, new_b
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
-    """The way back: the flat parts of all processes, one behind the other."""
+    """Return the flat shards of all ranks, one after the other; this undoes `split_tensor_into_1d_equal_chunks`."""
     return all_gather(tensor, tp_group)
 
 
@@ -109,7 +110,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
 
 
 def set_tensor_model_parallel_attributes(tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Note on a parameter how it is split over processes, for programs that read it there."""
+    """Note on a parameter how it is split over ranks, for programs that read it there."""
     for name, value in (("tensor_model_parallel", is_parallel), ("partition_dim", dim), ("partition_stride", stride)):
         if hasattr(tensor, name):
             raise RuntimeError(f"the tensor has {name} already: it was set before, and is set once")
@@ -124,7 +125,7 @@ def initialize_affine_weight_gpu(
     stride: int = 1,
     set_tp_attributes: bool = True,
 ) -> None:
-    """Initialise a part of a weight, with the numbers of the tracker's generator where one is given."""
+    """Initialize a shard of a weight, with random numbers of the tracker's generator if one is given."""
     if set_tp_attributes:
         set_tensor_model_parallel_attributes(weight, True, partition_dim, stride)
     if get_rng_state_tracker is None:
@@ -138,7 +139,8 @@ def initialize_affine_weight_gpu(
 
 
 class activation_recompute_forward(ContextDecorator):
-    """Inside, `is_fp8_activation_recompute_enabled` and `in_fp8_activation_recompute_phase` are as given here."""
+    """This context sets what `is_fp8_activation_recompute_enabled` and
+    `in_fp8_activation_recompute_phase` return inside of it."""
 
     _open: ClassVar[list[tuple[bool, bool]]] = []
 
@@ -154,15 +156,15 @@ class activation_recompute_forward(ContextDecorator):
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Whether this is inside of a first run, or a second one, of what is recomputed, and something is quantized."""
+    """Return whether this is the first or the second run of code that is recomputed, and something is quantized."""
     state = current_state()
-    if state.recomputation is not None:  # of mezzotint.checkpoint
+    if state.recomputation is not None:  # set by mezzotint.checkpoint
         return state.enabled
     return bool(activation_recompute_forward._open) and activation_recompute_forward._open[-1][0]
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Whether this is inside of a second run."""
+    """Return whether this is the second run of code that is recomputed."""
     recomputation = current_state().recomputation
     if recomputation is not None:
         return recomputation.is_second
@@ -170,12 +172,13 @@ def in_fp8_activation_recompute_phase() -> bool:
 
 
 def get_activation_recompute_contexts() -> tuple[activation_recompute_forward, activation_recompute_forward]:
-    """Return the contexts of a first and of a second run, as `torch.utils.checkpoint` takes them in `context_fn`."""
+    """Return the contexts of the first and of the second run, as
+    `torch.utils.checkpoint` takes them in `context_fn`."""
     return activation_recompute_forward(True, False), activation_recompute_forward(True, True)
 
 
 def use_reentrant_activation_recompute() -> bool:
-    """Whether recomputation is PyTorch's reentrant kind, as it is unless told."""
+    """Return whether recomputation is PyTorch's reentrant kind, which is the default."""
     return True
 
 
@@ -183,12 +186,12 @@ def use_reentrant_activation_recompute() -> bool:
 
 
 def graph_safe_rng_available() -> bool:
-    """Whether this PyTorch has generators whose state a CUDA graph can hold."""
+    """Return whether this PyTorch has generators whose state a CUDA graph can hold."""
     return hasattr(torch.cuda.CUDAGraph, "register_generator_state") and hasattr(torch.Generator, "graphsafe_set_state")
 
 
 def is_graph_safe_rng_state(state: Any) -> bool:
-    """Whether a state is a generator, and not a tensor."""
+    """Return whether a state is a generator, and not a tensor."""
     return graph_safe_rng_available() and isinstance(state, torch.Generator)
 
 

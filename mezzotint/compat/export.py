@@ -1,4 +1,4 @@
-"""`onnx_export`: Transformer Engine's switch to code that ONNX can be exported from. Here a program that
+"""`onnx_export` is Transformer Engine's switch to code that ONNX can be exported from. Here a program that
 `torch.export` made is rewritten instead (`mezzotint.dynamo.decompositions`)."""
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Do nothing when off, and raise when on."""
+    """Do nothing if `enabled` is False, and raise an error that says how to export if it is True."""
     if enabled:
         raise NotImplementedError(
             "onnx_export(enabled=True): quantized products have no form in ONNX here. In high precision: program = "

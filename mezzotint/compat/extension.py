@@ -1,7 +1,8 @@
-"""`transformer_engine_torch`, Transformer Engine's C++ extension: the functions of it that programs call themselves.
+"""`transformer_engine_torch` is Transformer Engine's C++ extension: this module has the functions of it
+that programs call themselves.
 
-Each takes a `quantizer`, or None for a result that is not quantized. Tensors on the CPU are taken too. What serves the
-extension's own callers only (partial casts, swizzles, the parts of attention) is not here.
+Each takes a `quantizer`, or None for a result that is not quantized. Tensors on the CPU are accepted too. What only
+serves the extension's own callers (partial casts, swizzles, the parts of attention) is not here.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ __all__ = [
 
 
 class FP8FwdTensors(IntEnum):
-    """The slots of quantizers in forward."""
+    """These are the numbers of the quantizers' slots in forward."""
 
     GEMM1_INPUT = 0
     GEMM1_WEIGHT = 1
@@ -75,7 +76,7 @@ class FP8FwdTensors(IntEnum):
 
 
 class FP8BwdTensors(IntEnum):
-    """The slots of quantizers in backward."""
+    """These are the numbers of the quantizers' slots in backward."""
 
     GRAD_OUTPUT1 = 0
     GRAD_INPUT1 = 1
@@ -86,14 +87,14 @@ class FP8BwdTensors(IntEnum):
 
 
 class CommOverlapType(IntEnum):
-    """What userbuffers would overlap with a product."""
+    """This enumeration names the collective that userbuffers would overlap with a product."""
 
     RS = 0
     AG = 1
 
 
 class CommOverlapAlgo(IntEnum):
-    """How they would; there are none here."""
+    """This enumeration names how userbuffers would overlap it; there are none here."""
 
     BULK_OVERLAP_AG = 0
     BULK_OVERLAP_RS = 1
@@ -107,7 +108,7 @@ class CommOverlapAlgo(IntEnum):
 
 
 class FP8TensorMeta:
-    """Scales and histories of delayed scaling, as plain attributes."""
+    """An `FP8TensorMeta` holds scales and amax histories of delayed scaling, as plain attributes."""
 
     scale: torch.Tensor
     scale_inv: torch.Tensor
@@ -118,12 +119,12 @@ class FP8TensorMeta:
 
 
 def quantize(tensor: torch.Tensor, quantizer: Quantizer, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """Return the tensor quantized, in `output` where it is given; nothing is written where `noop` is 1."""
+    """Return the tensor quantized, in `output` if that is given; nothing is written if `noop` is 1."""
     return quantizer(tensor) if output is None else quantizer.update_quantized(tensor, output, noop_flag=noop)
 
 
 def dequantize(input: QuantizedTensorStorage, otype: DType) -> torch.Tensor:
-    """Return the values in a high precision."""
+    """Return the values in the high-precision dtype `otype`."""
     return input.dequantize(dtype=TE_DType_To_Torch[DType(otype)])
 
 
@@ -138,42 +139,42 @@ def split_quantize(
     quantizer_list: Sequence[Quantizer],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:
-    """Return parts of the rows, each quantized by its quantizer."""
+    """Return the rows split into `split_sections`, each quantized by its quantizer."""
     return multi_tensor_quantize(tensor.split(list(split_sections)), quantizer_list)
 
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Quantizer | None) -> tuple[torch.Tensor, Any]:
-    """Return the sum over rows, a bias's gradient, and the tensor quantized."""
+    """Return the sum over rows, which is a bias's gradient, and the tensor quantized."""
     return column_sum(input, input.dtype), _made(input, quantizer)
 
 
 def create_empty_quantized_tensor(
     quantizer: Quantizer, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """Return a quantized tensor whose buffers hold anything."""
+    """Return a quantized tensor with uninitialized buffers."""
     return quantizer.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
 
 def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
-    """Write the largest absolute value; NaN does not count."""
+    """Write the amax of `input`, its largest absolute value, into `amax`; NaN does not count."""
     values = input.detach().float().abs().nan_to_num(0.0, torch.inf)
     amax.copy_((values.amax() if values.numel() else values.new_zeros(())).view(amax.shape))
 
 
 def fp8_transpose(input: torch.Tensor, dtype: DType, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return codes (…, K), uint8, as (K, …)."""
+    """Return codes (…, K), uint8, transposed to (K, …)."""
     made = input.reshape(-1, input.shape[-1]).t().contiguous().view(input.shape[-1], *input.shape[:-1])
     return made if out is None else out.copy_(made)
 
 
 def swap_first_dims(tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the tensor with its first two dimensions exchanged, contiguous."""
+    """Return the tensor with its first two dimensions swapped, contiguous."""
     made = tensor.transpose(0, 1).contiguous()
     return made if out is None else out.copy_(made)
 
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
-    """Return where groups of so many rows begin in a flat buffer, and the end: int64 [groups + 1]."""
+    """Return where groups of `first_dims` rows begin in a flat buffer, and its end: int64 [groups + 1]."""
     return torch.nn.functional.pad(first_dims.long().cumsum(0), (1, 0)) * logical_last_dim
 
 
@@ -185,7 +186,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: DType,
     margin: float,
 ) -> None:
-    """Enter reduced amaxes into the histories of delayed scaling, and write the scales that follow from them."""
+    """Enter reduced amaxes into the histories of delayed scaling, and update the scales from them."""
     rule = SimpleNamespace(amax_compute_algo=amax_compute_algo, scaling_factor_compute_algo=None, margin=margin)
     sizes = [history.shape[1] for history in amax_histories]
     parts = amax_reduction_buffer.split(sizes)
@@ -225,7 +226,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, None]:
-    """`general_gemm` by the extension's own arguments; the workspace is not used."""
+    """Call `general_gemm` with the extension's own arguments; the workspace is not used."""
     return general_gemm(
         A,
         B,
@@ -262,7 +263,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Return LayerNorm of the rows, their means, and one over their standard deviations."""
+    """Return LayerNorm of the rows, their means, and the reciprocals of their standard deviations."""
     mean, rstd = norm_stats(input, eps, False)
     made = norm_apply(input, mean, rstd, weight, bias, zero_centered_gamma, False)
     return _written(made, ln_out, quantizer, otype), mean, rstd
@@ -278,7 +279,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Any, None, torch.Tensor]:
-    """Return RMSNorm of the rows, None, and one over their root mean squares."""
+    """Return RMSNorm of the rows, None, and the reciprocals of their root mean squares."""
     empty, rstd = norm_stats(input, eps, True)
     made = norm_apply(input, empty, rstd, weight, None, zero_centered_gamma, True)
     return _written(made, ln_out, quantizer, otype), None, rstd
@@ -392,20 +393,20 @@ def get_cudnn_version() -> int:
 
 
 def get_cublasLt_version() -> int:
-    """Return 0: products run by PyTorch and Triton."""
+    """Return 0, because products run by PyTorch and Triton."""
     return 0
 
 
 def ubuf_built_with_mpi() -> bool:
-    """False: there are no userbuffers."""
+    """Return False, because there are no userbuffers."""
     return False
 
 
 def nvte_built_with_cublasmp() -> bool:
-    """False: there is no cuBLASMp."""
+    """Return False, because there is no cuBLASMp."""
     return False
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """False: nothing here multicasts."""
+    """Return False, because nothing here multicasts."""
     return False

@@ -1,9 +1,9 @@
-"""`_extra_state` in Transformer Engine's checkpoints: state dicts for it, and its own rule of what may be unpickled.
+"""This module has state dicts with Transformer Engine's `_extra_state`, and its rule of what may be unpickled.
 
 `load_state_dict` reads its checkpoints as they are (`extra_state_bytes.py`); `upstream_state_dict` writes one.
 
-`should_load_extra_state_pickle` is a name of its own, which nothing here asks: it walks over the opcodes of a pickle. A
-payload without state can be ignored; one with the state of delayed scaling, or of a kind that is not known, is refused
+`should_load_extra_state_pickle` is one of its own names, which nothing here calls: it walks over the opcodes of a
+pickle. A payload without state can be ignored; one with the state of delayed scaling, or of an unknown kind, is refused
 unless an environment variable allows it.
 """
 
@@ -25,10 +25,10 @@ RECIPE_MODULES = ("transformer_engine.common.recipe", "mezzotint.recipe")
 
 
 def upstream_state_dict(model: nn.Module, recipe: DelayedScaling) -> dict[str, Any]:
-    """Return the model's state dict with `_extra_state` as Transformer Engine writes it for a recipe: bytes, in which
-    the recipe, its scales and its histories are; none where a module has learnt nothing.
+    """Return the model's state dict with `_extra_state` as Transformer Engine writes it for a recipe.
 
-    Transformer Engine unpickles them only where NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
+    It is bytes that hold the recipe, its scales and its amax histories, and is empty for a module without such state.
+    Transformer Engine unpickles them only if NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
     """
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(
@@ -43,8 +43,8 @@ def upstream_state_dict(model: nn.Module, recipe: DelayedScaling) -> dict[str, A
 
 
 class IgnoresExtraState(nn.Module):
-    """A module without state whose counterpart in Transformer Engine writes `_extra_state`: a checkpoint that has it
-    loads, strictly too."""
+    """This module has no state, but its counterpart in Transformer Engine writes `_extra_state`: a checkpoint that has
+    it loads here, strictly too."""
 
     def upstream_extra_state(self, recipe: DelayedScaling) -> torch.Tensor:
         """Return no bytes, as Transformer Engine does for a module without state."""
@@ -58,7 +58,8 @@ class IgnoresExtraState(nn.Module):
 
 
 class CheckpointExtraStatePolicy(Enum):
-    """What a recipe leaves in a checkpoint: nothing, scales and histories, or what its factory asks for."""
+    """This enumeration says what a recipe leaves in a checkpoint: nothing, scales and amax histories,
+    or what its factory asks for."""
 
     STATELESS = "stateless"
     STATEFUL_FP8_DELAYED_SCALING = "stateful_fp8_delayed_scaling"
@@ -78,7 +79,7 @@ def _policy_of(kind: type[Recipe]) -> CheckpointExtraStatePolicy:
     return CheckpointExtraStatePolicy.DYNAMIC if is_custom else CheckpointExtraStatePolicy.STATELESS
 
 
-# By the module and the name that a pickle has of a recipe's class.
+# The keys are the module and the name that a pickle has of a recipe's class.
 _RECIPE_POLICIES = {
     (module, kind.__name__): _policy_of(kind)
     for kind in _recipe_classes()
@@ -88,22 +89,22 @@ _RECIPE_POLICIES = {
 
 
 def recipe_extra_state_policy(recipe: Recipe) -> CheckpointExtraStatePolicy | None:
-    """Return what a recipe leaves in a checkpoint; None for a class that is not known."""
+    """Return what a recipe leaves in a checkpoint, or None for an unknown class."""
     return _RECIPE_POLICIES.get((type(recipe).__module__, type(recipe).__name__))
 
 
 def is_stateless_recipe(recipe: Recipe) -> bool:
-    """Whether a recipe leaves nothing in a checkpoint."""
+    """Return whether a recipe leaves nothing in a checkpoint."""
     return recipe_extra_state_policy(recipe) is CheckpointExtraStatePolicy.STATELESS
 
 
 def unsafe_pickle_extra_state_enabled() -> bool:
-    """Whether the environment allows pickles to be executed."""
+    """Return whether the environment allows pickles to be executed."""
     return os.getenv(UNSAFE_PICKLE_EXTRA_STATE_ENV, "0") == "1"
 
 
 def extra_state_pickle_advisory(context: str) -> str:
-    """Return the sentence that a refused pickle is answered with."""
+    """Return the message of the error that refuses a pickle."""
     return (
         f"Refusing to load pickled extra state for {context}: it holds the state of delayed scaling, or an unknown "
         "kind of state, and unpickling can execute code that the file brings. Where the file is from a trusted source, "
@@ -112,7 +113,8 @@ def extra_state_pickle_advisory(context: str) -> str:
 
 
 def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
-    """Return whether pickled state is to be loaded: False where there is none in it. RuntimeError where it may not."""
+    """Return whether pickled state is to be loaded, False if it holds none, and raise a
+    RuntimeError if it may not be."""
     if not _holds_state(data):
         return False
     if unsafe_pickle_extra_state_enabled():
@@ -121,7 +123,7 @@ def should_load_extra_state_pickle(data: bytes, context: str) -> bool:
 
 
 def _holds_state(data: bytes) -> bool:
-    """Whether a pickle has state, as far as its opcodes tell; one that cannot be read counts as having some."""
+    """Return whether a pickle has state, as far as its opcodes tell; one that cannot be read counts as having some."""
     if not data:
         return False
     try:
@@ -129,7 +131,7 @@ def _holds_state(data: bytes) -> bool:
     except Exception:
         return True
     has_scales = bool(DELAYED_KEYS & set(strings))
-    if not names and not has_scales:  # no global name: nothing can be called, and nothing is worth loading
+    if not names and not has_scales:  # without a global name nothing can be called, and nothing is worth loading
         return False
     policies = {_RECIPE_POLICIES[name] for name in names if name in _RECIPE_POLICIES}
     is_known = "recipe" in strings and bool(policies)
@@ -137,7 +139,7 @@ def _holds_state(data: bytes) -> bool:
 
 
 def _contents(data: bytes) -> tuple[list[str], list[tuple[str, str] | None]]:
-    """The strings of a pickle, and the global names that it refers to; None for a name that is not plain."""
+    """Return the strings of a pickle, and the global names that it refers to; None for a name that is not plain."""
     strings: list[str] = []
     names: list[tuple[str, str] | None] = []
     for opcode, argument in _opcodes(data):

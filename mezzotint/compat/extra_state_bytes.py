@@ -1,4 +1,5 @@
-"""Delayed scaling's state in the form of Transformer Engine's checkpoints: a pickled dictionary in a tensor of bytes.
+"""This module converts delayed scaling's state from and to the form in Transformer Engine's checkpoints: a pickled
+dictionary in a tensor of bytes.
 
     {"recipe": …, "scale_fwd": [n], "amax_history_fwd": (L, n), "scale_bwd": …, "amax_history_bwd": …,
      "extra_fp8_variables": {"num_gemms": …}}
@@ -7,8 +8,8 @@ A module has 3 columns per GEMM forward (input, weight, output) and 2 backward (
 that modules here have them. An operation has no columns for output and grad_input, and its two directions are
 dictionaries of their own, under "forward" and "backward".
 
-A pickle is a program, and this reader runs none of it: the few names that a tensor and a recipe need give stand-ins
-that are made for one reading; any other name is an error before anything is called.
+A pickle is a program, and this reader runs none of it: the few names that a tensor and a recipe need are replaced by
+stand-ins that are made for one reading, and any other name raises an error before anything is called.
 """
 
 import io
@@ -21,9 +22,10 @@ import torch
 
 from mezzotint.recipe import DelayedScaling
 
-EXTRA_STATE = "_extra_state"  # the last part of the name in a state dict
+EXTRA_STATE = "_extra_state"  # the suffix of the name in a state dict
 RECIPES = "transformer_engine.common.recipe"
-# What a recipe is pickled as by Transformer Engine, by Megatron-Core, whose recipe is a subclass, and by itself here.
+# A recipe is pickled under these modules: by Transformer Engine, by Megatron-Core, whose recipe is a
+# subclass, and by this package.
 _RECIPE_MODULES = (RECIPES, "megatron.core.extensions.transformer_engine", "mezzotint.recipe")
 _RECIPE_NAMES = {
     *("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling", "NVFP4BlockScaling"),
@@ -36,7 +38,8 @@ _PER_GEMM = {"fwd": 3, "bwd": 2}
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler of dictionaries, lists, numbers, strings, tensors, and recipes, of which nothing is kept."""
+    """This unpickler reads dictionaries, lists, numbers, strings and tensors; recipes are read too,
+    and nothing of them is kept."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _RECIPE_MODULES and name in _RECIPE_NAMES:
@@ -53,7 +56,8 @@ class _Reader(pickle.Unpickler):
 
 
 class _Call:
-    """A function that a pickle may call. It is made for one reading: what a pickle writes on it ends with that."""
+    """A `_Call` is a function that a pickle may call. It is made for one reading, so that what a
+    pickle sets on it ends with that."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -63,7 +67,7 @@ class _Call:
 
 
 def _stand_in() -> type:
-    """Return a new class, which takes any arguments and does nothing with them."""
+    """Return a new class that accepts any arguments and ignores them."""
 
     def __new__(cls: type, *args: Any) -> Any:
         return object.__new__(cls)
@@ -74,7 +78,7 @@ def _stand_in() -> type:
 def _storage(data: bytes) -> torch.UntypedStorage:
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # whose message advises to execute the file
+    except Exception as error:  # its message advises to execute the file, so it is replaced
         raise pickle.UnpicklingError("the numbers of a tensor are not what torch.save writes of them") from error
     if isinstance(found, torch.storage.TypedStorage):
         if found.dtype != torch.float32:
@@ -84,15 +88,17 @@ def _storage(data: bytes) -> torch.UntypedStorage:
 
 
 def _tensor(storage: torch.UntypedStorage, offset: int, size: Any, stride: Any, *rest: Any) -> torch.Tensor:
-    # Strides of 0 would make any size of a few bytes.
+    # Without this check, strides of 0 would make a tensor of any size out of a few bytes.
     if not isinstance(storage, torch.UntypedStorage) or math.prod(size) * 4 > storage.nbytes():
         raise pickle.UnpicklingError("a tensor that is larger than its numbers")
     return torch.empty(0, dtype=torch.float32).set_(storage, offset, tuple(size), tuple(stride))
 
 
 def read_extra_state(data: torch.Tensor) -> torch.Tensor | None:
-    """Return the state in bytes of Transformer Engine's as modules here keep it: FP32 (1 + L, 5 per GEMM), scales, then
-    histories. None where there are no scales in it. What is not such a state is a ValueError, and nothing is executed.
+    """Return the state in Transformer Engine's bytes as modules here keep it: FP32 (1 + L, 5 per GEMM),
+    scales, then amax histories.
+
+    It returns None if the bytes hold no scales, and raises a ValueError if they are no such state. Nothing is executed.
     """
     raw = data.detach().cpu().contiguous().numpy().tobytes()
     try:
@@ -106,7 +112,7 @@ def read_extra_state(data: torch.Tensor) -> torch.Tensor | None:
             return None
         parts = [_columns(forward, "fwd", is_operation)]
         gemms = parts[0].shape[1] // _PER_GEMM["fwd"]
-        # An operation that was not trained has nothing of gradients.
+        # An operation that was not trained has no state of gradients.
         is_there = "scale_bwd" in backward
         parts.append(_columns(backward, "bwd", is_operation) if is_there else _fresh(2 * gemms))
     except Exception as error:
@@ -123,7 +129,7 @@ def _fresh(columns: int) -> torch.Tensor:
 
 
 def _columns(state: dict[str, Any], direction: str, is_operation: bool) -> torch.Tensor:
-    """The scales and the history of a direction, (1 + L, columns of our modules)."""
+    """Return the scales and the amax history of a direction, (1 + L, columns of our modules)."""
     scale, history = state[f"scale_{direction}"], state[f"amax_history_{direction}"]
     if not isinstance(scale, torch.Tensor) or not isinstance(history, torch.Tensor):
         raise TypeError(f"scale_{direction} or amax_history_{direction} is no tensor")
@@ -143,7 +149,7 @@ def _columns(state: dict[str, Any], direction: str, is_operation: bool) -> torch
 def write_extra_state(state: torch.Tensor, recipe: DelayedScaling, is_operation: bool = False) -> torch.Tensor:
     """Return a state as modules here keep it, FP32 (1 + L, 5 per GEMM), as bytes that Transformer Engine reads.
 
-    Transformer Engine unpickles such bytes only where NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
+    Transformer Engine unpickles such bytes only if NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 is set.
     """
     gemms = state.shape[1] // 5
     state = state.detach().to("cpu", torch.float32)[: 1 + recipe.amax_history_len]
@@ -168,7 +174,8 @@ def write_extra_state(state: torch.Tensor, recipe: DelayedScaling, is_operation:
 
 
 def _dumped(value: Any) -> bytes:
-    """A value's pickle of protocol 3 without its frame: to be put into another pickle. It reads no memo of others."""
+    """Return a value's pickle of protocol 3 without its frame, to be put into another pickle; it
+    refers to no memo of others."""
     return pickle.dumps(value, protocol=3)[2:-1]
 
 
@@ -177,7 +184,7 @@ def _dictionary(items: dict[str, bytes]) -> bytes:
 
 
 def _dumped_recipe(recipe: DelayedScaling) -> bytes:
-    """The call of Transformer Engine's class by its name, which need not be there to write it."""
+    """Return a pickled call of Transformer Engine's class by its name; the class need not be installed."""
     if callable(recipe.amax_compute_algo) or callable(recipe.scaling_factor_compute_algo):
         raise ValueError(
             "the recipe has a function of its own for maxima or scales: a checkpoint has no place for code"

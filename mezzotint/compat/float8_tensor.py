@@ -1,4 +1,4 @@
-"""Names that were in `transformer_engine.pytorch.float8_tensor`. Import them from `mezzotint`."""
+"""This module has the names of `transformer_engine.pytorch.float8_tensor`. Import them from `mezzotint`."""
 
 import warnings
 

@@ -1,4 +1,5 @@
-"""Names that were in `transformer_engine.pytorch.fp8`. Import them from `mezzotint` or `mezzotint.quantization`."""
+"""This module has the names of `transformer_engine.pytorch.fp8`. Import them from `mezzotint`
+or `mezzotint.quantization`."""
 
 import warnings
 

@@ -1,7 +1,7 @@
-"""FP8GlobalStateManager: upstream's name for questions about the state behind `autocast`.
+"""FP8GlobalStateManager is upstream's name for questions about the state behind `autocast`.
 
-Upstream keeps scales and histories of all modules in global buffers. Here each module has its own: the functions that
-enter them, and those that copy state for recomputation (which `mezzotint.checkpoint` does), do nothing.
+Upstream keeps scales and amax histories of all modules in global buffers. Here each module has its own: the functions
+that register them, and those that copy state for recomputation (which `mezzotint.checkpoint` does), do nothing.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ from mezzotint.region import AutocastState, State, current_state, get_autocast_s
 
 
 class FP8GlobalStateManager:
-    """Functions only: what there is to keep is in `region.py`."""
+    """This class has functions only; the state that they ask for is in `region.py`."""
 
     is_fp8_available = staticmethod(is_fp8_available)
     is_mxfp8_available = staticmethod(is_mxfp8_available)
@@ -35,7 +35,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_autocast_state(cls, state: AutocastState) -> None:
-        """Set what `get_autocast_state` gave."""
+        """Restore the state that `get_autocast_state` returned."""
         set_autocast_state(state)
 
     @staticmethod
@@ -77,7 +77,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def is_first_fp8_module(cls) -> bool:
-        """False: no module does something for all others."""
+        """Return False, because no module does work for all others."""
         return False
 
     @classmethod
@@ -92,12 +92,12 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_key_in_buffer(cls, forward: bool, fp8_recipe: Recipe, fp8_group: Any) -> str:
-        """Return that string with a direction in front of it."""
+        """Return the string of `get_unique_autocast_key` with a direction in front of it."""
         return f"{cls.get_fwd_bwd_key(forward)}_{cls.get_unique_autocast_key(fp8_recipe, fp8_group)}"
 
     @classmethod
     def split_key_in_buffer(cls, key: str) -> tuple[bool, str]:
-        """Return the direction of such a key, whether it is forward, and the rest."""
+        """Return whether a key of `get_key_in_buffer` is for forward, and the rest of the key."""
         direction, _, rest = key.partition("_")
         return direction == "forward", rest
 
@@ -119,7 +119,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def reduce_tensor_across_group_op_max(tensor: torch.Tensor, group: Any) -> None:
-        """Write the largest values over the processes of a group into a tensor."""
+        """Write the elementwise maximum over the ranks of a group into a tensor."""
         if is_initialized():
             tensor.copy_(all_reduce_max(tensor, group))
 
@@ -149,7 +149,8 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reduce_and_update_fp8_tensors(cls, forward: bool = True) -> None:
-        """Delayed scaling's new scales now, of the modules that wait for the end of the region, or of the backward."""
+        """Update delayed scaling's scales now, of the modules that wait for the end of
+        the region or of the backward."""
         if forward:
             update_pending(True)
         else:
@@ -157,7 +158,8 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """One element, FP32: 1 for kept weights (`is_first_microbatch`) that are not to be quantized again, else 0."""
+        """Set the flag that graphs read, FP32 [1]: 1 if kept weights (`is_first_microbatch`) are not
+        to be quantized again, else 0."""
         state = current_state()
         if state.skip_weight_update is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -170,7 +172,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """Put the state of this thread back to what it is after the import."""
+        """Reset the state of this thread to what it is after the import."""
         state, fresh = current_state(), State()
         for name in State.__slots__:
             setattr(state, name, getattr(fresh, name))

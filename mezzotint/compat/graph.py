@@ -1,4 +1,4 @@
-"""Names around Transformer Engine's CUDA graphs, for programs that capture by themselves.
+"""This module has names around Transformer Engine's CUDA graphs, for programs that capture by themselves.
 
 `mezzotint.make_graphed_callables` captures; `fp8_graph_capturing()` and PyTorch say whether a stream is captured.
 """
@@ -26,22 +26,23 @@ def set_capture_end() -> None:
 
 
 def is_graph_capturing() -> bool:
-    """Whether `set_capture_start` was called and `set_capture_end` was not."""
+    """Return whether `set_capture_start` was called and `set_capture_end` was not."""
     return _is_capturing
 
 
 def graph_pool_handle() -> Any:
-    """Return the name of a memory pool that graphs can share."""
+    """Return the handle of a memory pool that graphs can share."""
     return torch.cuda.graph_pool_handle()
 
 
 def _stateful(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """The modules that have state of delayed scaling, in the order of `modules()`."""
+    """Return the modules that have state of delayed scaling, in the order of `modules()`."""
     return [each for module in modules for each in module.modules() if hasattr(each, "get_fp8_meta_tensors")]
 
 
 def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list[Any] | None:
-    """Return copies of the scales and histories of delayed scaling, which warm-up runs change; None for others."""
+    """Return copies of delayed scaling's scales and amax histories, which warm-up runs
+    change, or None for other recipes."""
     if not isinstance(recipe, DelayedScaling):
         return None
     saved = []
@@ -52,7 +53,7 @@ def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) 
 
 
 def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[Any] | None) -> None:
-    """Write back what `save_fp8_tensors` gave."""
+    """Write back what `save_fp8_tensors` returned."""
     if fp8_tensors is None:
         return
     found = _stateful(modules)

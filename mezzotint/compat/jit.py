@@ -1,4 +1,5 @@
-"""The fused functions of Transformer Engine's `jit`: plain PyTorch here, which a compiled caller fuses with the rest.
+"""The fused functions of Transformer Engine's `jit` are plain PyTorch here, which a
+compiled caller fuses with the rest.
 
 Called eagerly they run operation by operation. `jit_fuser` compiles a function on its first call.
 """
@@ -18,7 +19,8 @@ _CUBIC = 0.044715
 
 
 def lazy_compile(func: Function) -> Function:
-    """Compile a function when it is first called; in a function that is being compiled, it is a part of that."""
+    """Compile a function when it is first called; inside a function that is being
+    compiled, it becomes a part of that."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -31,12 +33,13 @@ jit_fuser = dropout_fuser = lazy_compile
 
 
 def no_torch_dynamo(recursive: bool = True, when: Callable[[dict[str, Any]], Any] | None = None) -> Any:
-    """Return a decorator that changes nothing: what is here compiles. `torch.compiler.disable` keeps a function out."""
+    """Return a decorator that changes nothing, as all code here compiles;
+    `torch.compiler.disable` keeps a function out."""
     return lambda function: function
 
 
 def set_jit_fusion_options() -> None:
-    """Do nothing: there are options of a former compiler of PyTorch's only."""
+    """Do nothing: the options belong to a former compiler of PyTorch."""
 
 
 def _warm_up(*args: Any, **kwargs: Any) -> None:
@@ -81,7 +84,7 @@ def bgrad_dgelu_fused_(
 
 
 def bias_gelu_fused(inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return gelu(inp + bias), outside of `torch.autocast`; a bias that is None or empty is none."""
+    """Return gelu(inp + bias), outside of `torch.autocast`; a bias that is None or empty is not added."""
     with _no_autocast(inp):
         return gelu_fused_(inp) if bias is None or not bias.numel() else bias_gelu_fused_(inp, bias)
 
@@ -89,7 +92,7 @@ def bias_gelu_fused(inp: torch.Tensor, bias: torch.Tensor | None) -> torch.Tenso
 def bgrad_dgelu_fused(
     grad_output: torch.Tensor, inp: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the gradients of `bias_gelu_fused`'s bias, None without one, and input."""
+    """Return the gradients of `bias_gelu_fused`'s bias, or None without one, and of its input."""
     with _no_autocast(inp):
         if bias is None or not bias.numel():
             return None, dgelu_fused_(grad_output, inp)
@@ -100,21 +103,21 @@ def bgrad_dgelu_fused(
 
 
 def l2normalization_fwd_fused_(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x over its length, and one over the length, FP32."""
+    """Return x divided by its L2 norm, and the reciprocal of the norm in FP32."""
     wide = x.float()
     reciprocal = torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
     return (wide * reciprocal).to(x.dtype), reciprocal
 
 
 def l2normalization_fused_(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x over its length."""
+    """Return x divided by its L2 norm."""
     return l2normalization_fwd_fused_(x, eps)[0]
 
 
 def l2normalization_backward_fused_(
     grad_output: torch.Tensor, x: torch.Tensor, rsqrt_norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Return the gradient of x, given one over its length."""
+    """Return the gradient of x, given `rsqrt_norm`, the reciprocal of its L2 norm."""
     wide, grad = x.float(), grad_output.float()
     along = (wide * grad).sum(dim=-1, keepdim=True)
     length = wide.square().sum(dim=-1, keepdim=True) + eps
@@ -122,13 +125,13 @@ def l2normalization_backward_fused_(
 
 
 def l2normalization_fused(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x over its length, outside of `torch.autocast`."""
+    """Return x divided by its L2 norm, outside of `torch.autocast`."""
     with _no_autocast(x):
         return l2normalization_fused_(x, eps)
 
 
 def l2normalization_fwd_fused(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x over its length, and one over the length, outside of `torch.autocast`."""
+    """Return x divided by its L2 norm, and the reciprocal of the norm, outside of `torch.autocast`."""
     with _no_autocast(x):
         return l2normalization_fwd_fused_(x, eps)
 
@@ -136,7 +139,7 @@ def l2normalization_fwd_fused(x: torch.Tensor, eps: float) -> tuple[torch.Tensor
 def l2normalization_backward_fused(
     grad_output: torch.Tensor, x: torch.Tensor, rsqrt_norm: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Return the gradient of x, given one over its length, outside of `torch.autocast`."""
+    """Return the gradient of x, given the reciprocal of its L2 norm, outside of `torch.autocast`."""
     with _no_autocast(x):
         return l2normalization_backward_fused_(grad_output, x, rsqrt_norm, eps)
 

@@ -1,4 +1,4 @@
-"""Questions about the pages of a cache of keys and values, by Transformer Engine's names."""
+"""This module answers questions about the pages of a cache of keys and values, by Transformer Engine's names."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import torch
 
 
 class PageQuestions:
-    """Mixed into the manager of pages: who has which, and how many are free."""
+    """This mixin tells for the manager of pages which sequence has which pages, and how many are free."""
 
     allocated_pages: dict[int, list[int]]
     free_pages: list[int]
@@ -16,7 +16,7 @@ class PageQuestions:
     sequences: "OrderedDict[int, int]"
 
     def has_free_page(self) -> bool:
-        """Whether a page is left."""
+        """Return whether a page is left."""
         return bool(self.free_pages)
 
     def get_sequence_count(self) -> int:
@@ -24,7 +24,7 @@ class PageQuestions:
         return len(self.sequences)
 
     def get_sequence_lengths(self) -> list[int]:
-        """Return how many tokens each of them has, in their order."""
+        """Return how many tokens each sequence in the cache has, in the order of the sequences."""
         return list(self.sequences.values())
 
     def get_page_count(self, seq: int) -> int:
@@ -36,7 +36,7 @@ class PageQuestions:
         return list(self.allocated_pages.get(seq, []))
 
     def get_page_table(self, sequences: Iterable[int]) -> torch.Tensor:
-        """Return those of several sequences, int32 [sequences, pages], with zeros behind the last page of each."""
+        """Return the pages of several sequences, int32 [sequences, pages], with zeros behind the last page of each."""
         lists = [self.get_page_list(seq) for seq in sequences]
         rows = [pages + [0] * (self.max_pages_per_seq - len(pages)) for pages in lists]
         table = torch.tensor(rows, dtype=torch.int32, device=self.page_table.device)

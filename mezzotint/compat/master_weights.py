@@ -1,4 +1,5 @@
-"""Quantized weights from master weights that the ranks of a group hold in parts: for a distributed optimizer.
+"""This module quantizes weights from master weights that are sharded over the ranks of a group,
+for a distributed optimizer.
 
 Each rank has all of a quantized weight and, in high precision, the flat range of it that its optimizer updates:
 
@@ -6,11 +7,11 @@ Each rank has all of a quantized weight and, in high precision, the flat range o
     … the client gathers the codes of all ranges …
     post_all_gather_processing(weights)                             the column-wise copies, which follow from the codes
 
-What comes out has the bits of a weight that is quantized whole. Only the largest absolute values of blocks go over the
-network, in one collective for all weights. Where the scales of a format follow from these, a rank that knows them
-quantizes a stand-in for the weight: its own range, zeros elsewhere, and in each block that is not all its own the
-block's largest value somewhere outside of the range. Where they do not (1x128 blocks, 4over6, hybrid and custom
-quantizers), the fragments themselves are exchanged, and every rank quantizes the whole.
+What comes out has the bits of a weight that is quantized whole. Only the amaxes of blocks go over the network, in one
+collective for all weights. If the scales of a format follow from these, a rank that knows them quantizes a stand-in for
+the weight: its own range, zeros elsewhere, and in each block that is not all its own the block's amax somewhere outside
+of the range. If they do not (1x128 blocks, 4over6, hybrid and custom quantizers), the fragments themselves are
+exchanged, and every rank quantizes the whole.
 """
 
 from collections.abc import Sequence
@@ -30,12 +31,12 @@ from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 Shape = tuple[int, int]
-_ABSENT = torch.iinfo(torch.int32).min  # as a float's bits −0.0: less than those of any other value
+_ABSENT = torch.iinfo(torch.int32).min  # the bits of −0.0: as an int32 less than those of any other float
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One weight, the range of it that this rank updates, and where its codes go."""
+    """A `_Part` is one weight, the range of it that this rank updates, and where its codes go."""
 
     weight: Any
     fragment: torch.Tensor | None  # [n], in the nominal dtype of the weight
@@ -60,12 +61,12 @@ def quantize_master_weights(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Write this rank's ranges of quantized weights, and the scales of all of them. A collective.
+    """Write this rank's ranges of quantized weights, and the scales of all of them; all ranks of `group` call it.
 
-    `master_weights` has None where a weight is updated by other ranks only; `start_offsets` says where in the flat
-    weight a fragment begins. With `fsdp_shard_model_weights` the codes of a fragment go into these buffers (uint8, or a
-    pair for both directions) instead of the weight. Unless `manual_post_all_gather_processing`, column-wise copies that
-    follow from the row-wise codes are dropped, and made again where they are read.
+    `master_weights` has None for a weight that only other ranks update; `start_offsets` says where in the flat weight a
+    fragment begins. With `fsdp_shard_model_weights` the codes of a fragment go into these buffers (uint8, or a pair for
+    both directions) instead of the weight. Unless `manual_post_all_gather_processing`, column-wise copies that follow
+    from the row-wise codes are dropped, and made again when they are read.
     """
     shards = [None] * len(model_weights) if fsdp_shard_model_weights is None else list(fsdp_shard_model_weights)
     counts = {len(model_weights), len(master_weights), len(start_offsets), len(shards)}
@@ -103,12 +104,12 @@ def post_all_gather_processing(model_weights: Any) -> None:
 
 
 def clear_columnwise_cache(tensor: QuantizedTensorStorage) -> None:
-    """Drop the column-wise copy of a quantized tensor; it is made again where it is read, if its format can."""
+    """Drop the column-wise copy of a quantized tensor; it is made again when it is read, if its format can do that."""
     _drop_columnwise(tensor)
 
 
 def _checked(index: int, weight: Any, master: torch.Tensor | None, start: int | None, shard: Any) -> _Part:
-    """Refuse what cannot be a weight and a range of it."""
+    """Return the weight and its range as a `_Part`, or raise an error if they cannot be that."""
     if not isinstance(weight, QuantizedTensorStorage) or weight._quantizer is None:
         raise TypeError(
             f"model_weights[{index}] is a {type(weight).__name__}: give quantized parameters (quantized_model_init)"
@@ -125,20 +126,23 @@ def _checked(index: int, weight: Any, master: torch.Tensor | None, start: int | 
 
 
 def _codes(shard: Any) -> torch.Tensor | None:
-    """The bytes of a shard, which is a tensor of them or a quantized tensor."""
+    """Return the bytes of a shard, which is a tensor of them or a quantized tensor."""
     return getattr(shard, shard._ROWWISE[0]) if isinstance(shard, QuantizedTensorStorage) else shard
 
 
 # By the amaxes of blocks
 
-# Formats whose column-wise copy is a transpose of the row-wise one.
+# In these formats the column-wise copy is a transpose of the row-wise one.
 _DERIVED = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, NVFP4Quantizer)
 
 
 def _blocks(part: _Part, manual: bool) -> tuple[Shape, Shape | None] | None:
-    """The blocks that have one scale, row-wise and column-wise; no column-wise ones where that copy follows from the
-    row-wise. None where amaxes of blocks do not decide the scales, or where a copy that follows is not made again by
-    whoever reads it, and the caller does not ask for it (`manual`)."""
+    """Return the shapes of the blocks that have one scale, row-wise and column-wise; the latter is None if that copy
+    follows from the row-wise one.
+
+    It returns None if the amaxes of blocks do not decide the scales, or if a copy that follows is not made again by
+    whoever reads it and the caller does not ask for it (`manual`).
+    """
     quantizer = part.weight._quantizer
     if not part.weight.get_usages()["rowwise"]:
         return None
@@ -178,7 +182,7 @@ def _quantize_by_blocks(parts: list[tuple[_Part, tuple[Shape, Shape | None]]], g
 
 
 def _filled(part: _Part) -> torch.Tensor:
-    """The absolute values of the range in a matrix of zeros; NaN counts for no amax."""
+    """Return the absolute values of the range in a matrix of zeros; NaN counts as 0, so that it never is an amax."""
     values = torch.zeros(part.matrix, dtype=torch.float32, device=part.weight.device)
     if part.fragment is not None:
         values.view(-1)[part.start : part.stop] = part.fragment.float().abs().nan_to_num(0.0, torch.inf)
@@ -186,7 +190,8 @@ def _filled(part: _Part) -> torch.Tensor:
 
 
 def _block_values(x: torch.Tensor, matrix: Shape, block: Shape) -> torch.Tensor:
-    """(rows, columns) → (blocks, values of a block), with zeros, or False, in what sticks out of the matrix."""
+    """Return the values of each block, (rows, columns) → (blocks, values of a block), with
+    zeros or False beyond the matrix."""
     padded = torch.nn.functional.pad(x, (0, -matrix[1] % block[1], 0, -matrix[0] % block[0]))
     rows, columns = padded.shape[0] // block[0], padded.shape[1] // block[1]
     tiles = padded.view(rows, block[0], columns, block[1]).transpose(1, 2)
@@ -194,7 +199,8 @@ def _block_values(x: torch.Tensor, matrix: Shape, block: Shape) -> torch.Tensor:
 
 
 def _stand_in(part: _Part, block: Shape, amax: torch.Tensor) -> torch.Tensor:
-    """A matrix with this rank's range, and in each block, at the first place outside of the range, its amax."""
+    """Return a matrix with this rank's range, and in each block, at the first place outside of
+    the range, the block's amax."""
     rows, columns = part.matrix
     values = torch.zeros(rows * columns, dtype=part.weight._dtype, device=part.weight.device)
     is_other = torch.ones(rows * columns, dtype=torch.bool, device=part.weight.device)
@@ -232,7 +238,7 @@ def _write(part: _Part, made: Any, is_columnwise: bool) -> None:
 
 
 def _byte(offset: int, part: _Part, codes: int) -> int:
-    """Where the code of an element lies in the flat codes."""
+    """Return where the code of an element lies in the flat codes."""
     size = part.weight.shape.numel()
     if size % codes or offset % (size // codes):
         raise ValueError(
@@ -252,7 +258,7 @@ def _drop_columnwise(weight: Any) -> None:
 
 
 def _quantize_whole(parts: list[_Part], group: Any) -> None:
-    """Exchange the fragments bit by bit, and quantize the weights from all of them."""
+    """Exchange the bits of all fragments, and quantize the whole weights."""
     if not parts:
         return
     if any(shard is not None for part in parts for shard in part.shards):

@@ -1,4 +1,4 @@
-"""Helpers of Transformer Engine's fusible operations, for operations that a program brings."""
+"""This module has helpers of Transformer Engine's fusible operations, for operations that a program brings."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 def is_quantized_tensor(tensor: Any) -> bool:
-    """Whether a tensor, or the storage of one, is quantized."""
+    """Return whether a tensor, or the storage of one, is quantized."""
     return isinstance(tensor, QuantizedTensorStorage)
 
 
@@ -19,7 +19,7 @@ def maybe_dequantize(tensor: Any, dtype: torch.dtype | None = None) -> torch.Ten
 
 
 def maybe_autocast_dtype(*, device_type: str = "cuda", default_dtype: torch.dtype | None = None) -> torch.dtype:
-    """Return the dtype of `torch.autocast` where it is on, else the default that is given, or PyTorch's."""
+    """Return the dtype of `torch.autocast` if it is on, else `default_dtype`, or PyTorch's default without one."""
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return torch.get_default_dtype() if default_dtype is None else default_dtype

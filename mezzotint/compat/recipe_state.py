@@ -1,7 +1,7 @@
-"""RecipeState: the quantizers of a list of tensors, and the state that they need, outside of a module.
+"""RecipeState holds the quantizers of a list of tensors, and the state that they need, outside of a module.
 
 Modules keep their state in buffers of their own (`layer/scaling_state.py`); this is for code that quantizes by itself.
-`RecipeState.create` gives the class of a recipe; each can be made by itself, too, for its own recipe.
+`RecipeState.create` picks the class for a recipe; each class can also be made directly, for its own recipe.
 """
 
 from collections.abc import Sequence
@@ -31,9 +31,12 @@ from mezzotint.tensor.quantizer import Quantizer
 
 
 class RecipeState:
-    """Slots of one direction, `mode` "forward" or "backward". Those without a role are a linear's, over and over."""
+    """A `RecipeState` has the slots of one direction, `mode` "forward" or "backward": one quantizer for each tensor.
 
-    _counted_type: ClassVar[str] = "linear"  # of the module that slots without a role belong to
+    Slots without a role are taken as those of a linear layer, repeated.
+    """
+
+    _counted_type: ClassVar[str] = "linear"  # the module type of slots without a role
     scale: torch.Tensor | None = None  # FP32 [n], of delayed scaling
     amax_history: torch.Tensor | None = None  # FP32 (L, n)
 
@@ -74,14 +77,14 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> "RecipeState":
-        """Return the state of a recipe, of the class that belongs to it."""
+        """Return the state of a recipe, of the class that belongs to that recipe."""
         check_recipe(recipe)
         found = [state for kind, state in STATES.items() if isinstance(recipe, kind)]
         made = found[0] if found else RecipeState
         return made(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     def make_quantizers(self) -> list[Quantizer]:
-        """One for each slot; those of delayed scaling read and write this state."""
+        """Return a quantizer for each slot; those of delayed scaling read and write this state."""
         return [self._quantizer(slot, made) for slot, made in enumerate(self._made)]
 
     def _quantizer(self, slot: int, made: Any) -> Quantizer:
@@ -93,7 +96,8 @@ class RecipeState:
         return Float8Quantizer(self.scale[slot : slot + 1], self.amax_history[0, slot : slot + 1], dtype)
 
     def inherit_state_from(self, other: "RecipeState") -> None:
-        """Take scales and histories over where both have them: the first rows of a history, zeros behind them."""
+        """Copy scales and amax histories from `other` if both states have them: the first
+        rows of a history, then zeros."""
         if self.scale is None or self.amax_history is None or other.scale is None or other.amax_history is None:
             return
         if self.scale.shape != other.scale.shape:
@@ -107,55 +111,55 @@ class RecipeState:
 
 
 class _OneFormatState(RecipeState):
-    """Has one element type for all tensors of a direction."""
+    """This state has one element type for all tensors of a direction."""
 
     @property
     def dtype(self) -> DType:
-        """That type."""
+        """Return the element type of this direction."""
         return get_fp8_te_dtype(self.recipe, self.mode == "forward")
 
 
 class DelayedScalingRecipeState(_OneFormatState):
-    """Delayed scaling: `scale` FP32 [n], `amax_history` FP32 (length, n)."""
+    """This state of delayed scaling has `scale` FP32 [n] and `amax_history` FP32 (length, n)."""
 
 
 class Float8CurrentScalingRecipeState(_OneFormatState):
-    """FP8 with the scale of the tensor at hand: no state."""
+    """This recipe scales FP8 by the amax of the tensor at hand, so it keeps no state."""
 
 
 class MXFP8BlockScalingRecipeState(_OneFormatState):
-    """MXFP8: no state. A slot without a role is no weight that could be quantized by tiles."""
+    """MXFP8 keeps no state. A slot without a role is not taken as a weight, which could be quantized by tiles."""
 
     _counted_type = ""
 
 
 class Float8BlockScalingRecipeState(RecipeState):
-    """FP8 in blocks: no state."""
+    """FP8 in blocks keeps no state."""
 
     @property
     def qx_dtype(self) -> DType:
-        """The type of inputs."""
+        """Return the element type of inputs."""
         return get_fp8_te_dtype(self.recipe, True)
 
     @property
     def qw_dtype(self) -> DType:
-        """The type of weights."""
+        """Return the element type of weights."""
         return get_fp8_te_dtype(self.recipe, True)
 
     @property
     def qgrad_dtype(self) -> DType:
-        """The type of gradients."""
+        """Return the element type of gradients."""
         return get_fp8_te_dtype(self.recipe, False)
 
 
 class NVFP4BlockScalingRecipeState(RecipeState):
-    """NVFP4: no state."""
+    """NVFP4 keeps no state."""
 
     dtype = DType.kFloat4E2M1
 
 
 class CustomRecipeState(RecipeState):
-    """A recipe of one's own: the state of delayed scaling, if its factory asks for that."""
+    """A custom recipe has the state of delayed scaling if its factory asks for that, else none."""
 
 
 STATES: dict[type[Recipe], type[RecipeState]] = {
@@ -169,18 +173,18 @@ STATES: dict[type[Recipe], type[RecipeState]] = {
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
-    """Return the 4-bit type of a recipe."""
+    """Return the 4-bit type of a recipe, which must be an NVFP4BlockScaling."""
     if not isinstance(fp4_recipe, NVFP4BlockScaling):
         raise ValueError(f"fp4_recipe is {type(fp4_recipe).__name__}: give an NVFP4BlockScaling")
     return DType.kFloat4E2M1
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Refuse what is no recipe; every recipe runs everywhere, by emulation where it must."""
+    """Raise an error if `recipe` is no recipe; every recipe runs everywhere, by emulation where it must."""
     check_recipe(recipe)
 
 
 def split_and_copy(buffer: torch.Tensor, outputs: Sequence[torch.Tensor], chunk_sizes: Sequence[int]) -> None:
-    """Copy parts of a flat buffer, of so many elements each, into tensors."""
+    """Copy consecutive pieces of a flat buffer, of `chunk_sizes` elements each, into `outputs`."""
     for output, part in zip(outputs, buffer.split(list(chunk_sizes)), strict=True):
         output.copy_(part.view(output.shape))

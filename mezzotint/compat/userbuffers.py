@@ -1,8 +1,9 @@
-"""Names of Transformer Engine's userbuffers, CUDA memory that GEMMs and collectives share. There are none here.
+"""Names of Transformer Engine's userbuffers, CUDA memory that GEMMs and collectives share: there are none here.
 
-What they are for, communication that overlaps with products, PyTorch does: functional collectives, which
-`mezzotint.comm.collectives` starts before and waits for after what is computed in between, and symmetric memory,
-which `torch.compile` is made to put under them (`torch._inductor.config._micro_pipeline_tp`; not tried with ours).
+PyTorch has what they are for, communication that overlaps with products. Functional collectives do it, which
+`mezzotint.comm.collectives` starts before and waits for after what is computed in between, and so does
+symmetric memory, which `torch.compile` can put under them (`torch._inductor.config._micro_pipeline_tp`; not
+tried with our collectives).
 """
 
 from enum import Enum
@@ -12,7 +13,7 @@ import torch
 
 
 class UserBufferQuantizationMode(Enum):
-    """What a userbuffer holds."""
+    """This enumeration says what a userbuffer would hold."""
 
     NONE = "none"
     FP8 = "fp8"
@@ -28,7 +29,7 @@ def initialize_ub(
     bootstrap_backend: Any = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Refused: it would seem to be there, and nothing would overlap."""
+    """Raise an error: without one, userbuffers would seem to be there, and nothing would overlap."""
     raise NotImplementedError(
         "initialize_ub: there are no CUDA userbuffers here. Leave the call and the ub_… options out: collectives of "
         "modules are functional ones, which torch.compile overlaps, with symmetric memory where it is set up "
@@ -37,4 +38,4 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Nothing to give back."""
+    """Do nothing: there is nothing to free."""

@@ -1,6 +1,7 @@
-"""Small helpers of Transformer Engine's that programs import: initialisation, sizes, devices, views, weak references.
+"""This module has small helpers of Transformer Engine that programs import: initialization, sizes,
+devices, views, weak references.
 
-Without a GPU those that ask for one answer for the CPU.
+Without a GPU, those that ask for one answer for the CPU.
 """
 
 import functools
@@ -30,7 +31,7 @@ def torch_version() -> tuple[int, ...]:
 
 
 def get_default_init_method() -> Initializer:
-    """Return how a weight is initialised unless told: normal, with a standard deviation of 0.023."""
+    """Return the default initialization of a weight: normal, with a standard deviation of 0.023."""
     return init_method_normal(0.023)
 
 
@@ -45,7 +46,8 @@ def init_method_normal(sigma: float) -> Initializer:
 
 
 def scaled_init_method_normal(sigma: float, num_layers: int) -> Initializer:
-    """The same with sigma / sqrt(2 · num_layers), for the layers whose outputs a residual adds up."""
+    """Return a function that fills a tensor from a normal distribution with standard deviation sigma / sqrt(2 ·
+    num_layers), for the layers whose outputs a residual adds up."""
     return init_method_normal(sigma / math.sqrt(2.0 * num_layers))
 
 
@@ -53,7 +55,7 @@ def scaled_init_method_normal(sigma: float, num_layers: int) -> Initializer:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a numerator that is no multiple of the denominator."""
+    """Raise an error if the numerator is no multiple of the denominator."""
     if numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
 
@@ -79,12 +81,12 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
 
 
 def check_dim_for_fp8_exec(tensor: torch.Tensor) -> bool:
-    """Whether cuBLAS multiplies a matrix of this shape in FP8. Modules here pad, and take any shape."""
+    """Return whether cuBLAS multiplies a matrix of this shape in FP8; modules here pad, and take any shape."""
     return tensor.dim() == 2 and tensor.size(0) % 8 == 0 and tensor.size(1) % 16 == 0
 
 
 def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
-    """Refuse tensors whose rows are no multiple of 8, or whose columns of 16."""
+    """Raise an error if the rows of a tensor are no multiple of 8, or its columns none of 16."""
     for tensor in tensors:
         if tensor.shape[:-1].numel() % 8 or tensor.shape[-1] % 16:
             raise ValueError(f"a tensor has shape {tuple(tensor.shape)}: rows must be a multiple of 8, columns of 16")
@@ -102,7 +104,11 @@ def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """The way back: the halves [a, b] of a weight or bias, along its first dimension, in alternating blocks of rows."""
+    """Return the halves [a, b] of a weight or bias, along its first dimension, in alternating
+    blocks of `interleave_size` rows.
+
+    This undoes `deinterleave_glu_tensor`.
+    """
     return _regrouped(tensor, interleave_size, (2, -1, interleave_size))
 
 
@@ -119,12 +125,12 @@ def _regrouped(tensor: torch.Tensor, interleave_size: int, blocks: tuple[int, in
 
 
 def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether one of the tensors requires a gradient."""
+    """Return whether one of the tensors requires a gradient."""
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def clear_tensor_data(*tensors: Any) -> None:
-    """Let go of the memory of tensors that others still refer to. They have no elements afterwards."""
+    """Free the memory of tensors that others still refer to; they have no elements afterwards."""
     for tensor in tensors:
         if isinstance(tensor, QuantizedTensorStorage):
             tensor.clear()
@@ -133,7 +139,7 @@ def clear_tensor_data(*tensors: Any) -> None:
 
 
 def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the tensor in a dtype, itself where it has it."""
+    """Return the tensor in a dtype, or the tensor itself if it has that dtype already."""
     if tensor is None or tensor.dtype == dtype:
         return tensor
     with torch.enable_grad():
@@ -142,7 +148,7 @@ def cast_if_needed(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Ten
 
 @functools.cache
 def get_cached_ones_tensor(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return ones, the same tensor at each call, which nobody writes."""
+    """Return a tensor of ones, the same one at each call, which must not be written."""
     return torch.ones(num_elements, dtype=dtype, device=device)
 
 
@@ -155,36 +161,36 @@ def split_tensor_along_dim(
 
 
 class SplitAlongDim:
-    """`SplitAlongDim.apply`: `torch.split`, by the name of an autograd function of Transformer Engine's."""
+    """`SplitAlongDim.apply` is `torch.split`, by the name of an autograd function of Transformer Engine."""
 
     @staticmethod
     def apply(
         mixed_x_layer: torch.Tensor, split_dim: int, split_size_or_sections: Any, squeeze: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return the parts; with `squeeze` without the dimension that was split into ones."""
+        """Return the pieces; with `squeeze` the dimension that was split, of size 1 then, is removed."""
         parts = torch.split(mixed_x_layer, split_size_or_sections, dim=split_dim)
         return tuple(part.squeeze(split_dim) for part in parts) if squeeze else tuple(parts)
 
 
 def combine_tensors(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the tensors, one behind the other in a new dimension."""
+    """Return the tensors stacked along a new dimension."""
     return torch.stack(list(tensors), dim)
 
 
 def noop_cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Return the tensors, one behind the other along a dimension; one alone as it is."""
+    """Return the tensors concatenated along a dimension; a single one is returned as it is."""
     if not tensors:
         raise ValueError("tensors is empty: give at least one")
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=dim)
 
 
 def needs_quantized_gemm(obj: Any, rowwise: bool = True) -> bool:
-    """Whether a product with this operand is one of quantized ones."""
+    """Return whether a product with this operand is a quantized one."""
     return type(obj) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def assert_viewless_tensor(tensor: Any, extra_msg: str | None = None) -> Any:
-    """Refuse a tensor that is a view of another, or a list with one."""
+    """Return the tensor, or the list of tensors, and raise an error if one is a view of another tensor."""
     if isinstance(tensor, list):
         return [assert_viewless_tensor(each, extra_msg) for each in tensor]
     if isinstance(tensor, torch.Tensor) and tensor._base is not None:
@@ -201,12 +207,13 @@ def safely_set_viewless_tensor_data(tensor: torch.Tensor, new_data_tensor: torch
 
 
 def attention_mask_func(attention_scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Write -10000 into the scores that are masked, in place."""
+    """Write -10000 into the scores that are masked, in place, and return them."""
     return attention_scores.masked_fill_(attention_mask, -10000.0)
 
 
 class _Bytes:
-    """The memory of a CUDA tensor, without a share in it, as PyTorch takes it from other libraries."""
+    """A `_Bytes` describes the memory of a CUDA tensor, as PyTorch takes it from other
+    libraries, without keeping it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
@@ -215,9 +222,9 @@ class _Bytes:
 
 
 def make_weak_ref(x: Any) -> Any:
-    """Return a tensor over the same CUDA memory that does not keep it; of lists, tuples and dictionaries, all of them.
+    """Return a tensor over the same CUDA memory that does not keep it alive; lists, tuples and dictionaries are mapped.
 
-    It is for buffers that a CUDA graph keeps. What is not on a GPU, and what is no tensor, is given back as it is.
+    It is for buffers that a CUDA graph keeps. What is not on a GPU, or is no tensor, is returned as it is.
     """
     if isinstance(x, torch.Tensor):
         if not x.is_cuda or isinstance(x, QuantizedTensorStorage):
@@ -234,7 +241,7 @@ def make_weak_ref(x: Any) -> Any:
 
 
 def canonicalize_device(device: torch.device | str | None) -> torch.device:
-    """Return a device with its number; None is the GPU in use, or the CPU where there is none."""
+    """Return a device with its index; None means the GPU in use, or the CPU without one."""
     if device is None:
         default = torch.get_default_device()
         device = "cuda" if default.type == "cpu" and torch.cuda.is_available() else default
@@ -255,7 +262,7 @@ def canonicalize_process_group(group: Any) -> Any:
 
 
 def devices_match(device1: torch.device | str, device2: torch.device | str) -> bool:
-    """Whether two devices are the same; "cuda" is the GPU in use."""
+    """Return whether two devices are the same; "cuda" means the GPU in use."""
     first, second = torch.device(device1), torch.device(device2)
     if first.type != second.type or first.type != "cuda":
         return first == second
@@ -270,7 +277,7 @@ def get_sm_count() -> int:
 
 
 def is_bf16_compatible() -> bool:
-    """Whether the GPU in use computes in BF16. A CPU does."""
+    """Return whether the GPU in use computes in BF16, as a CPU does."""
     return not torch.cuda.is_available() or get_device_compute_capability()[0] >= 8
 
 
@@ -283,7 +290,7 @@ def torch_get_autocast_gpu_dtype() -> torch.dtype:
 
 
 def validate_ctx_manager(ctx: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Refuse what does not make a context manager."""
+    """Raise an error if `ctx` does not make a context manager."""
     try:
         with ctx():
             pass
@@ -292,7 +299,7 @@ def validate_ctx_manager(ctx: Callable[[], AbstractContextManager[Any]]) -> None
 
 
 def validate_rng_states_func(get_rng_tracker: Any) -> None:
-    """Refuse a function that does not give a tracker of random number generators."""
+    """Raise an error if a function does not return a tracker of random number generators."""
     if not callable(get_rng_tracker):
         raise TypeError(f"get_rng_tracker is a {type(get_rng_tracker).__name__}: give a function")
     tracker = get_rng_tracker()
@@ -303,7 +310,7 @@ def validate_rng_states_func(get_rng_tracker: Any) -> None:
 
 
 def print_rank_0(*args: Any) -> None:
-    """Print in the first process only."""
+    """Print on rank 0 only."""
     if rank_in(None) == 0:
         print(*args)
 
@@ -314,8 +321,8 @@ def get_nvtx_range_context(msg: str) -> AbstractContextManager[Any]:
 
 
 def nvtx_range_push(msg: str) -> None:
-    """Do nothing, as Transformer Engine's unless an environment variable is set."""
+    """Do nothing, as Transformer Engine does unless an environment variable is set."""
 
 
 def nvtx_range_pop(msg: str | None = None) -> None:
-    """Do nothing, as Transformer Engine's unless an environment variable is set."""
+    """Do nothing, as Transformer Engine does unless an environment variable is set."""
