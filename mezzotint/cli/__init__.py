@@ -1,1 +1,2 @@
-"""The command line, `mezzotint` or `python -m mezzotint`. What it needs beside torch is the extra `mezzotint[cli]`."""
+"""The command line is `mezzotint` or `python -m mezzotint`. What it needs beside torch
+is the extra `mezzotint[cli]`."""

@@ -1,7 +1,7 @@
-"""The commands: what each takes, and what it says of itself.
+"""This module defines the commands: which options each takes, and what its help says.
 
-Nothing here imports torch, which takes seconds: help, errors of typing and shell scripts do not wait for it. A command
-imports the file of its name when it runs.
+Nothing here imports torch, which takes seconds, so that help, usage errors and shell scripts do not wait for it. A
+command imports the file of its name when it runs.
 """
 
 from importlib import import_module
@@ -21,7 +21,7 @@ from mezzotint.trainer.sizes import MODEL, MODELS, ModelConfig
 app = typer.Typer(
     help="Low-precision training (FP8, MXFP8, NVFP4) on PyTorch.", add_completion=False, pretty_exceptions_enable=False
 )
-# Of click, or of the copy of it that newer versions of typer carry.
+# This class is click's, or that of the copy of click which newer versions of typer carry.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 Out = Annotated[str | None, typer.Option(help="folder of the run", show_default="a new one under runs/")]
@@ -30,7 +30,7 @@ ModelOption = Annotated[
     typer.Option(help=f"sizes to begin with, as `mezzotint plan` takes them ({MODEL})", show_default=False),
 ]
 Timeout = Annotated[int, typer.Option(min=1, max=10**6, help="seconds that one of many processes waits for another")]
-# Of TrainConfig, what comparisons do not take: all recipes see all of the text.
+# Comparisons do not take these options of TrainConfig, because all recipes see all of the text.
 ALONE_IN_TRAIN = ("rules", "hold_out", "eval_every", "eval_batches", "sample", "inspect", "what_if")
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -75,8 +75,8 @@ def train(
 ) -> None:
     """Train a Llama-like language model on text that is on this machine.
 
-    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one. Over several processes, each
-    replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
+    Ctrl-C stops after a step, with a checkpoint; `--resume` goes on from the last one. Several processes train
+    together, each replica with a batch of its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
     """
     options = {"out": out, "resume": resume, "overwrite": overwrite, "model": model, "timeout": timeout}
     _file("train").run_train(**options, given=given)
@@ -96,7 +96,7 @@ def compare(
     model: ModelOption = None,
     given: dict[str, Any],
 ) -> None:
-    """Train in several recipes, print a table, draw the losses and their gaps to BF16.
+    """Train in several recipes, print a table, and draw the losses and their gaps to BF16.
 
     With --seeds 3 BF16 runs with three seeds. The distance between the lowest and the highest of their losses is the
     band of chance: it is drawn, and a gap that is no larger is reported as within chance.
@@ -110,7 +110,8 @@ def doctor(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="check compiled code, too")] = True,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine runs natively, emulated or as reference, and check every recipe; 1 where one is wrong."""
+    """Say what this machine runs natively, emulated or as reference, and check every recipe;
+    exit with 1 if one is wrong."""
     raise typer.Exit(_file("doctor").run_doctor(device, compiled, as_json))
 
 
@@ -152,10 +153,10 @@ def plan(
     as_json: Json = False,
     given: dict[str, Any],
 ) -> None:
-    """Parameters and memory of one training step of MODEL, recipe by recipe, on any machine.
+    """Print the parameters and the memory of one training step of MODEL, recipe by recipe, on any machine.
 
-    The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, what one
-    of many processes holds, and what it sends.
+    The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, the plan
+    is what one of many processes holds, and what it sends.
     """
     options = {"recipes": recipes, "rules": rules, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
     raise typer.Exit(_file("plan").run_plan(model=model, **options, given=given))
@@ -185,7 +186,7 @@ def write_published(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace OUT")] = False,
     shard_mb: Annotated[int, typer.Option(min=1, max=10**6, help="largest file of weights, in megabytes")] = 5000,
 ) -> None:
-    """Write a checkpoint in a low-precision format that other programs serve: OUT appears when it is whole."""
+    """Write a checkpoint in a low-precision format that other programs serve; OUT appears when it is complete."""
     _file("export").run_export(checkpoint, to, out, recipe, dtype, requantize, overwrite, shard_mb)
 
 
@@ -195,9 +196,9 @@ def compare_published(
     second: Annotated[str, typer.Argument(help="an export")],
     as_json: Json = False,
 ) -> None:
-    """Check that SECOND is what FIRST becomes: every code and scale is computed again; 1 where one differs."""
+    """Check that SECOND is what FIRST becomes: every code and scale is computed again; exit with 1 if one differs."""
     raise typer.Exit(_file("verify").run_verify(first, second, as_json))
 
 
-# Options, --help among them, are those of the measurement.
+# All options, --help among them, are passed on to the measurement.
 app.command(add_help_option=False, context_settings={"ignore_unknown_options": True})(bench)

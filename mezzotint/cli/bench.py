@@ -1,4 +1,4 @@
-"""`mezzotint bench`: what `make bench` runs. The measurements are beside the package in a clone, not in a wheel."""
+"""`mezzotint bench` runs what `make bench` runs. The measurements are beside the package in a clone, not in a wheel."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`mezzotint compare`: the same model, data and seed in several recipes, side by side, and BF16 with other seeds."""
+"""`mezzotint compare` trains the same model on the same data and seed in several recipes, and BF16 with other seeds."""
 
 import gc
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from mezzotint.trainer.sizes import MODEL, ModelConfig, find_model
 from mezzotint.trainer.training import Training
 from mezzotint.trainer.world import find_world
 
-# How far from BF16's the final loss may be, in nats a token, where nothing but the seed differs from the defaults.
+# The final loss may be this far from BF16's, in nats a token, if nothing but the seed differs from the defaults.
 ALLOWED = 0.03
 
 
 def run_compare(*, recipes: str, seeds: int, out: str | None, model: str | None, given: dict[str, Any]) -> None:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes."""
     if find_world().size > 1:
         raise CommandError("compare runs in one process: start it without torchrun; train runs in several")
     names = [BF16, *(name for name in recipe_names(recipes) if name != BF16)]
@@ -48,7 +48,7 @@ def run_compare(*, recipes: str, seeds: int, out: str | None, model: str | None,
     results: list[Result] = []
     for train in planned:
         training = Training(replace(config, train=train), text)
-        folder = folder or new_folder(out, "compare")  # not before: what cannot be trained leaves none behind
+        folder = folder or new_folder(out, "compare")  # not earlier, so that a failure leaves no folder behind
         name = train.recipe if train.seed == settings.seed else f"{train.recipe}-s{train.seed}"
         try:
             results.append(_run(training, folder / name, console))
@@ -56,14 +56,17 @@ def run_compare(*, recipes: str, seeds: int, out: str | None, model: str | None,
             if results:
                 console.print(as_table(results[:seeds], results[seeds:], settings, None))
             raise CommandError(f"{name}: {error}; what is finished is in {folder}", error.code) from None
-        del training  # before the next is made
+        del training  # free it before the next is made
         gc.collect()
     assert folder is not None
     _report(results[:seeds], results[seeds:], config, folder, console)
 
 
 def _report(baselines: list[Result], others: list[Result], config: RunConfig, folder: Path, console: Console) -> None:
-    """Print, write and draw; an error where a gap is too large. `baselines`: BF16 by seed, the others' first."""
+    """Print, write and draw the results, and raise an error if a gap is too large.
+
+    `baselines` are the runs of BF16 by seed, of which the first has the seed of the `others`.
+    """
     settings, limit = config.train, ALLOWED if is_default(config) else None
     console.print(as_table(baselines, others, settings, limit))
     figure, report = folder / "compare.png", folder / "compare.json"
@@ -83,12 +86,12 @@ def _run(training: Training, folder: Path, console: Console) -> Result:
 
 
 def gap(result: Result, baselines: Sequence[Result]) -> float:
-    """Final loss over BF16's, of the same seed."""
+    """Return by how much a final loss is larger than BF16's of the same seed."""
     return result.final - baselines[0].final
 
 
 def is_default(config: RunConfig) -> bool:
-    """But for the seed, and what decides no number."""
+    """Return whether a configuration is the default one, but for the seed and options that decide no number."""
     train = config.train
     usual = TrainConfig(seed=train.seed, compile=train.compile)
     is_own_text = train.data is not None or train.tokenizer is not None
@@ -105,7 +108,10 @@ def title_of(first: Result, settings: TrainConfig) -> str:
 def as_table(
     baselines: Sequence[Result], others: Sequence[Result], settings: TrainConfig, limit: float | None
 ) -> Table:
-    """`limit`: of the gaps, where one is known. With several seeds of BF16, gaps are also in units of their band."""
+    """Return the table of results; `limit` is that of the gaps, or None if none is known.
+
+    With several seeds of BF16, gaps are also in units of the band between their losses.
+    """
     table = Table(title=title_of(baselines[0], settings), title_justify="left")
     table.add_column("recipe")
     last = min(settings.last, settings.steps)
@@ -130,7 +136,8 @@ def as_table(
 
 
 def as_report(baselines: Sequence[Result], others: Sequence[Result], config: RunConfig) -> dict[str, Any]:
-    """`band` is None with one seed of BF16; results of its other seeds are `seeds`."""
+    """Return the results as JSON values; `band` is None with one seed of BF16, and `seeds` has
+    the results of its other seeds."""
     width = band_width([result.final for result in baselines])
     rows = [
         {

@@ -1,4 +1,4 @@
-"""`mezzotint doctor`: what this machine runs, how, and whether what it computes is right.
+"""`mezzotint doctor` says what this machine runs and how, and checks that what it computes is right.
 
 Each recipe runs one Linear forward and backward, eager and compiled, against FP32. With m bits of mantissa an element
 is off by at most 2^-(m+1) of itself, and over many terms errors add up as a random walk does: the bound of a product is
@@ -34,7 +34,7 @@ BF16_MANTISSA = 7
 
 
 def untried() -> str:
-    """What no test has run on the hardware that it is for."""
+    """Return a sentence on what no test has run on the hardware that it is for."""
     native = {made.title: [row.why for row in made.backends] for made in FORMATS.values() if made.backends}
     titles = [title for title, reasons in native.items() if all(hw.UNTRIED in why for why in reasons)]
     return (
@@ -45,28 +45,28 @@ def untried() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One recipe, eager or compiled."""
+    """A `Check` is the result of one recipe, eager or compiled."""
 
     recipe: str
     mode: str  # "eager" | "compiled"
-    errors: dict[str, float]  # of each product, relative to its norm
+    errors: dict[str, float]  # of each product, relative to the product's norm
     bounds: dict[str, float]
     same_bits: bool | None  # as eager
     problem: str | None
 
     @property
     def is_good(self) -> bool:
-        # Compiled and eager are the same bits by promise. Comparing this way around, NaN is not good.
+        # Compiled code promises the bits of eager code. With `<=`, NaN is not good.
         near = all(self.errors[name] <= bound for name, bound in self.bounds.items()) if self.errors else False
         return self.problem is None and near and self.same_bits is not False
 
 
 def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = False) -> int:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes, and return its exit status."""
     where = find_device(device)
     rows = hw.report(None if where.type == "cpu" else "current")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", hw.EmulationWarning)  # the table says it
+        warnings.simplefilter("ignore", hw.EmulationWarning)  # the table says it instead
         checks = [check for name in COMMAND_RECIPES for check in run_checks(name, where, compiled)]
     is_good = all(check.is_good for check in checks)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
@@ -92,7 +92,7 @@ def bounds_of(recipe: Recipe | None) -> dict[str, float]:
 
 
 def mantissa_of(recipe: Recipe | None, tensor_type: str) -> int:
-    """Bits of mantissa of a tensor under a recipe."""
+    """Return the bits of mantissa that a tensor has under a recipe."""
     if recipe is None:
         return BF16_MANTISSA
     asked: Any = recipe.quantizer(QuantizerRole("linear", tensor_type))
@@ -102,7 +102,7 @@ def mantissa_of(recipe: Recipe | None, tensor_type: str) -> int:
 
 
 def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
-    """Eager, then compiled."""
+    """Check a recipe in eager mode, then compiled."""
     checks, eager, recipe = [], None, COMMAND_RECIPES[name]
     for mode in ("eager", "compiled") if compiled else ("eager",):
         errors: dict[str, float] = {}
@@ -117,7 +117,7 @@ def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
             eager = made
         except CommandError as error:
             problem = str(error)
-        except Exception as error:  # whatever it is, it is what the user came for
+        except Exception as error:  # any error is what the user wants to see
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         checks.append(
             Check(
@@ -135,7 +135,7 @@ def run_checks(name: str, device: torch.device, compiled: bool) -> list[Check]:
 def _run(
     recipe: Recipe | None, device: torch.device, mode: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A fresh Linear, forward and backward: what it made, and the same in FP32."""
+    """Run forward and backward of a new Linear, and return its products and the same ones in FP32."""
     torch.manual_seed(0)
     x, grad = (torch.randn(SIZE, SIZE).to(device, torch.bfloat16) for _ in range(2))
     linear = Linear(SIZE, SIZE, bias=False, params_dtype=torch.bfloat16, device="cpu").to(device)
@@ -147,7 +147,7 @@ def _run(
     torch.manual_seed(1)
     with autocast(enabled=recipe is not None, recipe=recipe):
         y = call(leaf)
-    # In this thread: that of autograd has no CUDA context yet, and cuBLAS warns of it.
+    # Backward runs in this thread: that of autograd has no CUDA context yet, and cuBLAS warns of it.
     with torch.autograd.set_multithreading_enabled(False):
         y.backward(grad)
     weight: Any = linear.weight
@@ -185,7 +185,7 @@ def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check]
 
 
 def _merged(rows: list[hw.Row]) -> list[tuple[str, str, str, str]]:
-    """Operations of a format that run alike, in one row."""
+    """Return the rows, with the operations of a format that run alike joined into one."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         found.setdefault((row.format, row.how, row.why), []).append(row.operation)

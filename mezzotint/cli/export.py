@@ -1,4 +1,4 @@
-"""`mezzotint export`: a run, or a checkpoint, as a folder that other programs serve."""
+"""`mezzotint export` writes a run, or a checkpoint, as a folder that other programs serve."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def run_export(
 
 
 def _in_words_of_options(message: str) -> str:
-    """Name options where the library names arguments."""
+    """Replace the names of arguments in a message by those of the command's options."""
     for argument, option in (
         ("requantize=True", "--requantize"),
         ("overwrite=True", "--overwrite"),
@@ -67,7 +67,7 @@ def _in_words_of_options(message: str) -> str:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function that is told how much of how much is done, and shows it on a terminal."""
+    """Yield a function that is called with how much of how much is done, and shows it on a terminal."""
     console = make_console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what)

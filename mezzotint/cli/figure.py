@@ -1,4 +1,4 @@
-"""The figure of a comparison: losses, and their gaps to BF16."""
+"""This module draws the figure of a comparison: losses, and their gaps to BF16."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +16,11 @@ COLOURS = {name: "black" if recipe is None else recipe.colour for name, recipe i
 
 
 def draw(path: Path, title: str, baselines: Sequence[Result], others: Sequence[Result], last: int) -> None:
-    """Two panels, in running means of `last` steps; the others are compared with the first of the baselines, which are
-    one recipe with several seeds: the band between the lowest and the highest of them is grey."""
+    """Draw two panels, of losses and of gaps, in running means of `last` steps.
+
+    The others are compared with the first of the baselines, which are one recipe with several seeds: the band between
+    the lowest and the highest of them is grey.
+    """
     width = min(last, len(baselines[0].losses))
     steps = range(width, len(baselines[0].losses) + 1)
     seeds = [running_mean(result.losses, width) for result in baselines]
@@ -30,7 +33,7 @@ def draw(path: Path, title: str, baselines: Sequence[Result], others: Sequence[R
         for result in (baselines[0], *others):
             mean = running_mean(result.losses, width)
             colour = COLOURS[result.recipe]
-            # A curve of one point is a dot.
+            # A curve of one point would be invisible, so it gets a dot.
             options = {"color": colour, "linewidth": 0.9, "marker": "." if len(mean) == 1 else ""}
             left.plot(steps, mean, label=result.recipe, **options)
             right.plot(steps, [a - b for a, b in zip(mean, seeds[0], strict=True)], **options)
@@ -41,7 +44,8 @@ def draw(path: Path, title: str, baselines: Sequence[Result], others: Sequence[R
 
 
 def draw_band(left: Axes, right: Axes, steps: Sequence[int], seeds: Sequence[Sequence[float]], label: str) -> None:
-    """Fill what lies between the lowest and the highest of several curves, and as gaps as much on both sides of 0."""
+    """Fill the area between the lowest and the highest of several curves and, among the
+    gaps, as much on both sides of 0."""
     low, high = ([pick(values) for values in zip(*seeds, strict=True)] for pick in (min, max))
     width = [b - a for a, b in zip(low, high, strict=True)]
     left.fill_between(steps, low, high, color="0.8", linewidth=0, label=label)
@@ -49,5 +53,5 @@ def draw_band(left: Axes, right: Axes, steps: Sequence[int], seeds: Sequence[Seq
 
 
 def running_mean(losses: Sequence[float], width: int) -> list[float]:
-    """Of `width` values each."""
+    """Return the means of `width` consecutive values each."""
     return [sum(losses[i : i + width]) / width for i in range(len(losses) - width + 1)]

@@ -1,4 +1,4 @@
-"""`mezzotint inspect`: the page of a run whose tensors were looked at."""
+"""`mezzotint inspect` writes the page of a run whose tensors were inspected."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from mezzotint.trainer.runs import INSPECT
 
 
 def find_figures(run: Path) -> Path:
-    """Return the folder of the figures of a run, or raise where it has none."""
+    """Return the folder of the measurements of a run, or raise an error if it has none."""
     found = next((each for each in (run / INSPECT, run) if (each / FIGURES).is_file()), None)
     if found is None:
         raise CommandError(f"{run} has no {INSPECT}/{FIGURES}: give a run that was trained with --inspect 50")
@@ -17,7 +17,8 @@ def find_figures(run: Path) -> Path:
 
 
 def run_inspect(run: str, out: str | None) -> None:
-    """The command; see `app.py`. A folder that `mezzotint.inspect` wrote by hand is a run, too."""
+    """Run the command that `app.py` describes; a folder that `mezzotint.inspect` wrote by
+    hand is accepted as a run, too."""
     folder = Path(run)
     found = find_figures(folder)
     page = folder / "inspect.html" if out is None else Path(out)

@@ -1,7 +1,8 @@
-"""The program: runs a command; what goes wrong is one line on standard error and an exit code.
+"""The program runs a command; an error is one line on standard error and an exit status.
 
-0 as asked, 1 ran and failed, 2 cannot run as asked, 128 + n stopped by signal n: 130 by Ctrl-C, 141 since nobody reads
-standard output any more (`| head -1`). Of many processes the first one speaks.
+The status is 0 if all went as asked, 1 if the command ran and failed, 2 if it cannot run as asked, and 128 +
+n if signal n stopped it: 130 by Ctrl-C, 141 if nobody reads standard output any more (`| head -1`). On
+several ranks, rank 0 prints.
 """
 
 import signal
@@ -23,7 +24,7 @@ else:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the command."""
+    """Run a command and return its exit status."""
     if MISSING is not None:
         return _fail(f"{MISSING} is not installed: pip install 'mezzotint[cli]'", 2)
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]

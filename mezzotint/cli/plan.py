@@ -1,4 +1,4 @@
-"""`mezzotint plan`: what a training step of a model will need, before anything is allocated."""
+"""`mezzotint plan` says what a training step of a model will need, before anything is allocated."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def run_plan(
     as_json: bool,
     given: dict[str, Any],
 ) -> int:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes, and return its exit status."""
     limit = None if fits is None else parse_size(fits)
     if rules is not None and recipes != "all":
         raise CommandError("--rules and --recipes: give one of them")
@@ -78,7 +78,7 @@ def run_plan(
 
 
 def _of_file(path: str) -> dict[str, Recipe | None]:
-    """Return the rules of a file, or of a schedule what each phase has."""
+    """Return the rules of a file, or what each phase of its schedule has."""
     phases = schedule_of(TrainConfig(rules=read_rules(path))).phases
     return {"rules": phases[0][1]} if len(phases) == 1 else {f"from step {step}": each for step, each in phases}
 
@@ -89,7 +89,7 @@ def _given(kind: type[_T], given: dict[str, Any]) -> _T:
 
 
 def _title(model: str, config: ModelConfig, layout: Layout, savings: Savings, whole: int, own: int) -> str:
-    """`whole`: parameters of the model; `own`: those that one of many processes has."""
+    """Return the title of the table; `whole` counts the parameters of the model, `own` those that one rank has."""
     parts = [f"{as_count(whole)} parameters", f"{config.layers} layers"]
     title = f"{model}: {', '.join(parts)}, batch {config.batch} × {config.sequence} tokens"
     if layout.world > 1:

@@ -1,4 +1,4 @@
-"""`mezzotint suggest`: rules per layer out of a run whose tensors were looked at."""
+"""`mezzotint suggest` writes rules per layer, made from a run whose tensors were inspected."""
 
 import math
 from pathlib import Path
@@ -22,7 +22,7 @@ DEFAULT_SNR = 20.0
 def run_suggest(
     *, run: str, out: str | None, recipe: str | None, recipes: str, min_snr: float | None, budget: str | None
 ) -> None:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes."""
     folder = Path(run)
     figures = find_figures(folder)
     share = None if budget is None else parse_share(budget)
@@ -49,7 +49,7 @@ def run_suggest(
 
 
 def parse_share(given: str) -> float:
-    """Return a part of the time: 0.05 for "5%"; a number without the sign is a number of percent, too."""
+    """Return a fraction of the time, 0.05 for "5%"; a number without the sign counts as percent, too."""
     try:
         share = float(given.strip().removesuffix("%")) / 100
     except ValueError:
@@ -93,7 +93,7 @@ def _decibels(value: float) -> str:
 
 
 def _summary(found: Suggestion, min_snr: float | None, budget: float | None) -> list[str]:
-    """Say what was optimised, and how far that got."""
+    """Say what was optimized, and how far that got."""
     asked = [] if min_snr is None else [f"no tensor below {min_snr:g} dB"]
     asked += [] if budget is None else [f"at most {budget:.1%} more time in products"]
     moved = [each for each in found.linears if each.recipe != each.base]
@@ -113,7 +113,7 @@ def _is_below(linear: LinearChoice, min_snr: float) -> bool:
 
 
 def _memory(folder: Path, found: Suggestion, rules: Recipe) -> list[str]:
-    """Say what `plan` says of the memory of a step, before and after, where the run says of what model it is."""
+    """Say how much memory `plan` counts for a step, before and after, if the run says which model it has."""
     if not (folder / CONFIG).exists():
         return []
     model = read_run_config(folder).model

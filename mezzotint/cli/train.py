@@ -1,4 +1,4 @@
-"""`mezzotint train`: one model in one recipe, with checkpoints."""
+"""`mezzotint train` trains one model in one recipe, with checkpoints."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -37,12 +37,12 @@ from mezzotint.trainer.world import World, check_same_options, find_world, joine
 def run_train(
     *, out: str | None, resume: bool, overwrite: bool, model: str | None, timeout: int, given: dict[str, Any]
 ) -> None:
-    """The command; see `app.py`."""
+    """Run the command that `app.py` describes."""
     if resume and overwrite:
         raise CommandError("--resume and --overwrite: give one of them")
     if resume and out is None:
         raise CommandError(f"--resume needs the folder of the run: --resume --out {newest_run('train')}")
-    if "rules" in given:  # a run keeps what the file says now
+    if "rules" in given:  # a run keeps what the file says now, even if it changes later
         given = {**given, "rules": read_rules(given["rules"])}
     world = find_world()
     with joined(world, given.get("device", "auto"), timeout), losing_none(world):
@@ -84,7 +84,7 @@ def _run(training: Training, folder: Path) -> None:
 
 
 def _introduction(training: Training, folder: Path) -> list[str]:
-    """What will run, on what."""
+    """Return the lines that say what will run, and on what."""
     config, train = training.config, training.config.train
     where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
     many = f" × {training.world.size} processes" if training.world.size > 1 else ""
@@ -111,11 +111,11 @@ def _show_sample(training: Training, console: Console) -> None:
 def _begin(
     world: World, out: str | None, overwrite: bool, model: str | None, given: dict[str, Any], held: ExitStack
 ) -> tuple[Training, Path]:
-    """`held` has the lock of the folder, in the first process."""
+    """Return a new run and its folder; on rank 0 `held` keeps the lock of the folder."""
     is_run = on_first(world, lambda: out is not None and (Path(out) / CONFIG).exists())
     if out is not None and not (overwrite and is_run):
         on_first(world, lambda: check_free(Path(out)))
-    # What cannot be trained costs nobody the run that was there.
+    # The run is made first, so that one that cannot be trained does not destroy the run that was there.
     config, text = together(world, lambda: _configure(world, model, given))
     training = _make(world, config, text)
 
@@ -144,7 +144,7 @@ def _configure(world: World, model: str | None, given: dict[str, Any]) -> tuple[
 
 
 def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
-    """Of as many processes as there are; `base` says how they share where that was not given."""
+    """Return the layout of all ranks; `base` says how they share the model where no option does."""
     parts = {name: given.get(name, getattr(base, name)) for name in ("tp", "fsdp", "ep")}
     if world.size == 1:
         for name in parts:
@@ -161,7 +161,7 @@ def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
 
 
 def _make(world: World, config: RunConfig, text: Text) -> Training:
-    """All processes with the same configuration, or none."""
+    """Return the run, after a check that all ranks have the same configuration."""
     parts = {**asdict(config.model), **asdict(config.train), "data": config.fingerprint}
     check_same_options(world, {flag(name): value for name, value in parts.items()})
     return together(world, lambda: Training(config, text, world))
@@ -202,7 +202,7 @@ def _resume(
 
 
 def _begin_again(folder: Path, config: RunConfig) -> None:
-    """A run of another number of steps, which has no result yet."""
+    """Write the configuration of a run with another number of steps, and remove its result, as it has none yet."""
     write_run_config(folder, config)
     (folder / RESULT).unlink(missing_ok=True)
 

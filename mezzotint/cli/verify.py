@@ -1,4 +1,4 @@
-"""`mezzotint verify`: whether an export is what a run, or another checkpoint, becomes; bit by bit."""
+"""`mezzotint verify` checks, bit by bit, whether an export is what a run, or another checkpoint, becomes."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ SHOWN = 20  # rows of the table; --json has all
 
 
 def run_verify(first: str, second: str, as_json: bool) -> int:
-    """Run the command that `app.py` describes; return its exit code."""
+    """Run the command that `app.py` describes, and return its exit status."""
     try:
         folder = open_second(Path(second))
         with progress_bar("comparing") as progress:
@@ -38,7 +38,7 @@ def run_verify(first: str, second: str, as_json: bool) -> int:
 def _compare(
     first: Path, folder: PublishedFolder, progress: Callable[[int, int], None]
 ) -> tuple[str, Iterable[TensorCheck]]:
-    """Return how the two are compared, in words, and what comes out tensor by tensor."""
+    """Return in words how the two are compared, and the result for each tensor."""
     if folder.scheme is None or _is_published(first):
         return "tensors as they are", verify_folders(open_second(first), folder, progress)
     source, trained = source_of(first)

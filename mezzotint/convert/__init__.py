@@ -1,1 +1,2 @@
-"""`convert` swaps the linear layers of a model for ours: the swapped classes, the rules, the report."""
+"""`convert` swaps the linear layers of a model for ours: this package has the swapped
+classes, the rules and the report."""

@@ -1,8 +1,9 @@
-"""Experts whose weights lie in 3-D parameters, as transformers 5 has them (`transformers.integrations.moe`).
+"""This module converts experts whose weights lie in 3-D parameters, as transformers 5 has them
+(`transformers.integrations.moe`).
 
-Such a module has `gate_up_proj` (or `up_proj`) and `down_proj`, (experts, out, in) or, `is_transposed`,
-(experts, in, out), and says by attributes what is between them. Converted, it is the same object with another class,
-whose products are those of `grouped_mm`. Without a recipe it runs as it did. The library itself is never imported.
+Such a module has `gate_up_proj` (or `up_proj`) and `down_proj`, (experts, out, in) or, if `is_transposed`, (experts,
+in, out), and says by attributes what is between them. Converted, it is the same object with another class, whose
+products are those of `grouped_mm`. Without a recipe it runs as it did. The library itself is never imported.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ _ADDED = ("recipe", "_name", "_is_named", "_run_status")
 
 
 def is_experts(module: Any) -> bool:
-    """Whether its forward is the one that the library puts in the place of a module's own, or ours."""
+    """Return whether a module's forward is the one that the library puts in the place of a module's own, or ours."""
     forward = type(module).forward
     return (
         isinstance(module, ConvertedExperts) or getattr(forward, "__globals__", {}).get("__name__") == TRANSFORMERS_MOE
@@ -31,22 +32,23 @@ def is_experts(module: Any) -> bool:
 
 
 def projections(module: Any) -> tuple[str, str]:
-    """The names of its weights."""
+    """Return the names of a module's weights."""
     return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 class ConvertedExperts(Converted, Named):
-    """Experts, each product of which runs under `recipe`; None: as the region around it says."""
+    """These experts run each product under `recipe`, or as the region around them says if it is None."""
 
     _mezzotint_label = "grouped_mm"
-    name: Any = ""  # no property here: what the module has under this name is its own
+    name: Any = ""  # no property here: the module may have a `name` of its own
     recipe: Recipe | None
     _run_status: RunStatus
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states (tokens, hidden), experts of each token and their weights (tokens, k) → (tokens, hidden)."""
+        """Apply the experts to hidden_states (tokens, hidden), given the experts of each token and their weights
+        (tokens, k); the result is (tokens, hidden)."""
         recipe = self._recipe_of_run()
         if recipe is None:
             return self._mezzotint_theirs.forward(self, hidden_states, top_k_index, top_k_weights)
@@ -90,13 +92,13 @@ class ConvertedExperts(Converted, Named):
 
 
 def convert_experts(module: Any, recipe: Recipe | None) -> None:
-    """In place."""
+    """Convert a module of experts in place."""
     module.recipe, module._name, module._is_named, module._run_status = recipe, "", False, RunStatus()
     module.__class__ = converted_class(ConvertedExperts, module.__class__)
 
 
 def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:
-    """Why these cannot be converted."""
+    """Return why these experts cannot be converted, or None if they can."""
     if "forward" in vars(module):
         return "has a forward of its own"
     for name in projections(module):
@@ -122,6 +124,6 @@ def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:
 
 
 def sizes_of_experts(module: Any) -> list[tuple[int, int]]:
-    """(in, out) of its products."""
+    """Return (in, out) of each of the module's products."""
     shapes = [getattr(module, name).shape[1:] for name in projections(module)]
     return [(a, b) if module.is_transposed else (b, a) for a, b in shapes]

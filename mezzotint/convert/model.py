@@ -1,4 +1,5 @@
-"""`convert`, `unconvert`, and what was done."""
+"""This module has `convert` and `unconvert`, which swap the layers of a model, and
+`convert_report`, which tells what was done."""
 
 import copy
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ def _check_model(model: Any) -> None:
 
 
 def convert_report(model: nn.Module) -> ConversionReport:
-    """What became of the weights of a model that `convert` was called with."""
+    """Return the report on what became of the weights of a model that `convert` was called with."""
     _check_model(model)
     report = vars(model).get(_REPORT)
     if report is None:
@@ -58,16 +59,18 @@ def convert(
     inplace: bool = True,
     memory: str | None = None,
 ) -> ModelT:
-    """The model, its linear layers swapped for ours, which share the parameters. `convert_report` says what was done.
+    """Swap a model's linear layers for ours, which share the parameters, and return it;
+    `convert_report` tells what was done.
 
-    These are `nn.Linear`; of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a `recipe`,
-    the model and each converted layer run under it by themselves, whatever an `autocast` around them says. Without a
-    recipe the `autocast` around the call decides, and outside of any nothing is quantized. A role's name, by which a
-    `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
+    These are `nn.Linear` and, of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a
+    `recipe`, the model and each converted layer run under it by themselves, whatever an `autocast` around them says.
+    Without a recipe the `autocast` around the call decides, and outside of any nothing is quantized. A role's name, by
+    which a `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
 
-    `filter(module, fully_qualified_name)`: True converts, False does not, None leaves it to the defaults, which keep
-    output heads and small layers as they are. `inplace=False` converts a copy. `memory` is the memory mode of every
-    layer: "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the `autocast` around the call says.
+    `filter(module, fully_qualified_name)` returns True to convert a layer, False to keep it, and None to leave it to
+    the defaults, which keep output heads and small layers as they are. `inplace=False` converts a copy. `memory` is
+    the memory mode of every layer: "default", "lean" or "compressed" (`mezzotint/memory.py`), or None for that of
+    the `autocast` around the call.
     """
     _check_model(model)
     if recipe is not None:
@@ -81,13 +84,13 @@ def convert(
         model = copy.deepcopy(model)
     modules = dict(model.named_modules())
     rules, neighbours = ConversionRules(filter, recipe, find_heads(model), find_unused(model)), find_neighbours(model)
-    # All is decided before the first layer is touched: a filter may raise.
+    # Everything is decided before the first layer is touched, because a filter may raise.
     kept = {
         fqn: rules.why_kept(module, fqn)
         for fqn, module in modules.items()
         if can_be_converted(module) and not isinstance(module, CONVERTED)
     }
-    for fqn, module in modules.items():  # one that was converted before keeps the name that its recipe knows
+    for fqn, module in modules.items():  # a layer converted before keeps the name that its recipe knows
         if isinstance(module, Named) and not isinstance(module, Converted):
             module._take_path(fqn)
     for fqn, why in kept.items():
@@ -121,8 +124,10 @@ def _convert(module: Any, recipe: Recipe | None, neighbours: Neighbours | None) 
 def _entries(
     modules: dict[str, Any], kept: dict[str, str | None], neighbours: dict[int, Neighbours], region: Recipe | None
 ) -> Iterator[ReportEntry]:
-    """One for each linear, and for each other parameter with two or more dimensions. `region`: the recipe that the
-    model's forward puts in force."""
+    """Yield an entry for each linear layer, and for each other parameter with two or more dimensions.
+
+    `region` is the recipe that the model's forward puts in force.
+    """
     seen: set[int] = set()
     for fqn, module in modules.items():
         own = {name: parameter for name, parameter in module._parameters.items() if _is_weight(name, parameter)}
@@ -138,7 +143,7 @@ def _entries(
 
 
 def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region: Recipe | None) -> Outcome:
-    """What it was, what it is, and why."""
+    """Return what a weight's module was, what it is now or None, and why."""
     if isinstance(module, CONVERTED):
         why = _name(module, module.recipe)
         if neighbours is not None and not module.pair:
@@ -151,7 +156,7 @@ def _outcome(module: Any, why: str | None, neighbours: Neighbours | None, region
 
 
 def _name(module: Any, recipe: Recipe | None) -> str:
-    """Return what a module runs with: its recipe, or what rules give it."""
+    """Return the name of what a module runs with: its recipe, or what rules give it."""
     if recipe is None:
         return "as autocast says"
     own = of_module(module, recipe) if isinstance(module, Layer) else recipe
@@ -167,7 +172,7 @@ def _is_weight(name: str, parameter: Any) -> bool:
 
 
 def _new_elements(parameter: Any, seen: set[int]) -> int:
-    """Its elements, where no earlier entry has counted them."""
+    """Return the number of a parameter's elements, or 0 if an earlier entry has counted them."""
     if is_lazy(parameter) or id(parameter) in seen:
         return 0
     seen.add(id(parameter))
@@ -175,7 +180,8 @@ def _new_elements(parameter: Any, seen: set[int]) -> int:
 
 
 def unconvert(model: ModelT) -> ModelT:
-    """The model with the layers that it had before `convert`, and the parameters that it has now. In place."""
+    """Restore the layers that a model had before `convert`, in place, with the parameters
+    that it has now, and return it."""
     _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
     for fqn, module in converted:

@@ -1,7 +1,7 @@
-"""Converted layers: the objects that they were, with another class and a few more attributes.
+"""Converted layers are the objects that they were, with another class and a few more attributes.
 
-The class inherits from `Linear` and from the class that the layer had: `isinstance(layer, nn.Linear)` holds, and so do
-state-dict keys, hooks, optimizers and every reference to it. Where an `nn.Sequential` runs an `nn.LayerNorm` or
+The class inherits from `Linear` and from the class that the layer had: `isinstance(layer, nn.Linear)` holds, and
+state-dict keys, hooks, optimizers and every reference to it stay valid. If an `nn.Sequential` runs an `nn.LayerNorm` or
 `nn.RMSNorm` right before a converted layer, it runs both in one step, as `LayerNormLinear` does.
 """
 
@@ -27,33 +27,34 @@ CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 
 class Converted:
-    """Comes before `theirs`, a class of the model's, in a class that `converted_class` makes."""
+    """This base comes before `theirs`, the class that a module had, in a class that `converted_class` makes."""
 
-    # Names that no model has: an attribute of the class would hide a child of that name.
+    # These names are ones that no model has: an attribute of the class would hide a child of that name.
     _mezzotint_ours: ClassVar[Any]
     _mezzotint_theirs: ClassVar[Any]
-    _mezzotint_label: ClassVar[str] = ""  # what the report says that it is
+    _mezzotint_label: ClassVar[str] = ""  # what the report calls it
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return blank, parts(type(self)), self.__getstate__()
 
     def _mezzotint_forget(self) -> None:
-        """Take away what was added to the object."""
+        """Remove what was added to the object."""
 
 
 @cache
 def converted_class(ours: Any, theirs: Any) -> Any:
-    """The class of a converted module: ours over theirs."""
+    """Return the class of a converted module, which inherits from ours and then from theirs."""
     return type(f"Converted{theirs.__name__}", (ours, theirs), {"_mezzotint_ours": ours, "_mezzotint_theirs": theirs})
 
 
 def parts(cls: Any) -> tuple[Any, ...]:
-    """The classes that it was joined of, ours first."""
+    """Return the classes that a converted class was joined from, ours first."""
     return (cls._mezzotint_ours, *parts(cls._mezzotint_theirs)) if "_mezzotint_ours" in vars(cls) else (cls,)
 
 
 def blank(*classes: Any) -> Any:
-    """For copies and pickles, which cannot name a class that was made at run time."""
+    """Return an empty object of a converted class, for copies and pickles, which cannot name a
+    class that was made at run time."""
     *outer, made = classes
     for ours in reversed(outer):
         made = converted_class(ours, made)
@@ -61,19 +62,19 @@ def blank(*classes: Any) -> Any:
 
 
 class ConvertedLinear(Converted, Linear):
-    """`Linear` in the place of an `nn.Linear`.
+    """A `ConvertedLinear` is a `Linear` in the place of an `nn.Linear`.
 
-    `recipe` is in force in this layer whatever is around it; None: what is around it decides. A layer has its recipe
-    itself because a model may be run by other methods than `forward`, in parts, or again by a checkpoint.
+    `recipe` is in force in this layer whatever region is around it; if it is None, that region decides. A layer has its
+    recipe itself because a model may be run by other methods than `forward`, in parts, or again by a checkpoint.
     """
 
     _mezzotint_label = "Linear"
-    name: Any = ""  # no property here: what the layer has under this name is its own
+    name: Any = ""  # no property here: the layer may have a `name` of its own
     recipe: Recipe | None
-    pair: Any  # (norm,) where one comes before it, else (); a tuple, as the norm is no child of this
+    pair: Any  # (norm,) if one comes before it, else (); a tuple, as the norm is no child of this layer
 
     def forward(self, input: torch.Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """input (…, in) → (…, out); options as of `Linear.forward`."""
+        """Apply the layer to input (…, in), which gives (…, out); the options are those of `Linear.forward`."""
         with self._region():
             return super().forward(input, **options)
 
@@ -82,8 +83,11 @@ class ConvertedLinear(Converted, Linear):
         return super().extra_repr() + recipe
 
     def _saves_state(self) -> bool:
-        """The keys of the state dict are those of the layer that this was, as long as delayed scaling has nothing to
-        do with it: neither its recipe asks for it, nor was anything learnt under another around it."""
+        """Return whether delayed scaling's state is in the state dict: if the recipe asks for it, or
+        some was learnt under another.
+
+        Otherwise the keys of the state dict are those of the layer that this was.
+        """
         if self.recipe is not None and self._request_of(self.recipe) is not None:
             return True
         return not self._is_fresh()
@@ -100,7 +104,7 @@ class ConvertedLinear(Converted, Linear):
         return autocast(recipe=self.recipe, amax_reduction_group=state.group)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initial values as the layer had them before."""
+        """Initialize the parameters as the layer did before."""
         if not defer_init:
             self._mezzotint_theirs.reset_parameters(self)
             self._reset_state()
@@ -114,7 +118,8 @@ class ConvertedLinear(Converted, Linear):
 
 
 class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignore[misc]
-    """One that follows a norm in an `nn.Sequential`: a linear still, and `after_norm` is both."""
+    """This linear layer follows a norm in an `nn.Sequential`: `forward` is the linear layer
+    alone, and `after_norm` runs both."""
 
     _mezzotint_label = "LayerNormLinear"
     zero_centered_gamma = False
@@ -124,19 +129,20 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
     rms = property(lambda self: isinstance(self.pair[0], nn.RMSNorm))
 
     def _config_fields(self) -> dict[str, Any]:
-        return ConvertedLinear._config_fields(self)  # the norm is another module, which may change on its own
+        return ConvertedLinear._config_fields(self)  # the norm is another module, and may change on its own
 
     def _norm_options(self) -> NormOptions:
         return NormOptions(self.eps, self.zero_centered_gamma, self.rms)
 
     def after_norm(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in) → (…, out): the norm, then this."""
+        """Apply the norm, then this layer: (…, in) → (…, out)."""
         with self._region():
             return LayerNormLinear.forward(self, input)
 
 
 class ConvertedConv1D(ConvertedLinear):
-    """`Linear` in the place of a `transformers.pytorch_utils.Conv1D`, whose weight is (in, out)."""
+    """A `ConvertedConv1D` is a `Linear` in the place of a
+    `transformers.pytorch_utils.Conv1D`, whose weight is (in, out)."""
 
     in_features = property(lambda self: self.weight.shape[0])
     out_features = property(lambda self: self.weight.shape[1])
@@ -144,7 +150,7 @@ class ConvertedConv1D(ConvertedLinear):
     __repr__ = nn.Module.__repr__
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initial values as that of the library has them, which has no such method."""
+        """Initialize the parameters as the library does, whose class has no such method."""
         if not defer_init:
             nn.init.normal_(self.weight, std=0.02)
             nn.init.zeros_(self.bias)  # type: ignore[arg-type]
@@ -154,11 +160,11 @@ class ConvertedConv1D(ConvertedLinear):
         raise ValueError("a Conv1D of transformers, whose weight is (in, out), is not split by styles: use nn.Linear")
 
     def _gathered_weights(self) -> dict[str, int]:
-        return {}  # the parameter is not what is quantized: its transpose is
+        return {}  # what is quantized is not the parameter but its transpose
 
 
 class TransposedWeights(Weights):
-    """Of a parameter (in, out)."""
+    """These weights are the transpose of a parameter (in, out)."""
 
     def is_plain(self) -> bool:
         return False
@@ -168,12 +174,13 @@ class TransposedWeights(Weights):
 
 
 class ConvertedModel(Converted):
-    """What `convert` was given, with a recipe: its forward is one region, in which all converted layers run."""
+    """A `ConvertedModel` is the model that `convert` was given with a recipe: its forward is one region, in
+    which all converted layers run."""
 
     _mezzotint_recipe: Recipe
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """The joined class has the name and the signature of theirs, which libraries look at."""
+        """Give the joined class the name and the signature of theirs, which libraries inspect."""
         super().__init_subclass__(**options)
         if "_mezzotint_theirs" in vars(cls):
             theirs = cls._mezzotint_theirs
@@ -191,7 +198,7 @@ class ConvertedModel(Converted):
 
 
 class ConvertedSequential(Converted, nn.Sequential):
-    """`nn.Sequential` that runs a norm and the converted linear behind it in one step."""
+    """This `nn.Sequential` runs a norm and the converted linear layer behind it in one step."""
 
     def forward(self, input: Any) -> Any:
         modules: list[Any] = list(self)
@@ -203,20 +210,22 @@ class ConvertedSequential(Converted, nn.Sequential):
 
 
 def _is_pair(norm: nn.Module, linear: nn.Module) -> bool:
-    """Asked at each call: a hook must see what goes into and comes out of each of them."""
+    """Return whether the two are run in one step; it is asked at each call, because a hook must see the input
+    and the output of each of them."""
     is_pair = isinstance(linear, ConvertedLayerNormLinear) and linear.pair[0] is norm
     return is_pair and not is_hooked(norm, linear)
 
 
 @cache
 def additions() -> tuple[frozenset[str], tuple[str, ...]]:
-    """Attributes and buffers that a converted layer has and an `nn.Linear` has not."""
+    """Return the attributes and the buffers that a converted layer has and an `nn.Linear` has not."""
     ours, theirs = Linear(1, 1, device="meta"), nn.Linear(1, 1, device="meta")
     return frozenset(vars(ours).keys() - vars(theirs).keys() - {"name"} | {"recipe", "pair"}), tuple(ours._buffers)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is a linear with a transposed weight, by its class's path: the library need not be there."""
+    """Return whether a module is a linear layer with a transposed weight, by its class's path:
+    the library need not be there."""
     return conv1d_class(type(module)) is not None
 
 
@@ -225,12 +234,13 @@ def conv1d_class(cls: type) -> Any:
 
 
 def features(linear: Any) -> tuple[int, int]:
-    """(in, out)."""
+    """Return (in, out) of a linear layer."""
     return tuple(linear.weight.shape) if is_conv1d(linear) else (linear.in_features, linear.out_features)
 
 
 def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -> None:
-    """In place; attributes are those of one of ours that has no memory."""
+    """Convert a linear layer in place; its new attributes are those of one of ours on the meta
+    device, which takes no memory."""
     sizes, ours = features(linear), ConvertedLinear if norm is None else ConvertedLayerNormLinear
     fresh = Linear(*sizes, bias=linear.bias is not None, device="meta")
     vars(linear).update({name: vars(fresh).get(name) for name in additions()[0]})
@@ -242,20 +252,20 @@ def convert_linear(linear: Any, recipe: Recipe | None, norm: nn.Module | None) -
 
 
 def convert_sequential(sequential: Any) -> None:
-    """In place."""
+    """Convert an `nn.Sequential` in place."""
     if not isinstance(sequential, ConvertedSequential):
         sequential.__class__ = converted_class(ConvertedSequential, sequential.__class__)
 
 
 def convert_root(model: Any, recipe: Recipe) -> None:
-    """In place; the first recipe stays, and a layer with another one has a region of its own."""
+    """Convert a model in place; its first recipe stays, and a layer with another one has a region of its own."""
     if not isinstance(model, ConvertedModel):
         model._mezzotint_recipe = recipe
         model.__class__ = converted_class(ConvertedModel, model.__class__)
 
 
 def restore(module: Any) -> None:
-    """What it was, in place."""
+    """Make a converted module what it was, in place."""
     *ours, theirs = parts(type(module))
     for each in ours:
         each._mezzotint_forget(module)

@@ -1,4 +1,5 @@
-"""What `convert` did: an entry for every parameter with two or more dimensions, in the order of the model."""
+"""The report on what `convert` did: it has an entry for every parameter with two or more
+dimensions, in the order of the model."""
 
 import re
 from collections.abc import Iterator
@@ -8,10 +9,11 @@ from html import escape
 
 @dataclass(frozen=True)
 class ReportEntry:
-    """What became of one weight: `after` is None where it is as it was, and `why` says why; else `why` is the recipe.
+    """A `ReportEntry` says what became of one weight: if `after` is None it is as it was, and `why` says
+    why; else `why` is the recipe.
 
-    `fqn` is the parameter's name, without ".weight"; `before` is the class of the module that has it. `num_weights`:
-    its elements, 0 where they are an earlier entry's as well (tied weights), or not known yet.
+    `fqn` is the parameter's name, without ".weight"; `before` is the class of the module that has it. `num_weights` is
+    the number of its elements, 0 if an earlier entry has counted them (tied weights) or they are not known yet.
     """
 
     fqn: str
@@ -23,28 +25,29 @@ class ReportEntry:
 
 @dataclass(frozen=True, repr=False)
 class ConversionReport:
-    """The weights of a model, in its order. Printed, those whose names differ only in numbers are one line."""
+    """A `ConversionReport` lists the weights of a model, in its order. Printed, those whose names differ
+    only in numbers are one line."""
 
     entries: tuple[ReportEntry, ...]
 
     @property
     def converted(self) -> list[ReportEntry]:
-        """Those whose products are quantized as the recipe says."""
+        """Return the entries whose products are quantized as the recipe says."""
         return [entry for entry in self.entries if entry.after is not None]
 
     @property
     def kept(self) -> list[ReportEntry]:
-        """Those in high precision."""
+        """Return the entries that stay in high precision."""
         return [entry for entry in self.entries if entry.after is None]
 
     @property
     def num_weights(self) -> int:
-        """Elements of all parameters with two or more dimensions."""
+        """Return the number of elements of all parameters with two or more dimensions."""
         return sum(entry.num_weights for entry in self.entries)
 
     @property
     def share(self) -> float:
-        """How much of them is converted, 0 to 1."""
+        """Return the fraction of these elements that is converted, 0 to 1."""
         return sum(entry.num_weights for entry in self.converted) / max(self.num_weights, 1)
 
     def __str__(self) -> str:
@@ -55,7 +58,7 @@ class ConversionReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """A table, in a notebook."""
+        """Return the report as a table for a notebook."""
         head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows()]
         head = head.replace("td>", "th>")
         body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -68,7 +71,7 @@ class ConversionReport:
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """The head, then a row for each group of entries that are alike."""
+        """Yield the head, then a row for each group of entries that are alike."""
         groups: dict[tuple[str, ...], list[ReportEntry]] = {}
         for entry in self.entries:
             pattern = re.sub(r"\b\d+\b", "*", entry.fqn)

@@ -1,4 +1,4 @@
-"""What is converted, and why not."""
+"""These rules decide which layers `convert` converts, and say why it keeps the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,18 +31,18 @@ CONVERTED = ConvertedLinear | ConvertedExperts
 
 
 def is_linear(module: nn.Module) -> bool:
-    """One weight, one product."""
+    """Return whether a module is a linear layer, with one weight and one product."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def can_be_converted(module: nn.Module) -> bool:
-    """Whether it is of a kind that is converted, if nothing speaks against it."""
+    """Return whether a module is of a kind that is converted, if nothing speaks against it."""
     return is_linear(module) or is_experts(module)
 
 
 @dataclass(frozen=True)
 class ConversionRules:
-    """What a call of `convert` decides by."""
+    """A `ConversionRules` holds what a call of `convert` decides by."""
 
     choose: Filter | None
     recipe: Recipe | None
@@ -50,7 +50,7 @@ class ConversionRules:
     unused: set[int]  # ids of modules that their parents do not call
 
     def why_kept(self, module: Any, fqn: str) -> str | None:
-        """Why a module stays as it is; None: it is converted."""
+        """Return why a module stays as it is, or None if it is converted."""
         why = why_not_experts(module, fqn, self.recipe) if is_experts(module) else self._why_never(module)
         if why is not None:
             return why
@@ -64,7 +64,8 @@ class ConversionRules:
         return None if wanted else "left out by the filter"
 
     def _why_never(self, linear: Any) -> str | None:
-        """Layers that do not compute what ours would, or have no weight that ours could share."""
+        """Return why a layer cannot be converted: it does not compute what ours would, or has no
+        weight that ours could share."""
         if isinstance(linear, nn.LazyLinear):
             return "sizes are not known yet: run the model once, then convert"
         kind = conv1d_class(type(linear)) or nn.Linear
@@ -88,7 +89,7 @@ class ConversionRules:
 
 
 def _why_small(module: Any) -> str | None:
-    """Where there is little to gain."""
+    """Return why converting a module gains little, or None."""
     for sizes in sizes_of_experts(module) if is_experts(module) else [features(module)]:
         for name, size in zip(("in_features", "out_features"), sizes, strict=True):
             if size < SMALLEST:
@@ -108,7 +109,7 @@ _WHY_OTHERS: tuple[tuple[Any, str], ...] = (
 
 
 def why_other(module: nn.Module, parameter: Any) -> str:
-    """Why a parameter of any other module stays in high precision."""
+    """Return why a parameter of any other module stays in high precision."""
     if is_lazy(parameter):
         return "sizes are not known yet: run the model once, then convert"
     for kind, why in _WHY_OTHERS:
@@ -119,12 +120,12 @@ def why_other(module: nn.Module, parameter: Any) -> str:
 
 
 def find_unused(model: nn.Module) -> set[int]:
-    """Modules whose weights are read by their parents, which do not call them."""
+    """Return the ids of modules whose weights are read by their parents, which do not call them."""
     return {id(inner) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for inner in m.modules()}
 
 
 def find_heads(model: nn.Module) -> dict[str, str]:
-    """Names of output layers, whose errors go straight to the loss, and how they were found."""
+    """Return the names of output layers, whose errors go straight to the loss, and how they were found."""
     linears = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tied = {id(embedding.weight) for embedding in embeddings}
@@ -134,9 +135,9 @@ def find_heads(model: nn.Module) -> dict[str, str]:
         *parents, name = fqn.split(".")
         if id(linear._parameters.get("weight")) in tied:
             heads[fqn] = "output head: its weight is an embedding's"
-        elif name in HEADS and not any(parent.isdigit() for parent in parents):  # not one in each layer of a stack
+        elif name in HEADS and not any(parent.isdigit() for parent in parents):  # but not one in each layer of a stack
             heads[fqn] = f"output head: its name is {name}"
-    # Only the last of these: a hidden size may equal the vocabulary.
+    # Only the last of these is a head: a hidden size may equal the vocabulary.
     for fqn in [fqn for fqn, linear in linears.items() if features(linear)[1] == vocabulary][-1:]:
         heads.setdefault(fqn, f"output head: {vocabulary} outputs, as many as an embedding has rows")
     return heads
@@ -144,7 +145,8 @@ def find_heads(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """A norm that a linear follows in an `nn.Sequential`, and why the two are not one step, or ""."""
+    """A `Neighbours` has a norm that a linear layer follows in an `nn.Sequential`, and why the two
+    are not run in one step, or ""."""
 
     sequential: nn.Sequential
     norm: Norm
@@ -152,7 +154,7 @@ class Neighbours:
 
 
 def find_neighbours(model: nn.Module) -> dict[int, Neighbours]:
-    """By the id of the linear. One that follows two norms, because it is used twice, has the first."""
+    """Return the norms before linear layers, by the id of the layer; one that is used after two norms has the first."""
     found: dict[int, Neighbours] = {}
     for sequential in model.modules():
         if isinstance(sequential, nn.Sequential):

@@ -1,7 +1,8 @@
-"""What Hugging Face's `save_pretrained` writes of a converted model: the model that it was, and nothing more.
+"""This module makes Hugging Face's `save_pretrained` write a converted model as the model
+that it was, and nothing more.
 
-`from_pretrained` makes the original model, which has no place for what delayed scaling has learnt, and would report it.
-So a converted model tells `save_pretrained` to leave it out. `state_dict()` has it.
+`from_pretrained` builds the original model, which has no place for what delayed scaling has learnt, and would report
+it. So a converted model tells `save_pretrained` to leave that out. `state_dict()` has it.
 """
 
 from typing import Any
@@ -11,12 +12,12 @@ from torch import nn
 from mezzotint.convert.modules import Converted
 from mezzotint.layer.scaling_state import StatefulModule
 
-_KEYS = "_keys_to_ignore_on_save"  # of transformers.PreTrainedModel, each of which saves what is under it
+_KEYS = "_keys_to_ignore_on_save"  # an attribute of transformers.PreTrainedModel, for all modules below it
 _LEARNT = "_extra_state"
 
 
 def leave_out_state(model: nn.Module) -> None:
-    """Of the layers that are converted now."""
+    """Tell `save_pretrained` to leave out the state of the layers that are converted now."""
     for outer in [module for module in model.modules() if hasattr(module, _KEYS)]:
         found = [
             name for name, m in outer.named_modules() if isinstance(m, Converted) and isinstance(m, StatefulModule)
@@ -25,7 +26,7 @@ def leave_out_state(model: nn.Module) -> None:
 
 
 def leave_nothing_out(model: nn.Module) -> None:
-    """As before `leave_out_state`."""
+    """Undo `leave_out_state`."""
     for outer in [module for module in model.modules() if hasattr(module, _KEYS)]:
         _set(outer, _others(outer))
 
