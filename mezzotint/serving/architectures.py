@@ -1,8 +1,8 @@
-"""Names: which weights of a model are published under which names, for the architectures of Hugging Face.
+"""This module knows which weights of a model are published under which names, for the architectures of Hugging Face.
 
-A model of Hugging Face has those names already, but for experts: published one by one, they are one 3-D parameter in
-the model. A model of `TransformerLayer`s has names of ours, and one weight for queries, keys and values, and for gate
-and up. What is one weight here is quantized as one, and its rows are shared out.
+A model of Hugging Face has those names already, except for experts: published one by one, they are one 3-D parameter in
+the model. A model of `TransformerLayer`s has our names, and one weight for queries, keys and values, and for gate and
+up. What is one weight here is quantized as one, and its rows are divided among the published names.
 """
 
 import re
@@ -33,7 +33,7 @@ LINEAR_NAMES = {
 
 @dataclass(frozen=True)
 class PublishedPart:
-    """A part is what one published name has of a weight."""
+    """A `PublishedPart` is what one published name has of a weight."""
 
     name: str  # without ".weight", if it is linear
     rows: torch.Tensor | None = None  # int64; None: all
@@ -41,7 +41,8 @@ class PublishedPart:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A weight of a model, or one expert's of a parameter that has all of them, and what is published of it."""
+    """A `Mapped` is a weight of a model, or one expert's share of a parameter that has all of them,
+    and what is published of it."""
 
     keys: tuple[str, ...]  # in the model; several lie one below the other
     parts: tuple[PublishedPart, ...]
@@ -52,7 +53,7 @@ class Mapped:
     experts: int = 0  # of a 3-D parameter that is published as one: how many there are
 
     def take(self, parameter: Any) -> Any:
-        """Return this weight out of the parameter."""
+        """Return this weight, taken from the parameter."""
         if self.expert is not None:
             parameter = parameter[self.expert]
         return parameter.t() if self.is_transposed else parameter
@@ -99,7 +100,7 @@ def map_names(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) 
 
 
 def _pair_of(key: str, kind: str) -> tuple[str, str] | None:
-    """Return the names of gate and up of an expert that is published already: in models they are one weight."""
+    """Return the names of gate and up of an expert that is published already, because in models they are one weight."""
     if kind not in EXPERTS:
         return None
     _, gate, up, _ = EXPERTS[kind]
@@ -108,7 +109,7 @@ def _pair_of(key: str, kind: str) -> tuple[str, str] | None:
 
 
 def _published(key: str, kind: str) -> str:
-    """Return the published name of what is one tensor in the model, too."""
+    """Return the published name of a tensor that is one tensor in the model, too."""
     return key.replace(".mlp.gate.", ".block_sparse_moe.gate.") if kind == "mixtral" else key
 
 
@@ -139,7 +140,7 @@ def _halves(first: str, second: str, rows: int) -> tuple[PublishedPart, Publishe
     return PublishedPart(first, torch.arange(rows // 2)), PublishedPart(second, torch.arange(rows // 2, rows))
 
 
-# Of a model of TransformerLayers: the end of a name in a layer → the end that it is published under.
+# For a model of TransformerLayers, this maps the end of a name in a layer to the end that it is published under.
 _OWN = {
     "self_attention.layernorm_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.q_norm.weight": "self_attn.q_norm.weight",
@@ -189,7 +190,7 @@ def _map_own(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], k
 
 
 def _qkv_parts(layer: str, rows: int, config: Mapping[str, Any], interleaved: bool) -> tuple[PublishedPart, ...]:
-    """Return the rows of queries, keys and values: `interleaved`, those of a group lie side by side."""
+    """Return the rows of queries, keys and values; if `interleaved`, those of a group lie side by side."""
     heads, groups = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
     channels = rows // (heads + 2 * groups)
     sizes = [heads * channels, groups * channels, groups * channels]

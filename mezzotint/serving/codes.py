@@ -1,7 +1,9 @@
-"""The row-wise copy of a quantized matrix as published formats hold it: its buffers without padding.
+"""This module handles the row-wise copy of a quantized matrix as published formats hold it:
+its buffers without padding.
 
-Formats say of each buffer how rows and columns of the matrix lie in it (`QuantizedTensorStorage._along_matrix`). So one
-set of functions takes rows of any format, joins them, and makes a tensor of them again. Bytes are moved, not computed.
+Formats say for each buffer how rows and columns of the matrix lie in it
+(`QuantizedTensorStorage._along_matrix`). So one set of functions takes rows of any format, joins them, and makes
+a tensor of them again. Bytes are moved, not computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +20,14 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes and scales of a matrix, by the attributes of the storage that they came from."""
+    """A `Codes` holds the codes and scales of a matrix, by the attributes of the storage that they came from."""
 
     shape: tuple[int, int]
     buffers: Mapping[str, torch.Tensor]
     along: Mapping[str, tuple[Along, Along]]
 
     def take_rows(self, rows: torch.Tensor) -> "Codes":
-        """Return these rows (int64 [n]). Where rows share a scale, they must be taken together: else a ValueError."""
+        """Return these rows (int64 [n]); rows that share a scale must be taken together, or a ValueError is raised."""
         taken = {}
         for name, buffer in self.buffers.items():
             along = self.along[name][0]
@@ -36,7 +38,7 @@ class Codes:
 
 
 def _blocks(rows: torch.Tensor, height: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the numbers of the blocks of `height` rows that these rows are, one behind the other."""
+    """Return the numbers of the blocks of `height` rows that these rows make up, in their order."""
     if height == 1:
         return rows
     first = rows[::height]
@@ -49,7 +51,7 @@ def _blocks(rows: torch.Tensor, height: int, shape: tuple[int, int]) -> torch.Te
 
 
 def codes_of(tensor: Any) -> Codes:
-    """Return the codes of a quantized matrix."""
+    """Return the codes of the row-wise copy of a quantized matrix."""
     along = tensor._along_matrix()
     if along is None:
         raise ValueError(
@@ -69,7 +71,8 @@ def codes_of(tensor: Any) -> Codes:
 
 
 def join_codes(parts: Sequence[Codes], rows: Sequence[torch.Tensor]) -> Codes:
-    """Return the codes of which `take_rows(rows[i])` is `parts[i]`. What is of all rows is equal in all parts."""
+    """Return the codes of which `take_rows(rows[i])` is `parts[i]`; a buffer that belongs to all
+    rows must be equal in all parts."""
     order = torch.cat(list(rows))
     shape = (order.numel(), parts[0].shape[1])
     joined = {}
@@ -91,9 +94,11 @@ def empty_codes(quantizer: Quantizer, shape: tuple[int, int], device: str = "met
 
 
 def tensor_of(codes: Codes, quantizer: Quantizer, dtype: torch.dtype) -> QuantizedTensor:
-    """Return the tensor of these codes, for which the quantizer makes the column-wise copy that backward reads.
+    """Return the tensor with these codes; the quantizer makes the column-wise copy that backward
+    reads, if it has that usage.
 
-    Where that is a transpose of the codes (square tiles, one scale), it is; else the dequantized values are quantized.
+    The copy is a transpose of the codes if the format allows that (square tiles, one scale); else the
+    dequantized values are quantized.
     """
     made: Any = _row_wise(quantizer, codes.shape, dtype, "cpu")
     for name, buffer in codes.buffers.items():
@@ -118,7 +123,7 @@ def _row_wise(quantizer: Quantizer, shape: tuple[int, int], dtype: torch.dtype, 
 
 
 def _is_tiled(made: Any, quantizer: Any) -> bool:
-    """Return whether rows of a square tile have one scale, as this quantizer would give them."""
+    """Return whether the rows of a square tile have one scale, as this quantizer would give them."""
     if not getattr(quantizer, "with_2d_quantization", False):
         return True
     scales = codes_of(made).buffers["_rowwise_scale_inv"]

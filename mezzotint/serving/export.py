@@ -1,8 +1,8 @@
-"""`export`: a model, or a checkpoint, as a folder in a published format.
+"""`export` writes a model, or a checkpoint, as a folder in a published format.
 
-Weights that are quantized parameters are written as they are. Others are quantized by what their recipe quantizes
-weights with, on the CPU, whose codes are those of a GPU: what is served is what was trained. One weight is in memory at
-a time, and the folder appears when it is whole.
+Weights that are quantized parameters are written as they are. Others are quantized by their recipe's quantizer of
+weights, on the CPU, whose codes equal those of a GPU: what is served is what was trained. One weight is in memory at a
+time, and the folder appears when it is complete.
 """
 
 import shutil
@@ -30,7 +30,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportReport:
-    """A report says what an export wrote."""
+    """An `ExportReport` says what an export wrote."""
 
     path: Path
     format: str
@@ -47,7 +47,8 @@ class ExportReport:
 
 @dataclass(frozen=True)
 class PlannedWeight:
-    """One weight of an export: what quantizes it (None: nothing), and whether its parts are quantized each alone."""
+    """A `PlannedWeight` is one weight of an export: its quantizer (None to keep it plain), and whether its
+    parts are quantized separately."""
 
     mapped: Mapped
     quantizer: Quantizer | None
@@ -67,17 +68,17 @@ def export(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
-    """Write a model in a published format into the folder `path`, for programs that serve it.
+    """Write a model in a published format into the folder `path`, for programs that serve it, and return a report.
 
     `model` is a model of Hugging Face, converted or not; one of `TransformerLayer`s with embedding, layers, norm and
     head; or the folder of a checkpoint of Hugging Face in high precision. `format` is a name of
-    `mezzotint.serving.schemes`; "compressed-tensors" is that of its formats in which the recipe trains.
+    `mezzotint.serving.schemes`; "compressed-tensors" means the one of its formats in which the recipe trains.
 
-    Quantized parameters are written as they are. Other weights are quantized as `recipe` says or, of a converted model,
-    its own; without any, as the format's usual recipe does. `config` completes config.json. `dtype` is what tensors
-    that are not quantized are cast to (None: as they are). `requantize` allows other blocks than those of training,
-    where rows of one trained weight are published apart and cut its tiles. `base` is the folder that the model was read
-    from: weights in high precision that still have the values of its codes are written as they are there.
+    Quantized parameters are written as they are. Other weights are quantized by `recipe` or, in a converted model, by
+    its own; without any, by the format's usual recipe. `config` completes config.json. `dtype` is what tensors that are
+    not quantized are cast to (None keeps theirs). `requantize` allows other blocks than those of training, where rows
+    of one trained weight are published apart and cut its tiles. `base` is the folder that the model was read from:
+    weights in high precision that still have the values of its codes are written as they are there.
     """
     source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
     if recipe is not None:
@@ -108,7 +109,8 @@ def export_source(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
-    """Write weights from anywhere; see `export`. `progress` is told how many of how many weights are written."""
+    """Write weights from any source, as `export` does; `progress` is called with how many of
+    how many weights are written."""
     if dtype is not None and dtype not in HIGH_PRECISION:
         raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")
     if path.exists() and not overwrite:
@@ -130,7 +132,7 @@ def export_source(
 
 
 def _put(aside: Path, path: Path) -> None:
-    """Give a folder its name; what had the name before is gone afterwards, and there again if that fails."""
+    """Rename a folder to `path`; what had that name before is removed, and restored if the renaming fails."""
     gone = path.with_name(f".{path.name}.removing")
     remove(gone)
     is_there = path.exists()
@@ -200,7 +202,7 @@ def _quantizer_for(source: WeightSource, mapped: Mapped, scheme: Scheme, recipe:
 
 
 def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
-    """Return whether a part has some rows of a tile, and not all."""
+    """Return whether a published part has some rows of a tile, and not all."""
     if scheme.block[0] <= 1 or len(mapped.parts) == 1:
         return False
     for part in mapped.parts:
@@ -214,7 +216,7 @@ def _is_cut(mapped: Mapped, scheme: Scheme) -> bool:
 def published_weight(
     source: WeightSource, planned: PlannedWeight, scheme: Scheme
 ) -> Iterator[tuple[PublishedPart, dict[str, Any]]]:
-    """Return the parts of a quantized weight, each with its tensors by suffix and, of NVFP4, its amax as "amax"."""
+    """Yield the parts of a quantized weight, each with its tensors by suffix and, for NVFP4, its amax as "amax"."""
     mapped, quantizer = planned.mapped, planned.quantizer
     assert quantizer is not None
     with torch.no_grad():
@@ -273,7 +275,7 @@ def _stack(codes: list[Codes], scheme: Scheme) -> dict[str, Any]:
 
 
 def plain_parts(mapped: Mapped, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return what is published of a weight that is not quantized, by its full name."""
+    """Yield the tensors that are published for a weight that is not quantized, with their full names."""
     for part in mapped.parts:
         name = f"{part.name}.weight" if mapped.is_linear and not mapped.experts else part.name
         yield name, weight if part.rows is None else weight[part.rows]
@@ -282,7 +284,7 @@ def plain_parts(mapped: Mapped, weight: torch.Tensor) -> Iterator[tuple[str, tor
 def tensor_specs(
     mapped: Mapped, quantizer: Quantizer | None, scheme: Scheme, dtype: torch.dtype
 ) -> dict[str, StoredSpec]:
-    """Return the tensors that a weight is published as; without a quantizer, as plain ones of this dtype."""
+    """Return the tensors that a weight is published as; without a quantizer, plain ones of this dtype."""
     made = {}
     for part in mapped.parts:
         shape = mapped.shape if part.rows is None else (part.rows.numel(), *mapped.shape[1:])
@@ -303,7 +305,7 @@ def tensor_specs(
 def _announce(
     source: WeightSource, planned: PlannedWeight, scheme: Scheme, dtype: torch.dtype | None
 ) -> dict[str, StoredSpec]:
-    """Return the tensors that a weight will be written as. Scales that are written again may be of other dtypes."""
+    """Return the tensors that a weight will be written as; scales that are written again may have other dtypes."""
     mapped = planned.mapped
     is_known = source.base is not None or any(part.name in source.scales for part in mapped.parts)
     if planned.quantizer is None or not is_known:
@@ -364,7 +366,7 @@ def _write(
 def _write_config(
     source: WeightSource, scheme: Scheme, planned: list[PlannedWeight], folder: Path, dtype: torch.dtype | None
 ) -> None:
-    """Write config.json, that of ModelOpt where it has its own, and pass the tokenizer on."""
+    """Write config.json, ModelOpt's own file if that is the format, and copy the tokenizer."""
     plain = [each.mapped for each in planned if each.quantizer is None]
     kept = []
     for mapped in plain:

@@ -1,4 +1,4 @@
-"""`load_quantized`: a checkpoint in a published format as a model to train.
+"""`load_quantized` reads a checkpoint in a published format as a model to train.
 
 Codes become quantized parameters byte by byte, under a recipe that multiplies in their format; or their values become
 weights in high precision. Either way `export` writes them again.
@@ -26,7 +26,7 @@ from mezzotint.serving.shards import StoredSpec
 from mezzotint.serving.source import SCALES
 from mezzotint.tensor.quantizer import Quantizer
 
-# How a server quantizes activations: nothing of it is trained, and here they are quantized as they come.
+# These say how a server quantizes activations. They are not trained, and here activations are quantized as they come.
 OF_INPUTS = (".input_scale", ".input_global_scale")
 
 
@@ -40,13 +40,13 @@ def load_quantized(
 ) -> nn.Module:
     """Return a model with the weights of a checkpoint in a published format, which lies in the folder `path`.
 
-    `model` is what gets them: a model of Hugging Face, or one of `TransformerLayer`s; None makes the one that
-    config.json describes, with transformers. Weights that are published in codes become quantized parameters with the
-    same bytes, and a model of Hugging Face is converted to run under `recipe` (None: the usual one of the format). The
-    copies that backward reads are made of these bytes. Experts that are one parameter of a model stay plain.
+    `model` receives them: a model of Hugging Face, or one of `TransformerLayer`s; None makes the one that config.json
+    describes, with transformers. Weights that are published in codes become quantized parameters with the same bytes,
+    and a model of Hugging Face is converted to run under `recipe` (None for the usual one of the format). The copies
+    that backward reads are made from these bytes. Experts that are one parameter of a model stay plain.
 
     `high_precision=True` gives plain weights instead, to be trained as any other; nothing is converted. `dtype` is that
-    of the weights' values (None: what config.json says).
+    of the weights' values (None for what config.json says).
     """
     folder = PublishedFolder(Path(path))
     if folder.scheme is None:
@@ -66,7 +66,7 @@ def load_quantized(
     _check_fit(folder, weights, quantizer)
     if not high_precision and not is_own_model(made):
         coded = [mapped.keys[0] for mapped in weights if folder.is_quantized(mapped.parts[0].name)]
-        names = {key.rpartition(".")[0] for key in coded}  # of layers, and of modules that hold experts
+        names = {key.rpartition(".")[0] for key in coded}  # names of layers, and of modules with experts
         convert(made, recipe or folder.scheme.recipe(), filter=lambda module, name: name in names)
     with torch.no_grad():
         _fill(made, folder, weights, quantizer, dtype, high_precision)
@@ -93,7 +93,7 @@ def _make_model(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _check_fit(folder: PublishedFolder, weights: list[Mapped], quantizer: Quantizer) -> None:
-    """Refuse a checkpoint that has other weights than the model, before any is replaced."""
+    """Raise an error if a checkpoint has other weights than the model, before any is replaced."""
     assert folder.scheme is not None
     wanted: dict[str, StoredSpec] = {}
     for mapped in weights:
@@ -149,7 +149,8 @@ def _fill(
 
 
 def _scales_to_keep(folder: PublishedFolder, name: str) -> dict[str, torch.Tensor]:
-    """Return scales that the package has no bits for: rounded ones of whole weights, and those in less than FP32."""
+    """Return the scales that the package cannot represent exactly: rounded ones of whole weights,
+    and those in less than FP32."""
     scheme = folder.scheme
     assert scheme is not None
     kept = {}
@@ -181,7 +182,7 @@ def _join(mapped: Mapped, parts: list[Codes]) -> Codes:
 
 
 def _copy(mapped: Mapped, parameters: list[Any], parts: list[torch.Tensor]) -> None:
-    """Write values of parts into a parameter, or into several that lie one below the other."""
+    """Write the values of published parts into a parameter, or into several that lie one below the other."""
     if mapped.experts:
         parameters[0].copy_(parts[0])
         return

@@ -1,6 +1,6 @@
-"""A model of `TransformerLayer`s as an architecture of Hugging Face: whether it computes the same, and its sizes.
+"""This module describes a model of `TransformerLayer`s as an architecture of Hugging Face, if one computes the same.
 
-    embedding, layers × TransformerLayer, norm (RMSNorm), head (a linear layer, or None where it is the embedding)
+    embedding, layers × TransformerLayer, norm (RMSNorm), head (a linear layer, or None if it is the embedding)
 
 It is a Llama; with a window on its attention a Mistral, with norms of queries and keys a Qwen3, with experts a Mixtral.
 What none of them computes is refused.
@@ -18,13 +18,13 @@ from mezzotint.transformer import TransformerLayer
 
 
 def is_own_model(model: nn.Module) -> bool:
-    """Return whether its layers are `TransformerLayer`s."""
+    """Return whether the layers of a model are `TransformerLayer`s."""
     layers = getattr(model, "layers", None)
     return isinstance(layers, nn.ModuleList) and len(layers) > 0 and isinstance(layers[0], TransformerLayer)
 
 
 def own_config(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of such a model. `given` says what its modules do not know: rope_theta, and the longest
+    """Return the config.json of such a model; `given` has what its modules do not know: rope_theta, and the longest
     sequence, max_position_embeddings."""
     for name in ("rope_theta", "max_position_embeddings"):
         if name not in given:
@@ -77,13 +77,13 @@ def _norm_of(mlp: Any) -> Any:
 
 
 def _window(attention: Any) -> int | None:
-    """Return how many tokens a query sees, itself among them; None: all before it."""
+    """Return how many tokens a query sees, itself among them, or None for all before it."""
     window = attention.window_size
     return None if window is None or window[0] < 0 else window[0] + 1
 
 
 def _why_other(layer: Any) -> str | None:
-    """Return why no architecture computes what a layer does."""
+    """Return why no architecture computes what a layer does, or None if one does."""
     if not isinstance(layer, TransformerLayer):
         return f"is a {type(layer).__name__}"
     attention, mlp = layer.self_attention, layer.layernorm_mlp

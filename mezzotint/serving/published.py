@@ -1,12 +1,12 @@
-"""A checkpoint in a published format, as it lies in its folder.
+"""This module reads a checkpoint in a published format, as it lies in its folder.
 
     config.json             the architecture and, of a quantized one, its quantization_config
     hf_quant_config.json    the same of ModelOpt
     *.safetensors           weights (`shards.py`)
     mezzotint.json          of one that was exported here: how weights were quantized, and a hash of each such file
 
-The last one is no part of any format, and other programs do not read it. With it an export can be verified bit by bit,
-and read again without the rounding of NVFP4's scales.
+The last one belongs to no format, and other programs do not read it. With it an export can be verified bit by bit, and
+read again without the rounding of NVFP4's scales.
 """
 
 import json
@@ -28,7 +28,7 @@ MODEL_CONFIG, MANIFEST = "config.json", "mezzotint.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest is what an export says of itself."""
+    """A `Manifest` is what an export says of itself."""
 
     format: str
     quantizer: Mapping[str, Any]  # options of what quantized the weights
@@ -38,19 +38,19 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it into the folder of an export."""
+    """Write the manifest into the folder of an export."""
     write_json(folder / MANIFEST, asdict(manifest))
 
 
 def options_of(quantizer: Any) -> dict[str, Any]:
-    """Return what tells a quantizer from others of its class."""
+    """Return the options that tell a quantizer from others of its class."""
     plain = {name: value for name, value in vars(quantizer).items() if not name.startswith("_")}
     made = {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
     return {name: value for name, value in made.items() if not name.endswith("_usage")}
 
 
 def with_options(quantizer: Quantizer, options: Mapping[str, Any]) -> Quantizer:
-    """Return a quantizer with these options; a ValueError where it has none of the name, or of another type."""
+    """Return a quantizer with these options, or raise a ValueError if it has no option of that name and type."""
     made: Any = quantizer.copy()
     own = options_of(quantizer)
     for name, value in options.items():
@@ -61,7 +61,7 @@ def with_options(quantizer: Quantizer, options: Mapping[str, Any]) -> Quantizer:
 
 
 class PublishedFolder:
-    """A folder that is read tensor by tensor. What is wrong with it is a ValueError that says what."""
+    """A `PublishedFolder` is read tensor by tensor; what is wrong with it raises a ValueError that says what."""
 
     def __init__(self, path: Path, *, check_hashes: bool = True) -> None:
         self.path = path
@@ -104,13 +104,13 @@ class PublishedFolder:
             ) from None
 
     def quantizer(self) -> Quantizer:
-        """Return what quantized the weights, as far as it is known: else what trains in this format by default."""
+        """Return the quantizer of the weights if it is known, else the default one of this format."""
         assert self.scheme is not None
         made = self.scheme.default_quantizer()
         return made if self.manifest is None else with_options(made, self.manifest.quantizer)
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether the weight of this name, without ".weight", is there in codes."""
+        """Return whether the weight of this name, without ".weight", is stored in codes."""
         return self.scheme is not None and all(each in self.reader.places for each in self.tensor_names(name).values())
 
     def tensor_names(self, name: str) -> dict[str, str]:
@@ -123,7 +123,7 @@ class PublishedFolder:
         return {suffix: self.reader.read(each) for suffix, each in self.tensor_names(name).items()}
 
     def codes(self, name: str, quantizer: Quantizer) -> list[Codes]:
-        """Return the codes of a quantized weight: one matrix, or one of each expert."""
+        """Return the codes of a quantized weight: one matrix, or one for each expert."""
         assert self.scheme is not None
         tensors = self.tensors(name)
         amax = None if self.manifest is None else self.manifest.amax.get(name)
@@ -135,7 +135,7 @@ class PublishedFolder:
 
 
 def _unstack(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Return the blocks [out, in/2] and scales [out, in/32] of each expert."""
+    """Yield the blocks [out, in/2] and scales [out, in/32] of each expert."""
     blocks, scales = tensors["blocks"], tensors["scales"]
     if blocks.dim() != 4 or blocks.shape[:3] != scales.shape:
         raise ValueError(f"blocks have shape {tuple(blocks.shape)}, scales {tuple(scales.shape)}")
@@ -144,7 +144,7 @@ def _unstack(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Te
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return what a JSON file holds, which is an object."""
+    """Return the object that a JSON file holds, or raise a ValueError if it holds none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError:

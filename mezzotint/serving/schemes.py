@@ -1,4 +1,5 @@
-"""Published formats: one record each. A record says which tensors a linear weight becomes, and what is said of them.
+"""Published formats have one record each, which says which tensors a linear weight becomes, and
+what config.json says of them.
 
     hf-fp8                         weight (E4M3), weight_scale_inv (FP32 of a 128x128 tile)
     compressed-tensors-fp8         weight (E4M3), weight_scale (FP32 [out, 1], of a row)
@@ -9,9 +10,9 @@
     modelopt-nvfp4                 weight (packed), weight_scale (E4M3, of 16 elements), weight_scale_2 (FP32)
     mxfp4                          of experts alone: <name>_blocks, <name>_scales (E8M0 as uint8, of 32 elements)
 
-NVFP4 here keeps the amax of the weight. Published files have 6·448 / amax (weight_global_scale) or amax / (6·448)
-(weight_scale_2), rounded to FP32. Weights alone are quantized in the two; FP8 and MXFP8 say that activations are to be
-quantized as they come.
+NVFP4 here keeps the amax of the weight. Published files have 6·448 / amax (weight_global_scale) or amax /
+(6·448) (weight_scale_2), rounded to FP32. FP4 formats quantize weights alone; FP8 and MXFP8 say that activations
+are to be quantized as they come.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,25 +49,26 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """One published format."""
+    """A `Scheme` describes one published format."""
 
     name: str
-    recipe: type[Recipe]  # what trains in it, by default; its quantizer of weights makes the codes
+    recipe: type[Recipe]  # the default one that trains in it; its quantizer of weights makes the codes
     held_by: type[Any]  # the tensors of the package that hold its codes
     block: tuple[int, int]  # rows and columns that share a scale; 0: all of them
     suffixes: tuple[str, ...]  # of a weight's tensors
-    buffers: tuple[str, ...]  # what each is in the package
+    buffers: tuple[str, ...]  # the package's buffer for each
     config: Callable[[Sequence[str]], dict[str, Any]]  # names of what is not quantized → quantization_config
     dtypes: tuple[torch.dtype, ...]
     joint: str = "."  # between the name of a module and the suffix
     is_for_experts: bool = False  # experts alone are quantized, all of a layer in one tensor
 
     def default_quantizer(self) -> Quantizer:
-        """Return what quantizes weights, unless a recipe says otherwise."""
+        """Return the quantizer of weights that is used unless a recipe says otherwise."""
         return self.quantizer_of(self.recipe(), "")
 
     def quantizer_of(self, recipe: Recipe, name: str) -> Quantizer:
-        """Return what a recipe quantizes a weight with; a ValueError where that is not this format."""
+        """Return the quantizer that a recipe has for a weight, or raise a ValueError if
+        that does not make this format."""
         made: Any = recipe.quantizer(QuantizerRole("linear", "weight", name))
         kind = made._classes()[1] if isinstance(made, Quantizer) and made._plan() is not None else None
         if kind is not self.held_by:
@@ -89,15 +91,19 @@ class Scheme:
         return is_square and is_plain and quantizer.dtype in (DType.kFloat8E4M3, DType.kFloat4E2M1)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a weight of this shape is quantized: readers take a block's size from the number of scales."""
+        """Return whether a weight of this shape is quantized: readers infer a block's
+        size from the number of scales."""
         return len(shape) == 2 and all(
             block == 0 or size % block == 0 or (block == FP8_BLOCK and size < block)
             for size, block in zip(shape, self.block, strict=True)
         )
 
     def publish(self, codes: Codes, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-        """Return the tensors of a weight by suffix. `known`: scales that this weight was read from, in another dtype or
-        rounded, which are written again where they still stand for the same."""
+        """Return the tensors of a weight by suffix.
+
+        `known` has the scales that this weight was read from, rounded or in another dtype; they are written again if
+        they still stand for the same values.
+        """
         made = {}
         for suffix, buffer, dtype in zip(self.suffixes, self.buffers, self.dtypes, strict=True):
             value = codes.buffers[buffer]
@@ -109,13 +115,14 @@ class Scheme:
                 value = _publish_amax(value, suffix)
             elif value.dtype == torch.uint8:
                 value = value.contiguous().view(dtype)
-            if value.dim() == 1 and codes.along[buffer][0] is not None:  # one of each row
+            if value.dim() == 1 and codes.along[buffer][0] is not None:  # one scale for each row
                 value = value[:, None]
             made[suffix] = value.contiguous()
         return made
 
     def codes(self, tensors: PublishedTensors, quantizer: Quantizer, amax: float | None = None) -> Codes:
-        """Return what `publish` made these tensors of. `amax`: that of NVFP4, where it is known; used if it fits."""
+        """Return the codes that `publish` made these tensors from; `amax` is that of NVFP4 if it is
+        known, and is used if it fits."""
         first = tensors[self.suffixes[0]]
         per = 2 if self.dtypes[0] == torch.uint8 else 1
         if first.dim() != 2:
@@ -135,12 +142,12 @@ class Scheme:
         return Codes(shape, buffers, wanted.along)
 
     def _check(self, tensors: PublishedTensors, wanted: Codes) -> None:
-        """Refuse tensors of other dtypes or shapes than `publish` gives."""
+        """Raise an error if tensors have other dtypes or shapes than `publish` gives."""
         for suffix, spec in self._specs(wanted).items():
             check_spec(suffix, StoredSpec(tensors[suffix].dtype, tuple(tensors[suffix].shape)), spec)
 
     def specs(self, quantizer: Quantizer, shape: tuple[int, int]) -> dict[str, StoredSpec]:
-        """Return what the tensors of a weight of this shape are."""
+        """Return the dtypes and shapes of the tensors of a weight of this shape."""
         return self._specs(empty_codes(quantizer, shape))
 
     def _specs(self, codes: Codes) -> dict[str, StoredSpec]:
@@ -149,7 +156,8 @@ class Scheme:
 
 
 def check_spec(name: str, found: StoredSpec, wanted: StoredSpec) -> None:
-    """Refuse a tensor of another dtype or shape. Scales in FP32 may be in less, and one may have any shape."""
+    """Raise an error if a tensor has another dtype or shape; FP32 scales may have a lower
+    precision, and a single one any shape."""
     is_scale = wanted.dtype == torch.float32
     same = found.dtype in HIGH_PRECISION if is_scale else found.dtype == wanted.dtype
     if not same or (found.shape != wanted.shape and not (is_scale and found.numel == wanted.numel == 1)):
@@ -157,7 +165,7 @@ def check_spec(name: str, found: StoredSpec, wanted: StoredSpec) -> None:
 
 
 def _buffer_of(tensor: torch.Tensor, buffer: str, suffix: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return what a published tensor is in the package."""
+    """Return a published tensor as the package's buffer."""
     if buffer == "_amax_rowwise":
         return _amax_of(tensor, suffix)
     value = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.float()
@@ -165,7 +173,7 @@ def _buffer_of(tensor: torch.Tensor, buffer: str, suffix: str, shape: Sequence[i
 
 
 def _publish_amax(amax: torch.Tensor, suffix: str) -> torch.Tensor:
-    """Return the scale of a whole weight: FP32 [1] or, of ModelOpt, without dimensions."""
+    """Return the scale of a whole weight: FP32 [1] or, for ModelOpt, without dimensions."""
     top = torch.full_like(amax, FP4_MAX * E4M3_MAX)
     if suffix == "weight_scale_2":
         return torch.where(amax > 0, amax / top, 1.0).view(())
@@ -191,7 +199,8 @@ def _hf_fp8(kept: Sequence[str]) -> dict[str, Any]:
 def _compressed(
     format: str, bits: int, strategy: str, inputs: str | None, **more: Any
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Return the configuration of compressed-tensors; `inputs`: the strategy of activations, None: not quantized."""
+    """Return a function that makes the configuration of compressed-tensors; `inputs` is the strategy of activations,
+    None if they are not quantized."""
     plain = {"num_bits": bits, "type": "float", "symmetric": True}
     weights = {**plain, **more, "strategy": strategy, "dynamic": False}
     activations = None if inputs is None else {**plain, **more, "strategy": inputs, "dynamic": True}
@@ -318,7 +327,8 @@ SCHEMES: dict[str, Scheme] = {scheme.name: scheme for scheme in _ALL}
 
 
 def find_scheme(name: str, trained: Recipe | None = None) -> Scheme:
-    """Return a format by its name. "compressed-tensors" is that of its formats in which `trained` quantizes weights."""
+    """Return a format by its name; "compressed-tensors" means the one of its formats in which
+    `trained` quantizes weights."""
     if name in SCHEMES:
         return SCHEMES[name]
     family = [scheme for scheme in _ALL if scheme.name.startswith(f"{name}-")] if name == "compressed-tensors" else []
@@ -346,7 +356,7 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme:
 
 
 def _weights_of(config: Mapping[str, Any]) -> Any:
-    """Return what tells the formats of compressed-tensors apart."""
+    """Return the values that tell the formats of compressed-tensors apart."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         return None

@@ -1,11 +1,12 @@
-"""Safetensors files of one checkpoint, written and read tensor by tensor, so that memory holds one at a time.
+"""This module writes and reads the safetensors files of one checkpoint tensor by tensor, so
+that memory holds one at a time.
 
 A file is a length (8 bytes, little-endian), a JSON header of that many bytes, and the tensors' bytes:
 
     {"__metadata__": {"format": "pt"}, "name": {"dtype": "F8_E4M3", "shape": [2, 3], "data_offsets": [0, 6]}, …}
 
 Several files have an index, `model.safetensors.index.json`, that says which tensor is in which. Both are read as if a
-stranger had written them: every size is compared with the file's before memory is taken or a byte is interpreted.
+stranger had written them: every size is compared with the file's before memory is allocated or a byte is interpreted.
 """
 
 import json
@@ -42,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StoredSpec:
-    """A spec is what is known of a tensor without its data."""
+    """A `StoredSpec` is what is known of a tensor without its data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ class StoredSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredPlace:
-    """A place says where a tensor lies in which file."""
+    """A `StoredPlace` says in which file a tensor lies, and where."""
 
     spec: StoredSpec
     file: Path
@@ -66,10 +67,11 @@ class StoredPlace:
 
 
 class ShardReader:
-    """The tensors of a folder of safetensors files, or of one such file; `read` brings one of them into memory."""
+    """A `ShardReader` has the tensors of a folder of safetensors files, or of one such file; `read`
+    brings one of them into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Read headers alone. A file that is missing, cut off or inconsistent is a ValueError that names it."""
+        """Read the headers alone; a file that is missing, cut off or inconsistent raises a ValueError that names it."""
         self.path = path
         self.files = _files_of(path)
         self.places: dict[str, StoredPlace] = {}
@@ -159,14 +161,14 @@ def _entry(path: Path, entry: Any, first: int) -> StoredPlace:
 
 
 class ShardWriter:
-    """Writes tensors of known dtypes and shapes into the files of a folder, in any order.
+    """A `ShardWriter` writes tensors of known dtypes and shapes into the files of a folder, in any order.
 
-    Where each one goes is settled before the first is there. As in files of the format's own library those with larger
+    The place of each is decided before the first is written. As in files of the format's own library, those with larger
     elements come first in a file, so that each begins at a multiple of its element's size.
     """
 
     def __init__(self, folder: Path, groups: Iterable[Mapping[str, StoredSpec]], max_bytes: int) -> None:
-        """Lay the files out. Tensors of a group, such as codes with their scales, go into one file."""
+        """Lay the files out; the tensors of a group, such as codes with their scales, go into one file."""
         self.folder, self._open = folder, None
         self._places: dict[str, StoredPlace] = {}
         self._left: dict[Path, set[str]] = {}
@@ -212,7 +214,7 @@ class ShardWriter:
         self._left[place.file].remove(name)
 
     def finish(self) -> None:
-        """Bring all to the disk, and write the index of several files."""
+        """Flush everything to the disk, and write the index if there are several files."""
         self._close()
         missing = sorted(name for names in self._left.values() for name in names)
         assert not missing, f"tensors that were announced and not written: {missing[:3]}"

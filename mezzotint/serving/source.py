@@ -1,4 +1,4 @@
-"""An export takes its weights from a model in memory, or from a checkpoint that is read weight by weight."""
+"""An export takes its weights from a source: a model in memory, or a checkpoint that is read weight by weight."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ from mezzotint.serving.codes import is_quantized
 from mezzotint.serving.own_model import is_own_model, own_config
 from mezzotint.serving.published import PublishedFolder
 
-# Of a folder, what is passed on beside its weights.
+# These files of a folder are copied beside its weights.
 PASSED_ON = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "generation_config.json", "*.jinja")
-SCALES = "_mezzotint_scales"  # of a model that was read: scales of whole weights as they were published, by name
+SCALES = "_mezzotint_scales"  # an attribute of a loaded model: published scales of whole weights, by name
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Weights by their names in a model."""
+    """A `WeightSource` gives weights by their names in a model."""
 
     config: Mapping[str, Any]  # of Hugging Face
     weights: list[Mapped]
     load: Callable[[str], Any]  # a parameter by its name: plain or quantized
     dtype: Callable[[str], torch.dtype]
-    # Of each weight that the model multiplies in low precision, its recipe (None: that of the region); None: not known,
-    # so the names decide.
+    # This maps each weight that the model multiplies in low precision to its recipe, or to None for that of the region.
+    # It is None itself if that is not known, so that the names decide.
     recipes: Mapping[str, Recipe | None] | None = None
     is_on_disk: bool = False
     files: Mapping[str, Path] = field(default_factory=dict)  # a tokenizer and the like, which are passed on
@@ -36,14 +36,14 @@ class WeightSource:
     base: PublishedFolder | None = None  # weights that still have its values are written as they are there
 
     def weight(self, mapped: Mapped) -> Any:
-        """Return a weight as it is multiplied: (out, in), or of all experts (experts, in, out)."""
+        """Return a weight as it is multiplied: (out, in), or for all experts together (experts, in, out)."""
         parameters = [self.load(key) for key in mapped.keys]
         value = parameters[0] if len(parameters) == 1 else torch.cat(parameters)
         return value if mapped.experts else mapped.take(value)
 
 
 def source_of_model(model: Any, config: Mapping[str, Any] | None) -> WeightSource:
-    """Return the weights of a model of Hugging Face's, converted or not, or of `TransformerLayer`s."""
+    """Return the weights of a model of Hugging Face, converted or not, or of one of `TransformerLayer`s."""
     given = dict(config or {})
     if is_own_model(model):
         described = own_config(model, given)
@@ -78,7 +78,7 @@ def source_of_model(model: Any, config: Mapping[str, Any] | None) -> WeightSourc
 
 
 def source_of_folder(path: Path) -> WeightSource:
-    """Return the weights of a checkpoint of Hugging Face's in high precision."""
+    """Return the weights of a checkpoint of Hugging Face in high precision."""
     folder = PublishedFolder(path)
     if folder.scheme is not None:
         raise ValueError(f"{path} is quantized already ({folder.scheme.name}): give a checkpoint in high precision")
@@ -94,5 +94,5 @@ def source_of_folder(path: Path) -> WeightSource:
 
 
 def holds_codes(source: WeightSource, mapped: Mapped) -> bool:
-    """Return whether the weight is quantized already; never read from a file, which has plain tensors."""
+    """Return whether the weight is quantized already, which one from a file never is: it has plain tensors."""
     return not source.is_on_disk and is_quantized(source.load(mapped.keys[0]))

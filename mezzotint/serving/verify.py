@@ -1,6 +1,6 @@
-"""`verify`: whether one checkpoint is what another one becomes, tensor by tensor and bit by bit.
+"""`verify` checks whether one checkpoint is what another one becomes, tensor by tensor and bit by bit.
 
-Weights in high precision are quantized again, on the CPU, as the export says that they were. Of two exports the tensors
+Weights in high precision are quantized again, on the CPU, as the export says that they were. The tensors of two exports
 are compared as they are. One weight is in memory at a time.
 """
 
@@ -23,12 +23,12 @@ PIECE = 2**22  # elements that are compared at once
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """A check says what became of one published tensor."""
+    """A `TensorCheck` is the result of comparing one published tensor."""
 
     name: str
     elements: int
     differing: int = 0
-    first: tuple[int, ...] | None = None  # the place of the first that differs
+    first: tuple[int, ...] | None = None  # the index of the first element that differs
     largest_error: float = 0.0  # of the weight's values, or of the tensor's own
     problem: str | None = None  # why it could not be compared
 
@@ -43,8 +43,8 @@ def verify_source(
     recipe: Recipe | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[TensorCheck]:
-    """Compare an export with what its source becomes, quantized as `recipe` does or, without one, as the export says
-    that it was."""
+    """Compare an export with what its source becomes, quantized by `recipe` or, without one, as
+    the export says that it was."""
     scheme = folder.scheme
     if scheme is None:
         raise ValueError(f"{folder.path} is not quantized: give an export as the second")
@@ -70,7 +70,7 @@ def verify_source(
 def _expected(
     source: WeightSource, planned: PlannedWeight, folder: PublishedFolder
 ) -> Iterator[tuple[str, torch.Tensor, str | None]]:
-    """Return the published tensors of a weight: name, value, and the name of the weight whose codes it is part of."""
+    """Yield the published tensors of a weight: name, value, and the name of the weight whose codes it is part of."""
     scheme = folder.scheme
     assert scheme is not None
     if planned.quantizer is None:
@@ -121,13 +121,13 @@ def _compare(
 
 
 def _pieces(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Return both in pieces, each with its place: to compare them whole would take several times their memory."""
+    """Yield both in pieces, each with its offset: comparing them whole would take several times their memory."""
     for start in range(0, a.numel(), PIECE):
         yield start, a.reshape(-1)[start : start + PIECE], b.reshape(-1)[start : start + PIECE]
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as whole numbers, so that NaN equals itself and 0 is not -0."""
+    """Return the elements as integers, so that NaN equals itself and 0 is not -0."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(-1).view(kinds[tensor.dtype.itemsize])
 
@@ -135,7 +135,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _error(
     wanted: torch.Tensor, found: torch.Tensor, folder: PublishedFolder, weight: str | None, quantizer: Quantizer | None
 ) -> float:
-    """Return the largest difference of values: of codes with the second's scales, else of the numbers themselves."""
+    """Return the largest difference of values: of codes under the second's scales, else of the numbers themselves."""
     if weight is None or quantizer is None or folder.scheme is None or folder.scheme.is_for_experts:
         return _largest(wanted, found)
     values = []
@@ -147,11 +147,12 @@ def _error(
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest difference; infinity where it is no number."""
+    """Return the largest difference, or infinity if it is not a number."""
     errors = [(x.double() - y.double()).abs().nan_to_num(torch.inf).max() for _, x, y in _pieces(a, b)]
     return float(max(errors))
 
 
 def open_second(path: Path) -> PublishedFolder:
-    """Return an export that is to be looked at: what is wrong with its files is what `verify` is there to find."""
+    """Return an export that is to be checked; its hashes are not, because finding what is
+    wrong is what `verify` is for."""
     return PublishedFolder(path, check_hashes=False)
