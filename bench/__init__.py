@@ -1,1 +1,1 @@
-"""Measurements and checks of the whole library: `python -m bench <name> [arguments]`."""
+"""This package measures and checks the whole library: `python -m bench <name> [arguments]`."""

@@ -1,4 +1,4 @@
-"""python -m bench <name> [arguments]: run `main(arguments)` of `bench/<name>.py`. Without a name: list them."""
+"""`python -m bench <name> [arguments]` runs `main(arguments)` of `bench/<name>.py`; without a name it lists them."""
 
 import argparse
 import ast
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def find_commands() -> dict[str, str]:
-    """Name → first line of the docstring, for every module here that defines `main`."""
+    """Return the first line of the docstring of every module here that defines `main`, by the module's name."""
     commands = {}
     for path in sorted(HERE.glob("[!_]*.py")):
         tree = ast.parse(path.read_text())
@@ -20,7 +20,7 @@ def find_commands() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code of the command."""
+    """Run a command and return its exit status."""
     commands = find_commands()
     listing = "\n".join(f"  {name:<12} {summary}" for name, summary in commands.items())
     parser = argparse.ArgumentParser(

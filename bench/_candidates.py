@@ -1,4 +1,5 @@
-"""Who is compared: PyTorch in BF16, torchao's recipes, ours; how one of them runs a step, eager or compiled."""
+"""This module has the candidates that are compared, PyTorch in BF16, torchao's recipes and ours, and runs a
+step of one, eager or compiled."""
 
 import dataclasses
 import itertools
@@ -17,14 +18,15 @@ from mezzotint import recipe
 from mezzotint.recipe import Recipe
 
 BASE = "bf16"
-# Mode → how torch.compile is asked; None: eager.
+# This maps a mode to torch.compile's mode; None means eager.
 MODES: dict[str, str | None] = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}
 Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to train. `kind` is the model of a case that it takes: plain (torchao converts it), ours, ..."""
+    """A `Candidate` is a way to train; `kind` says which model of a case it takes: plain
+    (torchao converts it), ours, ..."""
 
     name: str
     kind: str  # "plain" | "loop" | "torchao" | "mezzotint"
@@ -32,11 +34,11 @@ class Candidate:
 
     @property
     def is_base(self) -> bool:
-        """Whether the others are compared with it."""
+        """Return whether the others are compared with this candidate."""
         return self.kind in ("plain", "loop")
 
     def build(self, models: dict[str, Callable[[], nn.Module]]) -> nn.Module:
-        """The model of its kind, from the same random numbers each time."""
+        """Return the model of this candidate's kind, built from the same random numbers each time."""
         torch.manual_seed(0)
         if self.kind != "torchao":
             return models[self.kind]()
@@ -67,13 +69,16 @@ CANDIDATES: dict[str, Candidate] = {
 
 
 def missing(candidate: Candidate) -> str:
-    """Why it cannot run here at all, or nothing."""
+    """Return why a candidate cannot run here at all, or ""."""
     return "torchao is not installed" if candidate.kind == "torchao" and not quiet_import() else ""
 
 
 def called(model: nn.Module, mode: str, backend: str, skips_guards: bool = False) -> Callable[..., Any]:
-    """Return what a step calls. Compiled, it is a function with code of its own: graphs hang on the code, and
-    candidates that shared it would look through each other's. `skips_guards` leaves out all guards."""
+    """Return what a step calls; `skips_guards` leaves out all guards.
+
+    Compiled, it is a function with code of its own: graphs belong to the code, and candidates that shared it would
+    search through each other's.
+    """
 
     def call(x: torch.Tensor, **kwargs: Any) -> Any:
         return model(x, **kwargs)
@@ -92,7 +97,8 @@ def called(model: nn.Module, mode: str, backend: str, skips_guards: bool = False
 
 @dataclass(slots=True)
 class Runner:
-    """Forward and backward of one candidate; inputs are taken in turn, gradients are new in each step."""
+    """A `Runner` runs forward and backward of one candidate; inputs are taken in turn, and
+    gradients are new in each step."""
 
     candidate: Candidate
     model: nn.Module
@@ -100,7 +106,7 @@ class Runner:
     inputs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # x, the gradient of y
     micro_batches: int = 1
     graphs: bool = False  # CUDA graphs
-    memory: str = "default"  # ours: how much forward holds
+    memory: str = "default"  # the memory mode of ours: how much forward holds
     turn: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +114,7 @@ class Runner:
 
     @property
     def keeps(self) -> bool:
-        """Whether quantized weights are kept from micro-batch to micro-batch."""
+        """Return whether quantized weights are kept from microbatch to microbatch."""
         return self.micro_batches > 1 and self.candidate.recipe is not None
 
     def forward(self, x: torch.Tensor, first: bool | None = None) -> torch.Tensor:
@@ -120,13 +126,13 @@ class Runner:
             return self.call(x, **kwargs)
 
     def clear(self) -> None:
-        """No gradients, as after an optimizer's step."""
+        """Clear all gradients, as after an optimizer's step."""
         self.model.zero_grad(set_to_none=True)
         for x, _ in self.inputs:
             x.grad = None
 
     def __call__(self) -> None:
-        """A step: of several micro-batches ours keeps the weights that the first one quantized."""
+        """Run a step; over several microbatches ours keeps the weights that the first one quantized."""
         self.clear()
         for i in range(self.micro_batches):
             x, gradient = next(self.turn)

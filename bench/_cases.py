@@ -1,8 +1,9 @@
-"""What is measured: each format with its options, its leaf op, and the bytes that it cannot avoid to move.
+"""This module has the cases that are measured: each format with its options, its leaf op, and
+the bytes that it must move.
 
     bytes = reads · |x| + every buffer that the format's geometry function names
 
-One read of x where scales are given or local to a block; two where a scale needs all of x (or all of a column) first.
+x is read once if scales are given or local to a block, and twice if a scale needs all of x (or all of a column) first.
 """
 
 import math
@@ -37,7 +38,7 @@ TARGETS = {1: 0.85, 2: 0.80}  # reads of x → the fraction of a copy's bandwidt
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One format with one set of options."""
+    """A `Case` is one format with one set of options."""
 
     name: str
     launch: str  # "module:function" in mezzotint.kernels.triton
@@ -45,22 +46,22 @@ class Case:
     options: Callable[[bool, bool, torch.device], tuple[Any, ...]]  # what the op takes after x
     buffers: Callable[[Shape, bool, bool], Buffers]
     reads: Callable[[Shape, bool, bool], int]
-    # Buffers, column-wise?, logical shape, output dtype → the leaf op of the way back and its arguments
+    # (buffers, whether column-wise, logical shape, output dtype) → the leaf op of dequantization and its arguments
     back: Callable[[Named, bool, Shape, torch.dtype], tuple[Callable[..., Any], tuple[Any, ...]]] | None = None
     directions: tuple[str, ...] = tuple(DIRECTIONS)
 
     def run(self, x: torch.Tensor, rowwise: bool, columnwise: bool) -> Named:
-        """The op's outputs by name."""
+        """Return the op's outputs by name."""
         out = self.op(x, *self.options(rowwise, columnwise, x.device))
         names = self.buffers((x.shape[0], x.shape[1]), rowwise, columnwise)
         return dict(zip(names, out if isinstance(out, list) else [out], strict=True))
 
     def jobs(self) -> list[str]:
-        """The directions, there and back."""
+        """Return the directions of quantization and those of dequantization."""
         return [*self.directions, *(("dequantize row", "dequantize column") if self.back else ())]
 
     def prepared(self, job: str, x: torch.Tensor) -> "tuple[Callable[[torch.Tensor], Any], int, int]":
-        """The call to time, the reads of its input and the bytes that it must move."""
+        """Return the call to time, the reads of its input and the bytes that it must move."""
         shape = (x.shape[0], x.shape[1])
         row, col = DIRECTIONS[job.removeprefix("dequantize ")]
         if job.startswith("dequantize"):
@@ -72,7 +73,7 @@ class Case:
         return lambda x: self.op(x, *options), self.reads(shape, row, col), self.moved(shape, x.dtype, row, col)
 
     def moved(self, shape: Shape, dtype: torch.dtype, rowwise: bool, columnwise: bool) -> int:
-        """Bytes that a quantization must move: x as often as it must be read, and every buffer."""
+        """Return the bytes that a quantization must move: x as often as it must be read, and every buffer."""
         out = self.buffers(shape, rowwise, columnwise).values()
         written = sum(math.prod(size) * dtype.itemsize for size, dtype in out)
         return self.reads(shape, rowwise, columnwise) * math.prod(shape) * dtype.itemsize + written
@@ -87,7 +88,7 @@ def _twice(shape: Shape, rowwise: bool, columnwise: bool) -> int:
 
 
 def _row_reads(shape: Shape, rowwise: bool, columnwise: bool) -> int:
-    """Rows alone are read once where a row fits into the registers of a program."""
+    """Return the reads of x: one for rows alone if a row fits into the registers of a program, else two."""
     return 2 if columnwise or shape[1] > LONGEST_ROW else 1
 
 
@@ -97,7 +98,7 @@ def _side(buffers: Named, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def amax() -> Case:
-    """max |x| alone."""
+    """Return the case that computes max |x| alone."""
     return Case(
         name="amax",
         launch="float8:amax",
@@ -176,7 +177,8 @@ def mxfp8(name: str, two_d: bool = False, floor: bool = False) -> Case:
 
 
 def nvfp4(name: str, two_d: bool = False, training: bool = False) -> Case:
-    """`training`: Hadamard transform of the column-wise copy and stochastic rounding, as gradients have it."""
+    """Return a case of NVFP4; `training` adds the Hadamard transform of the column-wise copy and stochastic
+    rounding, as gradients have them."""
 
     def back(out: Named, col: bool, shape: Shape, dtype: torch.dtype) -> Any:
         top = out["amax_columnwise" if col else "amax_rowwise"]
@@ -217,7 +219,7 @@ CASES: dict[str, Case] = {
 
 
 def chosen(filters: str | None) -> list[Case]:
-    """The cases of which a name in the comma-separated `filters` is a part; all of them without."""
+    """Return the cases whose names contain a part of the comma-separated `filters`, or all of them without any."""
     parts = [part.strip() for part in (filters or "").split(",") if part.strip()]
     found = [case for name, case in CASES.items() if not parts or any(part in name for part in parts)]
     if not found:

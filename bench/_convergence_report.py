@@ -1,8 +1,9 @@
-"""The page of the convergence study and its figure, out of the files of its runs: every number names its run.
+"""This module writes the page of the convergence study and its figure from the files of its
+runs: every number names its run.
 
 Chance is what seeds do to BF16: the band is the distance between the lowest and the highest of its runs. A gap is a
-run's loss less that of BF16 with the same seed, which saw the same text in the same order; one that is no larger than
-the band can be chance.
+run's loss less that of BF16 with the same seed, which saw the same text in the same order; one that is no larger
+than the band can be chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +71,7 @@ def _title(study: Study) -> str:
 
 
 def band(entries: Sequence[Entry], runs: Mapping[str, RunFile], key: str) -> float | None:
-    """Return how far apart the finished BF16 runs end; None of less than two."""
+    """Return how far apart the finished BF16 runs end, or None for less than two."""
     found = [
         run.end[key]
         for entry in entries
@@ -105,7 +106,7 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
 
 
 def _state(entry: Entry, run: RunFile | None) -> str:
-    """Write why a run has no result."""
+    """Return in words why a run has no result."""
     if run is None:
         return f"not run yet: waits for {entry.waits_for}" if entry.waits_for else "not run yet"
     if run.end is None:
@@ -136,7 +137,7 @@ def _speeds(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile])
 
 
 def _sources(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
-    """List what each run was: its machine, its versions, its code, its data."""
+    """Return a list of what each run used: its machine, its versions, its code, its data."""
     lines = []
     for entry in entries:
         run = runs.get(entry.name)
@@ -165,7 +166,7 @@ def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping
     width = study.train.last
     means = {name: running_mean(run.losses, width) for name, run in runs.items()}
     seeds = [means[entry.name] for entry in entries if entry.recipe == BF16 and entry.name in means]
-    shortest = min(map(len, seeds))  # of one that was interrupted
+    shortest = min(map(len, seeds))  # an interrupted run has fewer steps
     steps = range(width, width + shortest)
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
@@ -177,7 +178,7 @@ def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping
                 base = means.get(f"{study.name}-{BF16}-s{entry.seed}")
                 _draw_run(left, right, entry, means[entry.name], base, width)
         left.set(title=f"loss, mean of {width} steps", xlabel="step", ylabel="nats a token")
-        left.set_ylim(min(map(min, means.values())) - 0.1, max(seeds[0]))  # one that diverges leaves the others room
+        left.set_ylim(min(map(min, means.values())) - 0.1, max(seeds[0]))  # so that one that diverges leaves room
         left.legend(frameon=False, fontsize=7)
         right.set(title=f"gap to BF16 of the same seed, mean of {width} steps", xlabel="step", ylabel="nats a token")
         figure.savefig(path)
@@ -194,6 +195,6 @@ def _draw_run(
     draw: Callable[..., object] = left.plot
     draw(range(width, width + len(mean)), mean, label=entry.name, **line)
     if base is not None:
-        gaps = [a - b for a, b in zip(mean, base, strict=False)]  # of one that was interrupted there are less
+        gaps = [a - b for a, b in zip(mean, base, strict=False)]  # an interrupted run has fewer
         draw = right.plot
         draw(range(width, width + len(gaps)), gaps, **line)

@@ -1,4 +1,4 @@
-"""What the convergence study trains, and the files that say how far it is.
+"""This module lists the runs of the convergence study, and reads the files that say how far each of them is.
 
 A run is a file of its own, `<study>-<recipe>-s<seed>.jsonl`, small enough for the tree: its settings first, then losses
 and held-out losses as they came, and at its end speed and memory. A run whose file has an end is finished.
@@ -19,18 +19,18 @@ RUNS = Path(__file__).resolve().parents[1] / "dev" / "convergence" / "runs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A model and how it is trained; recipe, seed and data are a run's own."""
+    """A `Study` is a model and how it is trained; recipe, seed and data are a run's own."""
 
     name: str
     model: ModelConfig
     train: TrainConfig
-    minutes: float  # that a run takes, as long as none is finished
-    measures_eager: bool = False  # the memory of an eager step too, which is what `plan` predicts
+    minutes: float  # the estimate for a run, as long as none is finished
+    measures_eager: bool = False  # also the memory of an eager step, which is what `plan` predicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A run of a study. `waits_for`: what has to exist before it can run."""
+    """An `Entry` is a run of a study; `waits_for` names what has to exist before it can run."""
 
     study: Study
     recipe: str
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """For example "125m-nvfp4-s1"."""
+        """Return the name of the run, for example "125m-nvfp4-s1"."""
         return "-".join(filter(None, (self.study.name, self.recipe, self.variant, f"s{self.seed}")))
 
 
@@ -80,19 +80,19 @@ ENTRIES = (
 
 @dataclass(slots=True)
 class RunFile:
-    """What the file of a run says; `end` is None while it is not finished."""
+    """A `RunFile` is what the file of a run says; `end` is None while it is not finished."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)  # step → loss
-    seconds: float = 0.0  # that it took so far
+    seconds: float = 0.0  # how long it took so far
     end: dict[str, Any] | None = None
 
 
 def read_run(path: Path) -> RunFile:
-    """Return what a file holds; of a run that went on after an interruption, the steps that it kept."""
+    """Return what a file holds; for a run that was interrupted and resumed, the steps that it kept."""
     run = RunFile(path.stem)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -120,13 +120,16 @@ def read_runs(folder: Path, entries: Sequence[Entry] = ENTRIES) -> dict[str, Run
 
 
 def is_finished(runs: Mapping[str, RunFile], entry: Entry) -> bool:
-    """Whether a run came to its end, or ended by a loss that is no number."""
+    """Return whether a run came to its end, or ended by a loss that is not finite."""
     return entry.name in runs and runs[entry.name].end is not None
 
 
 def predict_seconds(runs: Mapping[str, RunFile], entry: Entry) -> float:
-    """Return how long a run will take, a tenth added: by its own steps where it was interrupted, else as long as the
-    slowest of its recipe, or of its study, or as the study guesses."""
+    """Return how long a run will take, with a tenth added.
+
+    The prediction is by its own steps if it was interrupted, else the time of the slowest of its recipe, or of its
+    study, or the study's estimate.
+    """
     own = runs.get(entry.name)
     if own is not None and own.losses:
         return 1.1 * own.seconds * entry.study.train.steps / len(own.losses)

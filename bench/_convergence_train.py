@@ -1,4 +1,5 @@
-"""One run of the convergence study: `Training`, step by step, with a file of what came of it."""
+"""This module trains one run of the convergence study with `Training`, step by step, and
+writes the file of its results."""
 
 import gc
 import hashlib
@@ -31,10 +32,10 @@ DIGITS = 6  # of a loss in a file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run's text is, where its file goes, where its checkpoints go, and when it has to stop."""
+    """A `Place` says where a run's text is, where its file and its checkpoints go, and when it has to stop."""
 
     text: Text
-    data: Mapping[str, Any]  # what is said of the data: hashes, sizes
+    data: Mapping[str, Any]  # a description of the data: hashes, sizes
     held_out: int  # tokens at the end of the text
     runs: Path
     scratch: Path
@@ -43,7 +44,8 @@ class Place:
 
 
 def train_entry(entry: Entry, place: Place) -> bool:
-    """Train a run from its start, or from its checkpoint where there is one; False where the time was over before."""
+    """Train a run from its start, or from its checkpoint if there is one; return False if the
+    time was over before its end."""
     start = time.monotonic()
     path = place.runs / f"{entry.name}.jsonl"
     config = make_config(entry, place)
@@ -52,7 +54,7 @@ def train_entry(entry: Entry, place: Place) -> bool:
     folder = place.scratch / entry.name
     seconds = _resume(training, folder, path)
     if not training.step:
-        shutil.rmtree(folder, ignore_errors=True)  # checkpoints of a run whose file is lost
+        shutil.rmtree(folder, ignore_errors=True)  # they are checkpoints of a run whose file is lost
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         _write(
@@ -68,7 +70,7 @@ def train_entry(entry: Entry, place: Place) -> bool:
 
 
 def make_config(entry: Entry, place: Place) -> RunConfig:
-    """All that a run's numbers follow from. The held-out tokens are the last of the text."""
+    """Return all that a run's numbers follow from; the held-out tokens are the last of the text."""
     part = place.held_out / place.text.tokens.numel()
     train = replace(entry.study.train, recipe=entry.recipe, seed=entry.seed, hold_out=part, device=place.device)
     return RunConfig(replace(entry.study.model, vocab=place.text.vocab), train, place.text.fingerprint)
@@ -86,7 +88,7 @@ def _settings(place: Place, config: RunConfig) -> dict[str, Any]:
 
 
 def hash_code() -> str:
-    """Return a hash of the package's sources: of what computed the numbers."""
+    """Return a hash of the package's sources, which computed the numbers."""
     root, found = Path(mezzotint.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -94,19 +96,20 @@ def hash_code() -> str:
 
 
 def _eager_peak(config: RunConfig, text: Text) -> int:
-    """Return the memory of an eager step in bytes, of the second one: AdamW's state exists by then."""
+    """Return the memory of an eager step in bytes, measured on the second one, because AdamW's state exists by then."""
     training = Training(replace(config, train=replace(config.train, compile=False)), text)
     training.run_step()
     reset_peak_memory(training.device)
     training.run_step()
     peak = peak_memory(training.device)
     del training
-    gc.collect()  # it is no part of the memory of what comes next
+    gc.collect()  # so that it does not count for what comes next
     return peak
 
 
 def _resume(training: Training, folder: Path, path: Path) -> float:
-    """Go on from the newest checkpoint, if this run's file is there too; return the seconds that it took so far."""
+    """Go on from the newest checkpoint if this run's file exists too, and return the
+    seconds that the run took so far."""
     found = find_checkpoints(folder)
     if not found or not path.exists():
         return 0.0
@@ -127,24 +130,24 @@ def _resume(training: Training, folder: Path, path: Path) -> float:
 
 
 def _write(path: Path, kind: str, **values: Any) -> None:
-    """Add a line; what is in the file stays there, whatever ends the program."""
+    """Append a line; what is in the file stays there, whatever ends the program."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"kind": kind, **values}) + "\n")
 
 
 class _Run:
-    """The steps of a run. The GPU is waited for at the steps that are logged, and at no other."""
+    """A `_Run` runs the steps of a run; it waits for the GPU at the steps that are logged, and at no other."""
 
     def __init__(
         self, training: Training, path: Path, folder: Path, deadline: float, start: float, eager: int | None
     ) -> None:
-        """`start`: when the run would have begun, had it run without a break."""
+        """Prepare the run; `start` is when it would have begun if it had run without a break."""
         self.training, self.path, self.folder, self.deadline, self.start = training, path, folder, deadline, start
         self.eager, self.logged, self.peak = eager, training.step, 0
         self.meter = Meter(training.device)
 
     def go(self) -> bool:
-        """Train to the end; False where the deadline came first, then with a checkpoint."""
+        """Train to the end; return False, after writing a checkpoint, if the deadline came first."""
         training, train = self.training, self.training.config.train
         reset_peak_memory(training.device)
         while training.step < train.steps:
@@ -166,7 +169,7 @@ class _Run:
         return True
 
     def _log(self) -> bool:
-        """Write the steps since the last time; False where a loss is no number, which ends the run."""
+        """Write the steps since the last time; return False if a loss is not finite, which ends the run."""
         training = self.training
         losses, norms = (values[self.logged : training.step].tolist() for values in (training.losses, training.norms))
         seconds = round(time.monotonic() - self.start, 1)
@@ -190,7 +193,7 @@ class _Run:
         return None if speed is None else round(speed * self.training.tokens_per_step, 1)
 
     def _evaluate(self) -> float:
-        """Write the held-out loss; the memory of an evaluation is no part of a step's."""
+        """Write the held-out loss, and keep the memory of the evaluation out of that of a step."""
         self.peak = max(self.peak, peak_memory(self.training.device))
         loss = round(evaluate(self.training), DIGITS)
         _write(self.path, "held_out", step=self.training.step, loss=loss)

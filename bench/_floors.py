@@ -1,7 +1,8 @@
-"""What a step cannot be faster than: its matrix products alone, and the bytes that quantization must move.
+"""This module finds the floor of a step, which it cannot be faster than: its matrix products alone, and the bytes
+that quantization must move.
 
-The products are those of one real step: each call of it is recorded with its operands, quantized as they are, and
-called again with nothing in between.
+The products are those of one real step: each call is recorded with its operands, quantized as they are, and called
+again with nothing in between.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,9 +17,9 @@ from bench import _cases as cases
 from bench._cases import Case, Shape
 from mezzotint.functional import grouped_linear, linear
 
-# Where the cores multiply.
+# The cores multiply by calling these functions.
 PRODUCTS = ((linear, "multiply"), (grouped_linear, "grouped_gemm"), (grouped_linear, "grouped_gemm_packed"))
-# Recipe → how it quantizes x, the weight and the gradient.
+# This maps a recipe to how it quantizes x, the weight and the gradient.
 FORMATS: dict[str, tuple[Case, Case, Case]] = {
     "delayed": (cases.float8_delayed(),) * 3,
     "current": (cases.float8_current(),) * 3,
@@ -35,7 +36,7 @@ FORMATS: dict[str, tuple[Case, Case, Case]] = {
 
 @contextmanager
 def recorded() -> Iterator[list[Callable[[], Any]]]:
-    """A list of the products that run meanwhile, in eager code, each to be called again."""
+    """Record the products that run meanwhile in eager code, and yield the list of them, each to be called again."""
     calls: list[Callable[[], Any]] = []
 
     def record(product: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,7 +58,7 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
 
 @dataclass(slots=True)
 class Products:
-    """The matrix products of a step, as a step of their own."""
+    """A `Products` holds the matrix products of a step, and runs them as a step of their own."""
 
     calls: list[Callable[[], Any]]
 
@@ -74,7 +75,8 @@ class Products:
 
 
 def least_bytes(name: str, m: int, k: int, n: int) -> int:
-    """Bytes beyond the products of one linear: x (M, K), weight (N, K) and gradient (M, N) quantized both ways."""
+    """Return the bytes that one linear moves beyond its products: x (M, K), weight (N, K) and gradient
+    (M, N) are quantized both ways."""
     shapes: tuple[Shape, Shape, Shape] = ((m, k), (n, k), (m, n))
     formats = FORMATS.get(name)
     if formats is None:

@@ -1,6 +1,7 @@
-"""What the peers are measured on: a linear, layers of a Llama, a mixture of experts; each in plain PyTorch and ours.
+"""This module has what the peers are measured on, in plain PyTorch and ours: a linear, layers of a
+Llama, a mixture of experts.
 
-torchao converts the plain one. Plain and ours have the same sizes and no biases, and turn queries and keys with the
+torchao converts the plain one. Plain and ours have the same sizes and no biases, and rotate queries and keys with the
 same function. Ours has one weight for queries, keys and values, side by side (`fuse_qkv_params`), and one for gate and
 up, as our layer has them; the plain model has seven linears a layer, as the Llamas that torchao is used on have them.
 """
@@ -17,7 +18,7 @@ import mezzotint as mz
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSizes:
-    """Of `layers` layers without embedding and head."""
+    """A `LlamaSizes` holds the sizes of `layers` layers without embedding and head."""
 
     hidden: int = 4096
     ffn: int = 14336
@@ -29,7 +30,7 @@ class LlamaSizes:
 
     @property
     def weights(self) -> int:
-        """Elements of all weights that are multiplied with."""
+        """Return the number of elements of all weights that are multiplied with."""
         kv = self.hidden // self.heads * self.kv_heads
         return self.layers * self.hidden * (2 * self.hidden + 2 * kv + 3 * self.ffn)
 
@@ -43,12 +44,12 @@ def our_linear(k: int, n: int, device: str) -> nn.Module:
 
 
 def angles(sizes: LlamaSizes, device: str) -> torch.Tensor:
-    """FP32 (sequence, 1, 1, channels of a head)."""
+    """Return the rotary angles, FP32 (sequence, 1, 1, channels of a head)."""
     return mz.RotaryPositionEmbedding(sizes.hidden // sizes.heads)(sizes.sequence).to(device)
 
 
 class PlainLayer(nn.Module):
-    """x (B, S, H), angles → (B, S, H)."""
+    """A `PlainLayer` is a Llama layer in plain PyTorch: it maps x (B, S, H) and angles to (B, S, H)."""
 
     def __init__(self, sizes: LlamaSizes, device: str) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """x (B, S, H) → (B, S, H)."""
+    """A `PlainLlama` has layers in plain PyTorch: it maps x (B, S, H) to (B, S, H)."""
 
     turns: torch.Tensor
 
@@ -91,12 +92,12 @@ class PlainLlama(nn.Module):
 
 
 def converted_llama(sizes: LlamaSizes, device: str) -> nn.Module:
-    """Return the plain model with its linears swapped for ours, as `mezzotint.convert` does it for any model."""
+    """Return the plain model with its linears swapped for ours, as `mezzotint.convert` does for any model."""
     return mz.convert(PlainLlama(sizes, device))
 
 
 class OurLlama(nn.Module):
-    """x (B, S, H) → (B, S, H)."""
+    """An `OurLlama` has our `TransformerLayer`s: it maps x (B, S, H) to (B, S, H)."""
 
     turns: torch.Tensor
 
@@ -130,7 +131,7 @@ class OurLlama(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """x (M, K) → (M, N) by PyTorch's grouped product: one launch for all experts."""
+    """These experts map x (M, K) to (M, N) by PyTorch's grouped product, with one launch for all of them."""
 
     ends: torch.Tensor
 
@@ -146,7 +147,7 @@ class GroupedExperts(nn.Module):
 
 
 class LoopedExperts(nn.Module):
-    """The same, one expert after the other."""
+    """These experts map x (M, K) to (M, N) one after the other."""
 
     def __init__(self, splits: list[int], k: int, n: int, device: str) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class LoopedExperts(nn.Module):
 
 
 class OurExperts(nn.Module):
-    """The same by `GroupedLinear`."""
+    """These experts map x (M, K) to (M, N) by `GroupedLinear`."""
 
     def __init__(self, splits: list[int], k: int, n: int, device: str) -> None:
         super().__init__()

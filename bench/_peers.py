@@ -1,4 +1,4 @@
-"""torchao's eager functions that run on a CPU, each beside our leaf op for the same thing.
+"""This module pairs torchao's eager functions that run on a CPU with our leaf ops for the same thing.
 
 A pair compares like with like: the same direction, element type and scaling rule. What they return in another layout
 (MX columns come transposed) is compared after the clock has stopped.
@@ -22,18 +22,18 @@ Compared = list[tuple[str, torch.Tensor, torch.Tensor]]  # what, ours, theirs
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Our op in one direction, and their function on the same x; None where they have none."""
+    """A `Pair` is our op in one direction, and their function on the same x, or None if they have none."""
 
     case: Case
     direction: str  # "row" | "column" | "both" | "dequantize"
     against: str
     theirs: Callable[[torch.Tensor], Any] | None = None
     compare: Callable[[Named, Any], Compared] | None = None
-    note: str = ""  # why codes differ where they do, or why there is no peer
+    note: str = ""  # why codes differ if they do, or why there is no peer
 
 
 def plain_mx(x: torch.Tensor, floor: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """MXFP8 as one would write it down: E8M0 bytes (M, K/32), codes (M, K)."""
+    """Quantize to MXFP8 by the plain formula, and return E8M0 bytes (M, K/32) and codes (M, K)."""
     blocks = x.float().view(x.shape[0], -1, 32)
     top = blocks.abs().amax(-1, keepdim=True)
     exponent = (torch.log2(top).floor() - 8 if floor else torch.log2(top / 448).ceil()).clamp(-127, 127)
@@ -42,7 +42,8 @@ def plain_mx(x: torch.Tensor, floor: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quiet_import() -> bool:
-    """Whether torchao is here. Its import warns of GPU libraries that a CPU build of PyTorch cannot load."""
+    """Return whether torchao is installed, without the warnings of its import about GPU libraries that a CPU
+    build of PyTorch cannot load."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -53,7 +54,7 @@ def quiet_import() -> bool:
 
 
 def pairs() -> list[Pair]:
-    """Every pair, ours alone where torchao is not installed."""
+    """Return every pair, or ours alone if torchao is not installed."""
     if quiet_import():
         return [*_float8(), *_block(), *_mx(), *_nvfp4()]
     return [
@@ -100,7 +101,7 @@ def _float8() -> Iterator[Pair]:
 
     def columns(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = axiswise(x.t())
-        return q._data.contiguous(), q._scale  # their GEMM takes it row-major
+        return q._data.contiguous(), q._scale  # as their GEMM takes it row-major
 
     yield Pair(
         cases.amax(),

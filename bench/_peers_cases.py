@@ -1,4 +1,5 @@
-"""The cases of `bench peers`: a model of each kind of candidate, the sizes of what goes in and out, and the work."""
+"""This module has the cases of `bench peers`: a model for each kind of candidate, the sizes of its
+input and output, and the work."""
 
 import math
 from collections.abc import Callable
@@ -21,17 +22,17 @@ from bench._models import (
     plain_linear,
 )
 
-INPUTS = 3  # that repetitions take in turn
+INPUTS = 3  # repetitions take them in turn
 MICRO_BATCHES = 4
 EXPERTS = 8
-# Of 64 parts of the tokens, those of each expert where they are not shared out evenly; and tokens that move on from
-# one expert to another, so that the sizes are multiples of nothing.
+# RAGGED is how many of 64 equal shares of the tokens each expert gets when they are not spread evenly. MOVED are tokens
+# that go from one expert to another, so that the sizes are multiples of nothing.
 RAGGED, MOVED = (1, 17, 5, 8, 0, 3, 19, 11), (7, -7, 13, -13, 0, 21, -21, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model at one size."""
+    """A `Case` is one model at one size."""
 
     part: str
     name: str
@@ -44,7 +45,7 @@ class Case:
     is_small: bool = False
 
     def inputs(self, device: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs, and gradients of outputs."""
+        """Return inputs, each with a gradient of the output."""
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         return [
             (torch.randn(self.x, **options).requires_grad_(), torch.randn(self.y, **options)) for _ in range(INPUTS)

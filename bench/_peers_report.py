@@ -1,4 +1,4 @@
-"""What `bench peers` found: as a table, as a page of Markdown, as a figure."""
+"""This module reports what `bench peers` found: as a table, as a page of Markdown, and as a figure."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from bench._floors import FORMATS
 from mezzotint.recipe import RECIPES
 
 MIB = 2**20
-# Column → a row's key and how it is written.
+# This maps a column to a row's key and to how its value is written.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ms": ("ms", "{:.3f}".format),
     "TFLOP/s": ("tflops", "{:.0f}".format),
@@ -26,7 +26,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "graphs": ("graphs", str),
 }
 ON_CPU = "On a CPU, at tiny sizes: these times say that everything runs, and nothing else."
-# Okabe and Ito's, which colour-blind readers can tell apart; torchao's are grey.
+# These are Okabe and Ito's colours, which colour-blind readers can tell apart; torchao's are grey.
 COLOURS = {
     "torchao-tensorwise": "#555555",
     "torchao-rowwise": "#888888",
@@ -45,12 +45,12 @@ def title(report: dict[str, Any]) -> str:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """One for each of COLUMNS."""
+    """Return a cell for each of COLUMNS."""
     return [write(row[key]) if key in row else "" for key, write in COLUMNS.values()]
 
 
 def show(report: dict[str, Any]) -> None:
-    """One table; a line between cases and modes."""
+    """Print one table, with a line between cases and modes."""
     table = Table(title=f"forward and backward: {title(report)}", title_justify="left")
     for name in ("case", "mode", "candidate", *COLUMNS):
         table.add_column(name, justify="right" if name in COLUMNS else "left", no_wrap=True)
@@ -70,7 +70,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def absent(report: dict[str, Any]) -> list[str]:
-    """What failed or was left out, and why; those of one reason in one line."""
+    """Return what failed or was left out, and why; those with one reason share a line."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in report["rows"]:
         reason = row.get("error", row.get("left_out"))
@@ -80,7 +80,7 @@ def absent(report: dict[str, Any]) -> list[str]:
 
 
 def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The cases of a mode, and candidate → case → what its row has under `key`."""
+    """Return the cases of a mode, and for each candidate and case what its row has under `key`."""
     rows = [row for row in report["rows"] if row["mode"] == mode and key in row and row["candidate"] in COLOURS]
     found: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -89,7 +89,7 @@ def matrix(report: dict[str, Any], mode: str, key: str) -> tuple[list[str], dict
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """A page: the ratios of each mode, then every number."""
+    """Return a page: the ratios of each mode, then every number."""
     options = [flag for flag in ("one_thread", "skip_guards") if report.get(flag)]
     command = " ".join(["peers", *[f"--{flag.replace('_', '-')}" for flag in options]])
     command = f'ARGS="{command}"' if options else "ARGS=peers"
@@ -117,7 +117,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Bars of ratios to BF16, a panel for each mode, cases side by side."""
+    """Draw bars of the ratios to BF16, a panel for each mode, cases side by side."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -149,7 +149,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _label(case: str) -> str:
-    """In two lines: tokens and sizes of a linear, or what stands on each side of a comma."""
+    """Return the label of a case in two lines: tokens and sizes of a linear, or what stands on each side of a comma."""
     return (
         case.replace("x", " tokens,\n", 1) if case[:1].isdigit() and case.count("x") == 2 else case.replace(", ", ",\n")
     )

@@ -1,4 +1,5 @@
-"""Kernels that compute nothing: each gives again what it gave the first time for such arguments."""
+"""This module replaces kernels by ones that compute nothing: each returns again what it returned the
+first time for such arguments."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,10 @@ def _key(arg: Any) -> Any:
 
 @contextmanager
 def stubbed_kernels() -> Iterator[None]:
-    """Replace the kernels that eager code on a CPU calls, the products among them. What is left of a step is Python,
-    autograd and the allocation of tensors."""
+    """Replace the kernels that eager code on a CPU calls, the products among them.
+
+    What is left of a step is Python, autograd and the allocation of tensors.
+    """
     kernels, product = dict(_lib._IMPLEMENTATIONS), mezzotint.functional.gemm.product_of
     _lib._IMPLEMENTATIONS.update({op: (_stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})
     mezzotint.functional.gemm.product_of = lambda *operands: _no_product

@@ -1,4 +1,5 @@
-"""Clocks: CUDA events around queued calls, steps that take turns, interleaved host timings, the bandwidth of a copy."""
+"""Clocks: this module times with CUDA events around queued calls, lets steps take turns, interleaves timings on the
+host, and measures the bandwidth of a copy."""
 
 import math
 import statistics
@@ -8,16 +9,16 @@ from typing import Any
 
 import torch
 
-SETTLED_MS, MOST_BEFORE = 60.0, 40  # of its own work, before a step is timed in its turn
+SETTLED_MS, MOST_BEFORE = 60.0, 40  # of a step's own work, before it is timed in its turn
 
 ONE_THREAD = "run backward in the thread that calls it, for all (torch.autograd.set_multithreading_enabled(False))"
 
 
 def cuda_ms(call: Callable[[torch.Tensor], Any], inputs: Sequence[torch.Tensor], warmup: int, reps: int) -> float:
-    """Median milliseconds of `call`, the inputs taken in turn.
+    """Return the median milliseconds of `call`, with the inputs taken in turn.
 
-    Nothing waits between the calls: the queue is ahead of the GPU, so that the host's share of a launch shows only
-    where it is longer than the kernels before it.
+    Nothing waits between the calls: the queue is ahead of the GPU, so that the host's share of a launch shows only if
+    it is longer than the kernels before it.
     """
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(reps)]
     torch.cuda.synchronize()
@@ -32,7 +33,7 @@ def cuda_ms(call: Callable[[torch.Tensor], Any], inputs: Sequence[torch.Tensor],
 
 
 def copy_gbps(x: torch.Tensor, warmup: int, reps: int) -> float:
-    """GB/s, read plus written, of a device-to-device copy of x."""
+    """Return the GB/s, read plus written, of a device-to-device copy of x."""
     target = torch.empty_like(x)
     return 2 * x.nbytes / cuda_ms(target.copy_, [x], warmup, reps) / 1e6
 
@@ -40,10 +41,10 @@ def copy_gbps(x: torch.Tensor, warmup: int, reps: int) -> float:
 def interleaved_ms(
     calls: Sequence[Callable[[], Any]], reps: int, budget_s: float, clock: Callable[[], float]
 ) -> tuple[list[list[float]], int]:
-    """Host milliseconds of each call, and how often each was timed.
+    """Return the host milliseconds of each call, and how often each was timed.
 
-    They take turns, and take turns at going first, so that what else the machine does meets all alike. A first round
-    warms up; where it alone is over the budget it is all there is.
+    The calls take turns, and take turns at going first, so that whatever else the machine does affects all alike. A
+    first round warms up; if it alone exceeds the budget, its times are the result.
     """
 
     def turn(order: range) -> None:
@@ -65,11 +66,12 @@ def interleaved_ms(
 
 
 def turns_ms(steps: Sequence[Callable[[], Any]], device: str, reps: int) -> list[float]:
-    """Median milliseconds of each step, warm before. They take turns, and take turns at going first.
+    """Return the median milliseconds of each step, which must be warm; they take turns, and take turns at going first.
 
-    On a GPU by events. In its turn a step runs alone for `SETTLED_MS`, and then counts: a card at its power limit has a
-    clock for each kind of work, and would lend a step that of the one before it; and what lies before it in the queue
-    is its own work, as in training, not that of another candidate, behind which a slow host could hide.
+    On a GPU they are timed by events. In its turn a step runs alone for `SETTLED_MS`, and only then counts, for two
+    reasons. A card at its power limit has a clock for each kind of work, and a step would inherit that of the one
+    before it. And what lies before it in the queue is then its own work, as in training, not that of another candidate,
+    behind which a slow host could hide.
     """
     if device == "cpu":
         times, _ = interleaved_ms(steps, reps, 5.0, time.perf_counter)

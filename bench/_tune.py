@@ -1,9 +1,11 @@
-"""Launch configurations: a grid around each one that a kernel uses, timed, the outputs compared byte for byte.
+"""This module tunes launch configurations: it times a grid around each one that a kernel uses, and
+compares the outputs byte for byte.
 
 Every kernel takes its tile and its warps from a function `<what>_config(...)` of its file. A first call shows which of
 them a format uses and what they return; then each is replaced, in turn, by one that returns a neighbour.
-- First tile sizes and warps, all combinations within a factor of `reach`; then, from the best of these, one by one,
-  whatever else there is (order of tiles, order of rows, pipeline stages).
+
+- First come tile sizes and warps, all combinations within a factor of `reach`; then, from the best of these, one by
+  one, whatever else there is (order of tiles, order of rows, pipeline stages).
 - Processes beside this one compile ahead into Triton's cache. What fails there is reported and not tried here.
 - Outputs start as garbage and must equal those of the configuration that is in the code.
 """
@@ -30,7 +32,7 @@ PACKAGE = "mezzotint.kernels.triton"
 Config = dict[str, int]
 Overrides = dict[str, Config]  # "module.function" → what it shall return
 
-# Keys whose value the format itself demands, by (format, direction); "" is every direction.
+# The format itself fixes the values of these keys, by (format, direction); "" stands for every direction.
 FIXED = {
     ("float8_block_1d", "row"): {"BN"},
     ("float8_block_1d", "column"): {"BM"},
@@ -44,7 +46,7 @@ WARMUP, REPS, SHOWN, REFINED = 3, 20, 5, 3
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One thing to time: a format in one direction, there or back."""
+    """A `Job` is one thing to time: a format in one direction, quantized or dequantized."""
 
     format: str
     direction: str  # "row" | "column" | "both" | "dequantize row" | "dequantize column"
@@ -54,7 +56,7 @@ class Job:
 
 
 def outputs(call: Callable[[torch.Tensor], Any], x: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What `call` returns, from memory that the allocator was just given back full of 0xA5."""
+    """Return what `call` returns, from memory that was just given back to the allocator full of 0xA5."""
     garbage = [torch.empty_like(t).view(torch.uint8).fill_(0xA5) for t in like]
     del garbage
     out = call(x)
@@ -67,7 +69,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def config_functions() -> dict[str, tuple[Any, str]]:
-    """ "module.function" → (module, name) of every configuration in the kernels."""
+    """Return (module, name) of every configuration function in the kernels, by "module.function"."""
     package, found = importlib.import_module(PACKAGE), {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{PACKAGE}.{info.name}")
@@ -79,13 +81,13 @@ def config_functions() -> dict[str, tuple[Any, str]]:
 
 @contextmanager
 def replaced(overrides: Overrides, seen: Overrides | None = None) -> Iterator[None]:
-    """The configurations in `overrides` hold; what the others return is noted in `seen`."""
+    """Put the configurations in `overrides` in force, and note in `seen` what all of them return."""
     functions = config_functions()
     originals = {key: getattr(module, name) for key, (module, name) in functions.items()}
 
     def stand_in(key: str) -> Callable[..., Config]:
         def config(*args: Any, **kwargs: Any) -> Config:
-            # Always a new dict: launches fill in what is missing, and `seen` then shows it.
+            # It is always a new dict: launches fill in what is missing, and `seen` then shows it.
             value = dict(overrides[key] if key in overrides else originals[key](*args, **kwargs))
             if seen is not None:
                 seen[key] = value
@@ -110,9 +112,9 @@ def _threads_fit(config: Config) -> bool:
 
 
 def first_round(config: Config, fixed: set[str], reach: int) -> list[Config]:
-    """Every combination of sizes and warps within `reach`; the given one first."""
+    """Return every combination of sizes and warps within `reach`, the given one first."""
     keys = [k for k in config if k not in fixed and k not in OTHERS and k != "SPAN"]
-    most = len(keys) if len(keys) <= 3 else 2  # that change at once
+    most = len(keys) if len(keys) <= 3 else 2  # how many change at once
     factors = [f for f in (0.25, 0.5, 1.0, 2.0, 4.0) if 1 / reach <= f <= reach]
     grid = [config]
     for choice in itertools.product(factors, repeat=len(keys)):
@@ -126,7 +128,7 @@ def first_round(config: Config, fixed: set[str], reach: int) -> list[Config]:
 
 
 def second_round(config: Config) -> list[Config]:
-    """One other key changed at a time."""
+    """Return configurations with one other key changed at a time."""
     grid = []
     for key, values in (OTHERS | {"SPAN": tuple(config.get("SPAN", 1) * f // 2 for f in (1, 4))}).items():
         if key in config or key == "num_stages":
@@ -145,7 +147,7 @@ def _start_worker(shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def _compile(job: Job, overrides: Overrides) -> str | None:
-    """Run once; the error, if there is one."""
+    """Run a job once, and return the error if there is one."""
     try:
         with replaced(overrides):
             job.prepared(_worker_x)[0](_worker_x)
@@ -160,7 +162,7 @@ def _brief(error: BaseException) -> str:
 
 
 class Tuner:
-    """Times jobs under overrides, compiles ahead, keeps the failures."""
+    """A `Tuner` times jobs under overrides, compiles ahead, and keeps the failures."""
 
     def __init__(self, x: list[torch.Tensor], jobs: int) -> None:
         self.x = x
@@ -174,7 +176,7 @@ class Tuner:
         )
 
     def usable(self, job: Job, key: str, base: Overrides, grid: list[Config]) -> list[Config]:
-        """Those of `grid` that compile and run in a process beside this one."""
+        """Return those of `grid` that compile and run in a process beside this one."""
         if self.pool is None:
             return grid
         good: list[Config] = []
@@ -188,14 +190,15 @@ class Tuner:
                     good.append(config)
                 else:
                     self.failures.append({"job": job, "key": key, "config": config, "error": error})
-        except BrokenProcessPool:  # one took its process down; from now on all is compiled here
+        except BrokenProcessPool:  # a configuration crashed its process: compile the rest here
             self.pool = None
         return good + grid[done:]
 
     def time(
         self, job: Job, key: str, overrides: Overrides, reference: list[torch.Tensor]
     ) -> tuple[float, Config] | None:
-        """Median milliseconds and the configuration as the launch completed it; None: it failed or gave other bytes."""
+        """Return the median milliseconds and the configuration as the launch completed it, or None if
+        it failed or gave other bytes."""
         seen: Overrides = {}
         try:
             with replaced(overrides, seen):
@@ -205,16 +208,17 @@ class Tuner:
                 return cuda_ms(call, self.x, WARMUP, REPS), dict(seen[key])
         except Exception as error:
             self.failures.append({"job": job, "key": key, "config": overrides[key], "error": _brief(error)})
-            torch.cuda.synchronize()  # raises where the device itself is lost: nothing more to time then
+            torch.cuda.synchronize()  # raises if the device itself is lost: nothing more can be timed then
             return None
 
     def tune(self, job: Job, reach: int, knob: str | None) -> Iterator[dict[str, Any]]:
-        """One row per configuration function and configuration, best first; what was best stays for the next."""
+        """Yield a row for each configuration function and configuration, best first; what was best
+        stays for the next function."""
         seen: Overrides = {}
         with replaced({}, seen):
             call, _, moved = job.prepared(self.x[0])
             if job.direction.startswith("dequantize"):
-                seen.clear()  # only the way back
+                seen.clear()  # keep only those of dequantization
             reference = [t.clone() for t in outputs(call, self.x[0], [])]
         fixed = FIXED.get((job.format, job.direction), FIXED.get((job.format, ""), set()))
         best: Overrides = {}
@@ -258,7 +262,7 @@ def tune(
     jobs: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Tune one format in each direction, and print the best of each configuration function."""
+    """Tune one format in each direction, and print the best configurations of each function."""
     if name not in CASES:
         raise SystemExit(f"unknown format {name!r}: one of {', '.join(CASES)}")
     if not torch.cuda.is_available():

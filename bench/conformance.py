@@ -1,10 +1,10 @@
-"""Conformance: every test vector, every 16-bit pattern and every scale code, and what differs from the expected bytes.
+"""Conformance: count what differs from the expected bytes in every test vector, 16-bit pattern and scale code.
 
     python -m bench conformance [--device cuda] [--write docs/conformance.md]
 
 Expected bytes come from other projects' reference code (the vectors), and from integer arithmetic in numpy
 (`tests/exact.py`) for the exhaustive sets; `tests/conformance/` has those of each format. On CUDA the kernels are also
-compared with the CPU reference, every option set of every format. The exit code is 1 where anything differs.
+compared with the CPU reference, every option set of every format. The exit status is 1 if anything differs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ COLUMNS = ("format", "input set", "against", "items", "mismatches")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, write it where asked; 1 where a row has a mismatch."""
+    """Print the table, and write it if asked; return 1 if a row has a mismatch."""
     parser = argparse.ArgumentParser(prog="python -m bench conformance", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
@@ -58,7 +58,7 @@ def all_rows(device: str) -> Iterator[Row]:
 
 
 def by_family(rows: Iterable[Row]) -> list[Row]:
-    """Rows of one format together, formats in the order in which they come up."""
+    """Return the rows with those of one format together, formats in the order in which they come up."""
     rows = list(rows)
     order = list(dict.fromkeys(row.family for row in rows))
     return sorted(rows, key=lambda row: order.index(row.family))
@@ -68,7 +68,8 @@ def by_family(rows: Iterable[Row]) -> list[Row]:
 
 
 def vector_rows(device: str) -> Iterator[Row]:
-    """One row for each format and content: all option sets and shapes, both directions, padding of scales included."""
+    """Yield a row for each format and content: all option sets and shapes, both
+    directions, padding of scales included."""
     totals: dict[tuple[str, str], list[int]] = {}
     for entry in track(compare.checked_entries(), "vectors", transient=True):
         kernel_rule = "kernel rule" if entry["options"].get("nonfinite") else ""
@@ -92,7 +93,7 @@ def cast_vector_rows(device: str) -> Iterator[Row]:
 
 
 def pattern_rows(device: str) -> Iterator[Row]:
-    """Every 16-bit pattern through every cast."""
+    """Yield the rows of every 16-bit pattern through every cast."""
     for name, values in exact.PATTERNS.items():
         x, inputs = values(), f"every {name.upper()} pattern"
         value = torch.from_numpy(x).to(device)
@@ -104,7 +105,7 @@ def pattern_rows(device: str) -> Iterator[Row]:
 
 
 def code_rows(device: str) -> Iterator[Row]:
-    """Every scale code back."""
+    """Yield the rows of decoding every scale code."""
     byte = torch.arange(256, dtype=torch.uint8, device=device)
     powers = exact.decode_e8m0(np.arange(256, dtype=np.uint8))
     yield Row("cast e8m0 decode", "256 codes", "float64", *count(elements.e8m0_decode(byte), powers.astype(np.float32)))
@@ -116,7 +117,8 @@ def code_rows(device: str) -> Iterator[Row]:
 
 
 def device_rows(device: str) -> Iterator[Row]:
-    """Every option set of every op on the device against the CPU reference; the vectors have few of them."""
+    """Yield the rows of every option set of every op on the device against the CPU reference;
+    the vectors have few of them."""
     for variant in track(VARIANTS, "against the CPU", transient=True):
         for name, dtype in DTYPES.items():
             if dtype in variant.dtypes:
@@ -170,7 +172,7 @@ vectors the sign of a zero and the codes under a scale of zero do not count.
 
 
 def as_markdown(rows: list[Row], device: str, path: Path) -> str:
-    """The page: the command that made it, what is compared, the table."""
+    """Return the page: the command that made it, what is compared, and the table."""
     option = "" if device == "cpu" else f" --device {device}"
     items, mismatches = sum(row.items for row in rows), sum(row.mismatches for row in rows)
     lines = [

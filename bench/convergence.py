@@ -1,12 +1,13 @@
-"""Convergence: a model of 125 M parameters on 100 M tokens in every recipe, run by run, over as many days as it takes.
+"""Convergence: train a model of 125 M parameters on 100 M tokens in every recipe, run by run,
+over as many days as needed.
 
     python -m bench convergence --data DIR --minutes 25         trains the next runs that fit in the time
     python -m bench convergence --list                          which runs there are, and which are finished
     python -m bench convergence --write docs/convergence.md     the page and its figure, out of the runs' files
 
 DIR is what `python -m dev.convergence.corpus` makes. A run is a file in dev/convergence/runs; one whose file has an end
-is not run again. Checkpoints are under --scratch: a run that was interrupted goes on where its checkpoint still is, and
-begins anew where it is not.
+is not run again. Checkpoints are under --scratch: a run that was interrupted goes on if its checkpoint still exists,
+and begins anew if it does not.
 """
 
 import argparse
@@ -25,7 +26,8 @@ SCRATCH = Path("runs") / "convergence"
 
 
 def run_study(entries: Sequence[Entry], place: Place) -> list[str]:
-    """Train, in their order, what is not finished and fits in the time; return the names of what is finished now."""
+    """Train, in their order, the runs that are not finished and fit in the time; return the
+    names of those that finished now."""
     done = []
     for entry in entries:
         runs = read_runs(place.runs, entries)
@@ -44,7 +46,7 @@ def run_study(entries: Sequence[Entry], place: Place) -> list[str]:
 
 
 def open_data(data: Path, **options: object) -> Place:
-    """Return where the tokens in a folder are, with what corpus.json says of them."""
+    """Return the place of the tokens in a folder, with what corpus.json says of them."""
     path = data / "corpus.json"
     if not path.exists():
         raise CommandError(f"{path} does not exist: unpack the data there with python -m dev.convergence.corpus unpack")
@@ -98,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     except CommandError as error:
         parser.error(str(error))
     if args.write:
-        from bench._convergence_report import write_page  # and matplotlib, which training does without
+        from bench._convergence_report import write_page  # imports matplotlib, which training does without
 
         write_page(args.write, args.runs)
     if args.list:

@@ -1,9 +1,10 @@
-"""What an inspector costs: a training step of some layers, looked at and not, and what one look in 50 steps adds.
+"""Inspection: measure what an inspector costs, in a training step of some layers, and what one look in 50 steps adds.
 
     python -m bench inspect [--device cuda] [--recipe mxfp8] [--hidden 2048] [--tokens 8192] [--layers 2] [--what-if]
                             [--no-compile] [--repeat 10] [--json out.json]
 
-Times are wall-clock medians of whole steps, forward and backward, with the write of the figures in the inspected ones.
+Times are wall-clock medians of whole steps, forward and backward; those of inspected steps
+include writing the measurements.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Median milliseconds of both kinds of steps, and the share that one inspected step in 50 adds."""
+    """Return the median milliseconds of both kinds of steps, and the share that one inspected step in 50 adds."""
     torch.manual_seed(0)
     options = {"params_dtype": torch.bfloat16, "device": args.device, "normalization": "RMSNorm", "bias": False}
     layer = {"num_attention_heads": max(1, args.hidden // 128), "activation": "swiglu", **options}

@@ -1,13 +1,13 @@
-"""Fusible operations: a block as one pipeline against its operations one by one, forward and backward.
+"""Fusible operations: compare a block as one pipeline with its operations one by one, forward and backward.
 
     python -m bench ops [--recipes none,current] [--blocks mlp] [--tokens 16384] [--hidden 4096] [--ffn 14336] [--bias]
                         [--reps 15] [--no-compile] [--backend inductor] [--json out.json]
 
-`fused` is `ops.Sequential`: neighbours run as one, and what a norm or an activation makes it hands over quantized.
+`fused` is `ops.Sequential`: neighbours run as one, and a norm or an activation hands its output over quantized.
 `unfused` are the same operations, each called on its own: no fusion (the registries are empty), nothing handed over.
 `module` is `LayerNormMLP`, the same block written by hand. Times are medians of CUDA events; the candidates of a row
-take turns, so that the clock of a warm card meets all alike. `gain` is unfused over fused. On a CPU the sizes are tiny
-and the times mean nothing: it shows that everything runs.
+take turns, so that the clock of a warm card affects all alike. `gain` is unfused over fused. On a CPU the sizes are
+tiny and the times mean nothing: it shows that everything runs.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def chosen(names: str, known: Any) -> list[str]:
 
 @contextmanager
 def no_fusions() -> Iterator[None]:
-    """Pipelines that are built and run inside fuse nothing."""
+    """Keep pipelines that are built and run inside from fusing anything."""
     registries = (fusion.FORWARD_BACKWARD_FUSIONS, fusion.FORWARD_FUSIONS, fusion.BACKWARD_FUSIONS)
     kept = [list(functions) for functions in registries]
     for functions in registries:
@@ -90,7 +90,7 @@ def no_fusions() -> Iterator[None]:
 
 
 def operations(hidden: int, ffn: int, bias: bool, device: str) -> list[Any]:
-    """RMSNorm, linear, SwiGLU, linear."""
+    """Return RMSNorm, linear, SwiGLU, linear."""
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     return [
         ops.RMSNorm(hidden, **options),
@@ -101,7 +101,7 @@ def operations(hidden: int, ffn: int, bias: bool, device: str) -> list[Any]:
 
 
 def fused(block: str, *sizes: Any) -> ops.Sequential:
-    """One pipeline; of a residual block its input goes from end to end by a channel."""
+    """Return one pipeline; in a residual block the input goes from end to end by a channel."""
     inner = operations(*sizes)
     if block == "mlp":
         return ops.Sequential(*inner)
@@ -112,7 +112,7 @@ def fused(block: str, *sizes: Any) -> ops.Sequential:
 
 
 class Unfused(nn.Module):
-    """Each basic operation in a pipeline of its own."""
+    """An `Unfused` runs each basic operation in a pipeline of its own."""
 
     def __init__(self, block: str, *sizes: Any) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Unfused(nn.Module):
 
 
 class Module(nn.Module):
-    """LayerNormMLP, the input added where the block is a residual one."""
+    """A `Module` is LayerNormMLP, with the input added if the block is a residual one."""
 
     def __init__(self, block: str, hidden: int, ffn: int, bias: bool, device: str) -> None:
         super().__init__()
@@ -155,7 +155,8 @@ CANDIDATES: dict[str, Callable[..., nn.Module]] = {"fused": fused, "unfused": Un
 
 
 def make_step(call: Any, model: nn.Module, x: torch.Tensor, chosen_recipe: Recipe | None, fuses: bool) -> Step:
-    """Forward under the recipe, backward; gradients are new each time, as after an optimizer's step."""
+    """Return a step: forward under the recipe, then backward; gradients are new each time,
+    as after an optimizer's step."""
     leaf = x.detach().requires_grad_()
     gradient = torch.randn(x.shape, device=x.device, dtype=x.dtype)
 
@@ -171,7 +172,7 @@ def make_step(call: Any, model: nn.Module, x: torch.Tensor, chosen_recipe: Recip
 
 
 def medians(steps: list[Step], device: str, reps: int) -> list[float]:
-    """Milliseconds of each, after a warm-up."""
+    """Return the median milliseconds of each step, after a warm-up."""
     for step in steps:
         for _ in range(WARMUP if device == "cuda" else 1):
             step()
@@ -179,7 +180,7 @@ def medians(steps: list[Step], device: str, reps: int) -> list[float]:
 
 
 def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows: block, recipe, milliseconds of each candidate, eager and compiled."""
+    """Return the report: for each block and recipe, the milliseconds of each candidate, eager and compiled."""
     blocks, recipes = chosen(args.blocks, BLOCKS), chosen(args.recipes, RECIPES)
     x = torch.randn(args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
     rows = []
@@ -207,7 +208,7 @@ def measure(device: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """A table for each mode."""
+    """Print a table for each mode."""
     console = Console(width=120 if not Console().is_terminal else None)
     sizes = f"{report['tokens']} tokens, hidden {report['hidden']}, ffn {report['ffn']}"
     for mode in ("eager", "compiled"):

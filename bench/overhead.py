@@ -1,13 +1,13 @@
-"""Eager overhead: microseconds of one small Linear, forward and backward, and where they go.
+"""Eager overhead: measure the microseconds of one small Linear, forward and backward, and where they go.
 
     python -m bench overhead [--device cuda] [--features 64] [--tokens 64] [--repeat 300] [--one-thread]
                              [--stub] [--json out.json]
 
 A 64x64 Linear on 64 tokens computes next to nothing: what is measured is Python, the dispatcher and launches. Times are
 medians of wall-clock blocks, interleaved over the candidates; the split comes from one profile of each. `ops` is the
-time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside
-the CUDA launch calls, `python` what is left. With `--stub`, on a CPU, kernels of ours compute nothing: what is measured
-is the Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
+time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside the
+CUDA launch calls, `python` what is left. With `--stub`, on a CPU, our kernels compute nothing: what is measured is the
+Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[], None]]:
-    """Name → one step."""
+    """Return one step of each candidate, by name."""
     made: dict[str, Callable[[], None]] = {}
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
@@ -112,7 +112,7 @@ def _synchronize(device: str) -> None:
 
 
 def measure(device: str, features: int, tokens: int, repeat: int) -> dict[str, Any]:
-    """Rows: name, us, ops, launch, python, launches; an error where a candidate does not run here."""
+    """Return the rows: name, us, ops, launch, python, launches; or an error for a candidate that does not run here."""
     steps = candidates(device, features, tokens)
     errors: dict[str, str] = {}
     for name, step in list(steps.items()):
@@ -120,7 +120,7 @@ def measure(device: str, features: int, tokens: int, repeat: int) -> dict[str, A
             for _ in range(5):
                 step()
             _synchronize(device)
-        except Exception as error:  # a peer that does not run on this machine
+        except Exception as error:  # a peer may not run on this machine
             errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             del steps[name]
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -143,7 +143,7 @@ def measure(device: str, features: int, tokens: int, repeat: int) -> dict[str, A
 
 
 def _split(step: Callable[[], None], us: float, device: str) -> dict[str, float]:
-    """Shares of a profile, of the unprofiled time."""
+    """Return how the unprofiled time divides, by the shares of a profile."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -155,7 +155,7 @@ def _split(step: Callable[[], None], us: float, device: str) -> dict[str, float]
         total = (time.perf_counter() - start) * 1e6
     events = profile.events() or []
     launches = [e for e in events if e.name.startswith(("cudaLaunch", "cuLaunch"))]
-    # Of nested operators the outermost; those that autograd's thread runs count like the others.
+    # Only the outermost of nested operators count; those that autograd's thread runs count like the others.
     roots = [e for e in events if e.name.startswith(OPERATORS) and _is_root(e)]
     in_ops = sum(e.cpu_time_total for e in roots)
     in_launches = sum(e.cpu_time_total for e in launches)
@@ -178,7 +178,7 @@ def _is_root(event: Any) -> bool:
 
 
 def show(report: dict[str, Any]) -> None:
-    """One table."""
+    """Print the report as one table."""
     title = f"Linear {report['features']}x{report['features']}, {report['tokens']} tokens, forward + backward, eager"
     title += ", one thread" if report["one_thread"] else ""
     title += ", kernels stubbed" if report["stub"] else ""

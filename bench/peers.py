@@ -1,4 +1,4 @@
-"""Against the peers: BF16, torchao's recipes and ours, in one run, eager and compiled.
+"""Against the peers: compare BF16, torchao's recipes and ours in one run, eager and compiled.
 
     python -m bench peers [--parts a,b,c,d] [--cases layers,...] [--shapes 16384x4096x4096,...]
                           [--recipes delayed,torchao-rowwise]
@@ -7,15 +7,17 @@
                           [--json out.json] [--markdown out.md] [--figure out.png]
     python -m bench peers --load a.json,b.json [--markdown out.md] [--figure out.png]
 
-a) one Linear; b) two layers of a Llama 3 8B, ours a `TransformerLayer` and then the plain layer that `convert` was
-given, and the first with four micro-batches, over which ours keeps the quantized weights; c) quantization against a
-device copy (`bench quantize`); d) a grouped linear of 8 experts, balanced and ragged. Forward and backward, random
-data; inputs change from repetition to repetition. `compiled` is torch.compile, one whole graph, with the settings that
-a user has by default; `graphs` is the same with CUDA graphs (reduce-overhead), for the smallest linear. Times are
-medians of CUDA events after a warm-up. The candidates of a case take turns, each long enough for the card's clock to
-settle; BF16 runs again at its end (`bf16-again`), which shows the drift of the card. In d BF16 is PyTorch's grouped
-product, `bf16-loop` one expert after the other, and the faster of them is what others are compared with; torchao is
-left out there: what it has for experts is a prototype.
+The parts are: a) one Linear; b) two layers of a Llama 3 8B, ours a `TransformerLayer` and then the plain layer that
+`convert` was given, and the first with four microbatches, over which ours keeps the quantized weights; c) quantization
+against a device copy (`bench quantize`); d) a grouped linear of 8 experts, balanced and ragged. Forward and backward
+run on random data; inputs change from repetition to repetition.
+
+`compiled` is torch.compile, one whole graph, with the settings that a user has by default; `graphs` is the same
+with CUDA graphs (reduce-overhead), for the smallest linear. Times are medians of CUDA events after a warm-up. The
+candidates of a case take turns, each long enough for the card's clock to settle; BF16 runs again at its end
+(`bf16-again`), which shows the drift of the card. In d BF16 is PyTorch's grouped product and `bf16-loop` one
+expert after the other; the faster of them is what others are compared with. torchao is left out there, because
+what it has for experts is a prototype.
 
 TFLOP/s count the products of linears alone. `GEMMs` are the products of one step alone, with operands quantized before;
 `floor` adds the least bytes that quantization moves, at the speed of a copy that is measured beside. `held` is what the
@@ -60,7 +62,7 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class Bench:
-    """One run: what to measure, on what, and until when."""
+    """A `Bench` is one run: what to measure, on what, and until when."""
 
     device: str
     backend: str
@@ -77,7 +79,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def measure(self, case: Case, modes: list[str], candidates: list[Candidate]) -> Iterator[list[Row]]:
-        """Mode by mode, a row for each candidate."""
+        """Yield, mode by mode, a row for each candidate."""
         taking = [candidate for candidate in candidates if candidate.kind in case.models]
         torch.manual_seed(0)
         inputs = case.inputs(self.device)
@@ -108,7 +110,7 @@ class Bench:
                 try:
                     runners[candidate.name], made = self.prepare(candidate, case, mode, inputs)
                     row |= made
-                except Exception as error:  # one that does not run here must not cost the others their numbers
+                except Exception as error:  # a failure must not cost the other candidates their numbers
                     row |= {"error": quantize.first_line(error)}
             rows.append(row)
         names = list(runners)
@@ -127,7 +129,7 @@ class Bench:
         return rows
 
     def prepare(self, candidate: Candidate, case: Case, mode: str, inputs: Any) -> tuple[Runner, Row]:
-        """Compiled where asked and warm; graphs, seconds of compilation, memory."""
+        """Return a warm runner, compiled if asked, and a row with its graphs, seconds of compilation and memory."""
         model = candidate.build(case.models)
         call = called(model, mode, self.backend, self.skips_guards)
         runner = Runner(candidate, model, call, inputs, case.micro_batches, mode == "graphs", self.held)
@@ -141,11 +143,11 @@ class Bench:
         row: Row = {}
         if mode != "eager":
             row = {"graphs": stats["unique_graphs"] - graphs, "compile_s": seconds[0] - seconds[-1]}
-        # A CUDA graph has memory of its own, which it keeps.
+        # A CUDA graph has memory of its own, which it keeps, so that of a step cannot be measured.
         return runner, row | ({} if runner.graphs else self.memory(runner))
 
     def memory(self, runner: Runner) -> Row:
-        """Bytes held between forward and backward, and at most, beyond what is there without a step."""
+        """Return the bytes held between forward and backward, and their peak, beyond what is there without a step."""
         if self.device != "cuda":
             return {}
         runner.clear()
@@ -163,7 +165,7 @@ class Bench:
         return {"held": held, "peak": peak}
 
     def floors(self, case: Case, candidates: list[Candidate], inputs: Any) -> dict[str, Row]:
-        """Name → milliseconds of the products alone, and with the least bytes of one linear."""
+        """Return by name the milliseconds of the products alone, and with the least bytes of one linear."""
         products: dict[str, Products] = {}
         for name in (BASE, *FORMATS):
             if name not in [candidate.name for candidate in candidates]:
@@ -193,7 +195,7 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure (or load), print, write and draw; the exit code is 1 where a candidate failed."""
+    """Measure (or load), print, write and draw; return 1 if a candidate failed."""
     args = _parser().parse_args(argv)
     if args.figure and find_spec("matplotlib") is None:
         raise SystemExit("--figure needs matplotlib: pip install matplotlib, or draw elsewhere with --load")
@@ -229,8 +231,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def load(paths: list[str]) -> Row:
-    """What one run wrote, or several that each measured a part of it on machines of one kind. Each ratio is to BF16 of
-    its own run; what two runs have measured is that of the first."""
+    """Return what one run wrote, or several that each measured a part of it on machines of one kind.
+
+    Each ratio is to BF16 of its own run; what two runs have measured is taken from the first.
+    """
     first, *others = [json.loads(Path(path).read_text()) for path in paths]
     first["date"] = " and ".join(sorted({report["date"] for report in (first, *others)}))
     measured = {_what(row) for row in first["rows"]}
@@ -249,12 +253,12 @@ def _what(row: Row) -> tuple[str, ...]:
 
 
 def measure(args: argparse.Namespace) -> Row:
-    """The report; what is there when the budget ends or Ctrl-C comes."""
+    """Return the report, or what there is of it when the budget ends or Ctrl-C comes."""
     if not args.small and not torch.cuda.is_available():
         raise SystemExit("PyTorch finds no CUDA GPU here: give --small for a run on the CPU that shows it works")
     device = "cpu" if args.small else "cuda"
     parts = _chosen("--parts", args.parts, PARTS)
-    # CUDA graphs are left out where there is no GPU.
+    # CUDA graphs need a GPU.
     modes = [mode for mode in _chosen("--modes", args.modes, MODES) if device == "cuda" or mode != "graphs"]
     names = _chosen("--recipes", args.recipes, CANDIDATES)
     candidates = [found for name, found in CANDIDATES.items() if name in names or found.is_base]
@@ -300,7 +304,8 @@ def measure(args: argparse.Namespace) -> Row:
 
 
 def _version(name: str) -> str | None:
-    """Of a package that is installed, or lies on the path without the records of an installation."""
+    """Return the version of a package that is installed, or "unknown" if it lies on the path
+    without an installation's records."""
     if find_spec(name) is None:
         return None
     try:

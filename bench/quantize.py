@@ -1,10 +1,10 @@
-"""Quantization: on CUDA against the bandwidth of a device copy, on a CPU against torchao's eager functions.
+"""Quantization: measure it on CUDA against the bandwidth of a device copy, on a CPU against torchao's eager functions.
 
     python -m bench quantize [--shape 16384x14336] [--dtype bf16] [--formats mxfp8,amax] [--quick] [--json out.json]
     python -m bench quantize --device cpu [--threads 0]
     python -m bench quantize --tune mxfp8 [--only both] [--knob mxfp8.tile_config] [--reach 4]
 
-Every call goes through the leaf op, allocation included: what users get.
+Every call goes through the leaf op, allocation included, which is what users get.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print; the exit code says whether everything ran, not whether it is fast."""
+    """Measure and print; the exit status says whether everything ran, not whether it is fast."""
     args = _parser().parse_args(argv)
     dtype = DTYPES[args.dtype]
     if args.tune:
@@ -77,13 +77,13 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def console() -> Console:
-    """Tables are not folded to 80 columns where the output is a file."""
+    """Return a console that does not fold tables to 80 columns if the output is a file."""
     found = Console()
     return found if found.is_terminal else Console(width=150)
 
 
 def progress(items: list[Any], what: Callable[[Any], str]) -> Iterator[Any]:
-    """Each item in turn, under a progress bar where a person looks on."""
+    """Yield each item in turn, under a progress bar if a person looks on."""
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("", total=len(items))
         for item in items:
@@ -107,12 +107,12 @@ def versions(device: str) -> Row:
 
 
 def on_cuda(shape: tuple[int, int], dtype: torch.dtype, formats: str | None, quick: bool) -> Row:
-    """Every format in every direction, and the way back."""
+    """Measure every format in every direction of quantization and dequantization, and print the table."""
     warmup, reps = (3, 20) if quick else (10, 50)
     inputs = random_inputs(shape, dtype, "cuda", 2)
     copies, rows = [], []
     for case in progress(chosen(formats), lambda case: case.name):
-        # A copy before each format: the card's clocks drift while it works.
+        # A copy is timed before each format, because the card's clocks drift while it works.
         copies.append(copy_gbps(inputs[0], warmup, reps))
         for row in _measure(case, inputs, warmup, reps):
             rows.append(row | ({} if "error" in row else _judged(row, copies[-1])))
@@ -128,7 +128,7 @@ def _measure(case: Case, inputs: list[torch.Tensor], warmup: int, reps: int) -> 
         try:
             call, reads, moved = case.prepared(job, inputs[0])
             yield label | {"reads": reads, "bytes": moved, "ms": cuda_ms(call, inputs, warmup, reps)}
-        except Exception as error:  # one kernel that does not run must not cost the others their numbers
+        except Exception as error:  # a failure must not cost the other kernels their numbers
             yield label | {"error": first_line(error)}
 
 
@@ -139,7 +139,7 @@ def _judged(row: Row, copy: float) -> Row:
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, for a cell of a table."""
+    """Return what went wrong, for a cell of a table."""
     return f"{type(error).__name__}: {error}".split("\n")[0][:120]
 
 
@@ -181,7 +181,8 @@ def _mark(good: bool) -> str:
 
 
 def on_cpu(shape: tuple[int, int], dtype: torch.dtype, formats: str | None, quick: bool) -> Row:
-    """Our reference against torchao's eager functions; a ratio theirs / ours of 1 and more: ours is not slower."""
+    """Measure our reference against torchao's eager functions; with a ratio theirs / ours of 1
+    or more, ours is not slower."""
     from bench._peers import pairs
 
     # One thread can be timed by what it computed, whatever else the machine is doing.
@@ -206,7 +207,7 @@ def on_cpu(shape: tuple[int, int], dtype: torch.dtype, formats: str | None, quic
 
 
 def _versus(pair: "Pair", x: torch.Tensor, reps: int, budget: float, clock: Callable[[], float]) -> Row:
-    """Times, and how many of the bits differ."""
+    """Return the times of a pair, and how many of the bits differ."""
     is_back = pair.direction == "dequantize"
     ours, _, _ = pair.case.prepared("dequantize row" if is_back else pair.direction, x)
     if pair.theirs is None or pair.compare is None:

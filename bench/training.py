@@ -1,13 +1,13 @@
-"""Training: the loss of a tiny language model, step by step, in every recipe.
+"""Training: compare the loss of a tiny language model, step by step, in every recipe.
 
     python -m bench training [--steps 200] [--recipes none,mxfp8] [--seed 0] [--device cpu|cuda] [--compile [BACKEND]]
                              [--json out.json] [--plot out.png]
 
-Bytes → embedding → 2 × (x + proj(attention(LayerNormLinear(x))), then x + LayerNormMLP(x)) → norm → head. Parameters
-are FP32, activations BF16; embedding, attention, norm and head are never quantized. The text is sentences from a small
-grammar. Every recipe starts from the same weights and sees the same batches, so what differs is the quantization.
-"none, nudged" is BF16 once more from weights that differ by about a millionth: what a gap is when it means nothing.
-After 200 steps or more the exit code is 1 where a recipe is farther from BF16 than `DISTANCE`.
+The model is bytes → embedding → 2 × (x + proj(attention(LayerNormLinear(x))), then x + LayerNormMLP(x)) → norm → head.
+Parameters are FP32, activations BF16; embedding, attention, norm and head are never quantized. The text is sentences
+from a small grammar. Every recipe starts from the same weights and sees the same batches, so what differs is the
+quantization. "none, nudged" is BF16 once more from weights that differ by about a millionth: it shows how large a gap
+is that means nothing. After 200 steps or more the exit status is 1 if a recipe is farther from BF16 than `DISTANCE`.
 """
 
 import argparse
@@ -46,13 +46,14 @@ RECIPES: dict[str, Recipe | None] = {
 BASE = "none"  # BF16
 NUDGED, NUDGE = "none, nudged", 1e-6
 STEPS = 200
-# How far from BF16's the loss may be after STEPS, in nats a byte: about twice what three seeds show (docs/training.md).
+# The loss may be this far from BF16's after STEPS, in nats a byte: about twice what three
+# seeds show (docs/training.md).
 FP8_DISTANCE, FP4_DISTANCE = 0.01, 0.02
 DISTANCE = {name: FP4_DISTANCE if name in ("nvfp4", "custom") else FP8_DISTANCE for name in (*RECIPES, NUDGED)}
-WARMUP = 20  # steps of a rising learning rate, under a straight line that falls to 0 with the last step
+WARMUP = 20  # steps of a rising learning rate; then it falls in a straight line to 0
 LAST = 20  # steps that the final loss is the mean of
 VOCABULARY = 256
-# Okabe and Ito's, which colour-blind readers can tell apart.
+# These are Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = dict(
     zip(RECIPES, ("black", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"), strict=True)
 ) | {NUDGED: "#AAAAAA"}
@@ -73,7 +74,7 @@ SENTENCES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is trained, and on how much."""
+    """A `Sizes` says what is trained, and on how much."""
 
     hidden: int = 128
     ffn: int = 256
@@ -86,7 +87,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One recipe's training."""
+    """A `Run` is the result of one recipe's training."""
 
     name: str
     losses: list[float]
@@ -98,7 +99,8 @@ class Run:
 
 
 class Block(nn.Module):
-    """x (B, S, H), bias (heads, S, S) → (B, S, H): attention, then SwiGLU, each added to what came in."""
+    """A `Block` applies attention, then SwiGLU, each added to its input: x (B, S, H),
+    bias (heads, S, S) → (B, S, H)."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -117,7 +119,8 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """tokens int64 (B, S) → logits FP32 (B, S, 256). Made on the CPU: a seed gives the same weights anywhere."""
+    """A `LanguageModel` maps tokens int64 (B, S) to logits FP32 (B, S, 256); it is made on the CPU, so that a seed
+    gives the same weights anywhere."""
 
     attention_bias: torch.Tensor  # BF16 (heads, S, S)
 
@@ -138,8 +141,11 @@ class LanguageModel(nn.Module):
 
 
 def distance_bias(sizes: Sizes) -> torch.Tensor:
-    """BF16 (heads, S, S): -distance · 2^-head, -∞ ahead. Heads that look near from the start learn to spell in tens of
-    steps; with learnt positions the loss waits on a plateau, and when it leaves it is chance more than precision."""
+    """Return the bias of attention, BF16 (heads, S, S): -distance · 2^-head, and -∞ for later tokens.
+
+    Heads that look near from the start learn to spell in tens of steps. With learnt positions the loss waits on a
+    plateau, and when it leaves that is more chance than precision.
+    """
     place = torch.arange(sizes.sequence)
     distance = (place[:, None] - place[None, :]).float()
     slopes = 2.0 ** -torch.arange(sizes.heads)
@@ -147,7 +153,7 @@ def distance_bias(sizes: Sizes) -> torch.Tensor:
 
 
 def make_text(seed: int, length: int) -> bytes:
-    """Sentences of the grammar. Of Python's generators `random()` alone is promised to stay as it is."""
+    """Return sentences of the grammar; of Python's generators only `random()` is promised to stay as it is."""
     generator = random.Random(seed)
 
     def pick(options: Sequence[str]) -> str:
@@ -160,7 +166,7 @@ def make_text(seed: int, length: int) -> bytes:
 
 
 def make_batches(sizes: Sizes, steps: int, seed: int) -> list[torch.Tensor]:
-    """`steps` tensors int64 (B, S + 1): consecutive pieces of one text, each seen once."""
+    """Return `steps` tensors int64 (B, S + 1): consecutive pieces of one text, each seen once."""
     width = sizes.sequence + 1
     text = torch.frombuffer(bytearray(make_text(seed, steps * sizes.batch * width)), dtype=torch.uint8)
     return list(text.long().view(steps, sizes.batch, width))
@@ -176,8 +182,8 @@ def train(
     backend: str | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> Run:
-    """A fresh model in one recipe, a step a batch; compiled whole where `backend` is given."""
-    torch.manual_seed(seed)  # weights, and NVFP4's stochastic rounding
+    """Train a new model in one recipe, one step for each batch, compiled whole if `backend` is given."""
+    torch.manual_seed(seed)  # for weights, and for NVFP4's stochastic rounding
     model = LanguageModel(sizes)
     if name == NUDGED:
         with torch.no_grad():
@@ -186,7 +192,7 @@ def train(
     model.to(device)
     call: Any = model
     if backend is not None:
-        torch.compiler.reset()  # recipes share the code of the model, and the graphs of one function are limited
+        torch.compiler.reset()  # recipes share the model's code, and the graphs of one function are limited
         call = torch.compile(model, fullgraph=True, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     chosen, losses = RECIPES.get(name), []
@@ -210,7 +216,7 @@ def train(
 def run_all(
     names: Sequence[str], steps: int, sizes: Sizes, *, seed: int = 0, device: str = "cpu", backend: str | None = None
 ) -> list[Run]:
-    """BF16 first, as it is and nudged, then the others, on the same batches."""
+    """Train in BF16 first, as it is and nudged, then in the others, on the same batches."""
     names = [BASE, NUDGED, *(name for name in names if name != BASE)]
     batches = make_batches(sizes, steps, seed)
     with Progress(transient=True, disable=not Console().is_terminal) as progress:
@@ -223,12 +229,12 @@ def run_all(
 
 
 def gap(run: Run, runs: Sequence[Run]) -> float:
-    """Final loss over BF16's."""
+    """Return by how much a run's final loss is larger than BF16's."""
     return run.final - runs[0].final
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, print, write and draw where asked; 1 where a recipe is too far from BF16."""
+    """Train, print, and write and draw if asked; return 1 if a recipe is too far from BF16."""
     parser = argparse.ArgumentParser(prog="python -m bench training", description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--recipes", default=",".join(RECIPES), help=f"of {', '.join(RECIPES)}; {BASE} always runs")
@@ -249,13 +255,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if args.device == "cpu":
-        torch.set_num_threads(1)  # operators this small gain little from a second, and wait long for a busy one
+        torch.set_num_threads(1)  # such small operators gain little from more threads, and wait long for a busy one
     sizes = Sizes()
     runs = run_all(names, args.steps, sizes, seed=args.seed, device=args.device, backend=args.compile)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread"
     how = "eager" if args.compile is None else f"compiled, {args.compile}"
     title = f"{args.steps} steps, seed {args.seed}, {how}: {where}, torch {torch.__version__}"
-    allowed = DISTANCE if args.steps >= STEPS else {}  # halfway the gaps are larger
+    allowed = DISTANCE if args.steps >= STEPS else {}  # before that the gaps are larger
     Console(width=None if Console().is_terminal else 120).print(as_table(runs, title, allowed))
     if args.json:
         args.json.write_text(json.dumps(as_report(runs, title, sizes), indent=1) + "\n")
@@ -285,7 +291,7 @@ def as_report(runs: Sequence[Run], title: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def plot(runs: Sequence[Run], title: str, path: Path) -> None:
-    """Two panels: the losses, and their running means less BF16's."""
+    """Draw two panels: the losses, and their running means less BF16's."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -310,5 +316,5 @@ def plot(runs: Sequence[Run], title: str, path: Path) -> None:
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """Of LAST values each."""
+    """Return the means of LAST consecutive values each."""
     return [statistics.fmean(losses[i : i + LAST]) for i in range(len(losses) - LAST + 1)]
