@@ -1,5 +1,4 @@
-"""Convergence: train a model of 125 M parameters on 100 M tokens in every recipe, run by run,
-over as many days as needed.
+"""Convergence: train a model of 125 M parameters on 100 M tokens in every recipe, run by run, over several days.
 
     python -m bench convergence --data DIR --minutes 25         trains the next runs that fit in the time
     python -m bench convergence --list                          which runs there are, and which are finished

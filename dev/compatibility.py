@@ -1,9 +1,9 @@
-"""`python -m dev.compatibility [--write docs/compatibility.md]`: our public surface beside Transformer Engine's.
+"""`python -m dev.compatibility [--write docs/compatibility.md]` compares our public surface with Transformer Engine's.
 
 Transformer Engine's names, parameters and defaults are those of `mezzotint/as_transformer_engine/names.json`; ours are
-what its paths give. A name is missing, or takes other parameters, or other defaults; `dev/compatibility.toml` and
-`absent.toml` have the reasons, and `tests/compat/test_surface.py` fails where there is none. Which of Transformer
-Engine's tests do not pass here, and why, is in `dev/upstream_tests.toml`.
+what its paths give. A name can be missing, or take other parameters, or other defaults; `dev/compatibility.toml` and
+`absent.toml` have the reasons, and `tests/compat/test_surface.py` fails if there is none. Which of Transformer Engine's
+tests do not pass here, and why, is in `dev/upstream_tests.toml`.
 """
 
 import argparse
@@ -31,7 +31,8 @@ PREFIX = "transformer_engine.pytorch."
 
 @dataclass(frozen=True)
 class Difference:
-    """A parameter or a member that Transformer Engine has and we lack, or the other way round, or another default."""
+    """A `Difference` is a parameter or a member that Transformer Engine has and we lack, or the other
+    way round, or another default."""
 
     name: str  # path of the name, with the member of a class behind it
     kind: str  # "missing member", "missing parameter", "extra parameter", "other default", "other order"
@@ -39,7 +40,7 @@ class Difference:
 
     @property
     def path(self) -> str:
-        """What patterns of reasons match."""
+        """Return the text that the patterns of reasons match."""
         return f"{self.name} {self.kind} {self.what}"
 
 
@@ -47,7 +48,7 @@ class Difference:
 
 
 def parameters_of(text: str) -> dict[str, str | None]:
-    """Return the parameters of a signature as it was written down, with their defaults; None where there is none."""
+    """Return the parameters of a signature as it was written down, with their defaults, None for one without."""
     function = ast.parse(f"def f{text}: pass").body[0]
     assert isinstance(function, ast.FunctionDef)
     given = function.args
@@ -59,7 +60,7 @@ def parameters_of(text: str) -> dict[str, str | None]:
 
 
 def signature_of(value: Any) -> inspect.Signature | None:
-    """Return the signature of a function or class of ours; None where it takes anything."""
+    """Return the signature of a function or class of ours, or None if it takes anything."""
     try:
         made = inspect.signature(value)
     except (TypeError, ValueError):
@@ -69,14 +70,14 @@ def signature_of(value: Any) -> inspect.Signature | None:
 
 
 def spelled(default: Any) -> str:
-    """Return a default as the facts have it."""
+    """Return a default as the facts spell it."""
     if isinstance(default, type) or inspect.isfunction(default):
         return default.__name__
     return str(default) if type(default).__module__ == "torch" else repr(default)
 
 
 def same_default(theirs: str, ours: Any) -> bool:
-    """Whether a default is the same; what is no literal counts as the same where only its spelling differs."""
+    """Return whether a default is the same; one that is no literal counts as the same if only its spelling differs."""
     if theirs.startswith("torch."):
         return getattr(torch, theirs.removeprefix("torch."), None) == ours
     try:
@@ -132,7 +133,7 @@ def compare(path: str, name: str, facts: Any) -> Iterator[Difference]:
 
 
 def _is_field(value: Any, member: str) -> bool:
-    """Whether instances have a member that the class has not: annotated, or a parameter of its constructor."""
+    """Return whether instances have a member that the class has not: annotated, or a parameter of its constructor."""
     kinds = value.__mro__ if inspect.isclass(value) else ()
     made = signature_of(value)
     return any(member in vars(kind).get("__annotations__", {}) for kind in kinds) or (
@@ -142,7 +143,7 @@ def _is_field(value: Any, member: str) -> bool:
 
 @cache
 def differences() -> list[Difference]:
-    """Return all of them, of names that are defined where they are listed and that we have."""
+    """Return all differences of names that are defined where they are listed and that we have."""
     return [
         found
         for path, names in upstream_names().items()
@@ -212,7 +213,7 @@ def grouped(pairs: list[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def listed(pairs: list[tuple[str, str]]) -> list[str]:
-    """Return lines: a reason, and the names that it is of."""
+    """Return lines: each reason, and the names that it applies to."""
     lines = []
     for why, names in grouped(pairs).items():
         lines += [f"- {why}", "  " + ", ".join(f"`{name}`" for name in names)]
@@ -251,7 +252,7 @@ def page() -> str:
 
 
 def _is_elsewhere(facts: Any) -> bool:
-    """Whether a name is defined in another module."""
+    """Return whether a name is defined in another module."""
     return isinstance(facts, str) and facts.startswith("= ")
 
 

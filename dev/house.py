@@ -1,7 +1,7 @@
-"""`python -m dev.house`: the size and the shape of the package, from its source.
+"""`python -m dev.house` prints the size and the shape of the package, from its source.
 
-Lines per package, files that share a concept's name, the largest files, long functions, and the lines that ask whether
-code is traced. `tests/dev/test_house.py` holds the bounds.
+It prints lines per package, files that share a concept's name, the largest files, long functions, and the lines that
+ask whether code is traced. `tests/dev/test_house.py` holds the bounds.
 """
 
 import ast
@@ -22,7 +22,7 @@ TRACING = re.compile(r"\bis_(dynamo_)?compiling\(|\bis_exporting\(")
 
 @dataclass(frozen=True)
 class Function:
-    """A function or method of the package, and how many lines it has with its signature."""
+    """A `Function` is a function or method of the package, and how many lines it has with its signature."""
 
     file: str
     name: str
@@ -30,12 +30,13 @@ class Function:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it is in `kernels/triton`: Triton inlines everything, and a launch lists every argument."""
+        """Return whether it is in `kernels/triton`, where Triton inlines everything and a
+        launch lists every argument."""
         return self.file.startswith("kernels/triton/")
 
 
 def source_files() -> dict[str, str]:
-    """Return the text of every file of the package by its path in it."""
+    """Return the text of every file of the package, by its path in it."""
     paths = sorted(PACKAGE.rglob("*.py"))
     return {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
@@ -75,7 +76,7 @@ def files_of_concepts() -> dict[str, list[str]]:
 
 
 def print_table(console: Console, title: str, heads: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:
-    """Print one table; numbers are set to the right."""
+    """Print one table, with numbers aligned to the right."""
     table = Table(title=title, title_justify="left")
     for column, head in enumerate(heads):
         is_number = bool(rows) and all(isinstance(row[column], int) for row in rows)

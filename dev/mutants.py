@@ -1,13 +1,15 @@
-"""Whether the tests notice: one-line mutations of the package, each of which a test must fail on.
+"""This program checks whether the tests notice: it makes one-line mutations of the package,
+and a test must fail on each.
 
     python -m dev.mutants                       each against the tests that its entry names: minutes
     python -m dev.mutants --only NAME           those whose name contains NAME
     python -m dev.mutants --suite               each against what `make test` runs of its package: an hour or more
     python -m dev.mutants --check               only whether each line is still where the list says
 
-The list is `mutants.toml`. A mutation is a line, found by its text: in the file that is named, or, where that file is
-gone or has it no more, in the one file of the package that has it. The tree is copied, and each mutation is made in the
-copy alone. The exit status is 1 if a mutation survives, or cannot be made. Cut tests only with all of them killed.
+The list is `mutants.toml`. A mutation is a line, found by its text: in the file that is named or, if that file is
+gone or does not have it any more, in the one file of the package that has it. The tree is copied, and each
+mutation is made in the copy alone. The exit status is 1 if a mutation survives, or cannot be made. Remove tests
+only if all mutations are still killed.
 """
 
 import argparse
@@ -31,12 +33,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 FAST = ("-m", "not gpu and not slow")  # what `make test` runs
 COPIED = ("mezzotint", "tests", "bench", "docs", "examples", "dev", "pyproject.toml", "README.md", "Makefile")
-TIMEOUT = 900  # seconds: a mutation that never ends is noticed, too
+TIMEOUT = 900  # seconds; a mutation that never ends counts as noticed
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A line of a file, what it becomes, and the tests that notice."""
+    """A `Mutant` is a line of a file, what it becomes, and the tests that notice."""
 
     name: str
     file: str
@@ -46,19 +48,19 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The folder under `mezzotint/`, or the name of a file that lies there by itself."""
+        """Return the folder under `mezzotint/`, or the name of a file that lies there by itself."""
         parts = Path(self.file).parts
         return parts[1] if len(parts) > 2 else Path(self.file).stem
 
 
 def read_list(path: Path = LIST) -> tuple[list[Mutant], dict[str, list[str]]]:
-    """The mutations, and for each package the tests of it."""
+    """Return the mutations, and for each package its tests."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))
     return [Mutant(**entry) for entry in found["mutant"]], found["suites"]
 
 
 def find_line(mutant: Mutant, root: Path = ROOT) -> tuple[Path, int]:
-    """The file that has the line, and its index there. A line that is nowhere, or not once, is an error."""
+    """Return the file that has the line, and its index there; a line that is nowhere, or not once, raises an error."""
     named = root / mutant.file
     places = _places(named, mutant.old) if named.is_file() else []
     if not places:
@@ -77,7 +79,7 @@ def _places(file: Path, line: str) -> list[tuple[Path, int]]:
 
 @contextmanager
 def mutated(mutant: Mutant, root: Path) -> Iterator[None]:
-    """The tree under `root` with the mutation in it."""
+    """Make the mutation in the tree under `root`, and undo it afterwards."""
     file, index = find_line(mutant, root)
     before = file.read_text(encoding="utf-8")
     lines = before.splitlines(keepends=True)
@@ -90,7 +92,7 @@ def mutated(mutant: Mutant, root: Path) -> Iterator[None]:
 
 
 def is_killed(mutant: Mutant, root: Path, selection: list[str]) -> bool:
-    """Whether a test fails. Without a test that runs there is no answer, which is an error."""
+    """Return whether a test fails; if no test runs there is no answer, and an error is raised."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     with mutated(mutant, root):
@@ -104,7 +106,7 @@ def is_killed(mutant: Mutant, root: Path, selection: list[str]) -> bool:
 
 
 def run(mutants: list[Mutant], suites: dict[str, list[str]], whole: bool) -> int:
-    """Every mutation in turn; a table of what became of them."""
+    """Try every mutation in turn, print a table of what became of them, and return the exit status."""
     console, rows = Console(), []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, Progress(*columns, console=console) as progress:

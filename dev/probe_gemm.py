@@ -1,11 +1,11 @@
-"""What PyTorch's scaled and grouped GEMMs accept on this GPU, how exact they are, and how fast.
+"""This program probes which scaled and grouped GEMMs PyTorch accepts on this GPU, how exact they are, and how fast.
 
     python dev/probe_gemm.py            all of it, some three minutes; run it from the repository's root
     python dev/probe_gemm.py sizes      one part: dtypes, rows, sizes, align, grouped, speed, groups, calls
 
-Each line: what was called, then the largest error as a fraction of |A|·|B|ᵀ (an FP32 accumulation is near 1e-7, FP8
+Each line has what was called, then the largest error as a fraction of |A|·|B|ᵀ (an FP32 accumulation is near 1e-7, FP8
 tensor cores near 1e-4), or the first line of the refusal. The calls are the raw ones: what they refuse or get wrong is
-what `mezzotint/kernels/scaled_mm.py` has to fill up.
+what `mezzotint/kernels/scaled_mm.py` has to work around by padding.
 """
 
 # ruff: noqa: B023, E731 (closures over loop variables run before the loop goes on)
@@ -31,7 +31,7 @@ v2 = torch.ops.aten._scaled_mm_v2.default
 
 
 def attempt(label: str, call: Callable[[], torch.Tensor], expected: Callable[[], tuple]) -> None:
-    """Run, compare, print one line."""
+    """Run a call, compare its result, and print one line."""
     try:
         got = call()
         torch.cuda.synchronize()
@@ -64,7 +64,7 @@ def codes(op: Operand) -> torch.Tensor:
 
 
 def block_scale(op: Operand) -> torch.Tensor:
-    """As `_scaled_mm_v2` reads it, without any filling of rows: 1x128 with exactly R rows."""
+    """Return the scales as `_scaled_mm_v2` reads them, without any padding of rows: 1x128 with exactly R rows."""
     if op.kind == "block2d":
         return op.scale.t()
     return op.scale[:, : op.data.shape[0]].contiguous().t()
@@ -74,7 +74,7 @@ RECIPE = {"block1d": 4, "block2d": 5}
 
 
 def raw(a: Operand, b: Operand, *, bias=None, out_dtype=B16, fast=False, version=1) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """The call without any filling."""
+    """Call PyTorch's GEMM without any padding."""
     x, yt = codes(a), codes(b).t()
     if a.kind in RECIPE:
         if version == 1:
@@ -94,7 +94,7 @@ KINDS = [("tensor", "tensor"), ("row", "row"), ("block1d", "block1d"), ("block1d
 
 
 def dtypes() -> None:
-    """Element types, output types, bias types."""
+    """Try element types, output types and bias types."""
     for kinds, version in itertools.product(KINDS, (1, 2)):
         for types in ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3), (E5M2, E5M2)):
             a, b = pair(*kinds, 256, 512, 1024, types)
@@ -107,7 +107,7 @@ def dtypes() -> None:
 
 
 def rows() -> None:
-    """Rows of A, which nothing documents."""
+    """Try numbers of rows of A, which nothing documents."""
     for kinds in KINDS:
         for m in (1, 2, 3, 4, 5, 8, 12, 16, 17, 20, 33, 64, 127, 130, 260):
             a, b = pair(*kinds, m, 256, 512)
@@ -115,7 +115,7 @@ def rows() -> None:
 
 
 def sizes() -> None:
-    """n and k: multiples of 16 that are no multiples of 128, and others."""
+    """Try n and k that are multiples of 16 and not of 128, and others."""
     for kinds, version in itertools.product(KINDS, (1, 2)):
         for n, k in (
             (8, 128),
@@ -134,7 +134,7 @@ def sizes() -> None:
 
 
 def align() -> None:
-    """Operands and outputs that start at 16, 32, … bytes, as slices of larger ones do."""
+    """Try operands and outputs that start at 16, 32, … bytes, as slices of larger ones do."""
     for kinds in (("tensor", "tensor"), ("row", "row"), ("block1d", "block2d")):
         for start in (0, 1, 2, 4, 8):
             a, b = pair(*kinds, 256, 272, 400 if "block" not in kinds[0] else 384)
@@ -152,7 +152,8 @@ def align() -> None:
 
 
 def grouped() -> None:
-    """`torch._grouped_mm`, `torch._scaled_grouped_mm`: group sizes, an empty group, both ways of being ragged."""
+    """Try `torch._grouped_mm` and `torch._scaled_grouped_mm`: group sizes, an empty
+    group, both ways of being ragged."""
     for splits in ([64, 128, 64], [3, 17, 44], [16, 0, 48], [8, 24, 32]):
         total, count = sum(splits), len(splits)
         ends = group_ends(splits, torch.device("cuda"))
@@ -188,7 +189,7 @@ def truth_groups(xs, ws) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[n
 
 
 def time_us(call: Callable[[], object], repeat: int = 10) -> float:
-    """Median of single calls, microseconds of the device."""
+    """Return the median of single calls, in microseconds of the device."""
     for _ in range(3):
         call()
     spans = []
@@ -203,7 +204,7 @@ def time_us(call: Callable[[], object], repeat: int = 10) -> float:
 
 
 def random_operand(kind: str, rows: int, size: int) -> Operand:
-    """Plausible bytes without quantizing: speed depends on them only through power."""
+    """Return an operand with plausible bytes, without quantizing: speed depends on them only through power."""
     x = torch.randn(rows, size, device="cuda")
     data = x.to(torch.float8_e4m3fn).view(torch.uint8)
     scale = {
@@ -222,7 +223,7 @@ def random_operand(kind: str, rows: int, size: int) -> Operand:
 
 
 def speed() -> None:
-    """TFLOP/s of `gemm` at 8192³."""
+    """Measure the TFLOP/s of `gemm` at 8192³."""
     n = 8192
     bias = torch.zeros(n, dtype=B16, device="cuda")
     for kinds in (("high", "high"), *KINDS, ("block2d", "block2d"), ("mx", "mx"), ("nv", "nv"), ("high", "mx")):
@@ -240,7 +241,8 @@ def speed() -> None:
 
 
 def groups() -> None:
-    """Grouped kernels against one GEMM after another, weights apart (copied to be joined) and side by side."""
+    """Compare grouped kernels with one GEMM after another, with weights apart (copied to
+    be joined) and side by side."""
     for count, tokens, out, into in (
         (8, 2048, 4096, 4096),
         (8, 512, 4096, 4096),
@@ -269,7 +271,7 @@ def groups() -> None:
 
 
 def calls() -> None:
-    """Host microseconds of one small `gemm`, beside the raw call."""
+    """Measure the host microseconds of one small `gemm`, beside the raw call."""
     for kinds in (("high", "high"), *KINDS, ("mx", "mx"), ("nv", "nv")):
         a, b = random_operand(kinds[0], 128, 512), random_operand(kinds[1], 128, 512)
         plain = (lambda: torch.mm(a.data, b.data.t())) if kinds[0] == "high" else (lambda: raw(a, b, version=2))

@@ -1,13 +1,13 @@
-"""`python -m dev.upstream_names GITDIR`: write down Transformer Engine's public names, parameters and defaults.
+"""`python -m dev.upstream_names GITDIR` writes down Transformer Engine's public names, parameters and defaults.
 
 GITDIR is the git directory of a copy of NVIDIA/TransformerEngine. Only facts are taken from it: which module defines
 which name, what its parameters are called, and what their defaults are. They go into `names.json` of
 `mezzotint/as_transformer_engine`, where the aliases read which names Transformer Engine has and Mezzotint lacks, and
 `tests/compat/test_surface.py` compares the rest.
 
-A name of a module is one of these: "(a, b=1)", a function; {"()": "(a, b=1)", "method": "(…)", "x": "value"}, a class
-with its constructor under "()" where it has one of its own; "value"; or "= other.module.name", what is defined
-elsewhere.
+A name of a module is one of these: "(a, b=1)" for a function; {"()": "(a, b=1)", "method": "(…)", "x":
+"value"} for a class, with its constructor under "()" if it has one of its own; "value"; or "=
+other.module.name" for what is defined elsewhere.
 """
 
 import ast
@@ -25,9 +25,9 @@ ROOTS = (
     "transformer_engine/common/recipe/",
     "transformer_engine/debug/pytorch/debug_state",
 )
-# Files that hold no public names: build scripts, kernels, a former implementation, oracles of upstream's own tests.
+# These files hold no public names: build scripts, kernels, a former implementation, references of upstream's own tests.
 LEFT_OUT = re.compile(r"/(setup|cpu_offload_v1|onnx_extensions|reference_\w+)\.py$|/triton/|/csrc/")
-# Files other than __init__.py that are there to give names of other files.
+# Besides __init__.py, these files exist to pass on names of other files.
 GIVES_IMPORTS = re.compile(r"/__init__\.py$|/pytorch/(fp8|float8_tensor)\.py$")
 BINDINGS = "transformer_engine/pytorch/csrc/extensions/pybind.cpp"
 COMMON_BINDINGS = "transformer_engine/common/util/pybind_helper.h"
@@ -43,7 +43,7 @@ def git(directory: str, *command: str) -> str:
 
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef, *, is_bound: bool) -> str:
-    """Return the parameters with their defaults and without types; a bound one leaves out the first."""
+    """Return the parameters with their defaults and without types; if `is_bound`, without the first."""
     given = function.args
     plain = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(given.defaults)) + list(given.defaults)
@@ -71,7 +71,7 @@ def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
 
 
 def class_members(node: ast.ClassDef) -> Names:
-    """Return the public members of a class, and its constructor or its fields as a dataclass under "()"."""
+    """Return the public members of a class, with its constructor, or its fields if it is a dataclass, under "()"."""
     members: Names = {}
     is_dataclass = "dataclass" in _decorators(node)
     fields = []
@@ -99,7 +99,7 @@ def class_members(node: ast.ClassDef) -> Names:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, those under `if` and `try` too."""
+    """Yield the statements of a module, including those under `if` and `try`."""
     for node in body:
         yield node
         if isinstance(node, ast.If | ast.Try):
@@ -142,7 +142,7 @@ def module_of(path: str) -> str:
 
 
 def expand_stars(modules: dict[str, Names]) -> None:
-    """Put the names behind `import *` in its place."""
+    """Replace each `import *` by the names behind it."""
     for names in modules.values():
         for key in [key for key in names if key.startswith("* ")]:
             base = names.pop(key).removeprefix("= ").removesuffix(".*")

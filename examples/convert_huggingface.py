@@ -1,4 +1,5 @@
-"""A Hugging Face model in MXFP8: built from a configuration (nothing is downloaded), converted, trained.
+"""Train a Hugging Face model in MXFP8: it is built from a configuration (nothing is
+downloaded), converted, and trained.
 
     python examples/convert_huggingface.py [backend of torch.compile] [steps]
 
@@ -37,7 +38,7 @@ def make_model() -> Any:
 
 
 def train(model: Any, backend: str, num_steps: int) -> list[float]:
-    """Losses, in nats a byte."""
+    """Return the losses of the steps, in nats a byte."""
     data = torch.tensor(list(Path(__file__).read_bytes()), device=DEVICE)
     call = torch.compile(model, fullgraph=True, backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,9 +1,9 @@
-"""A mixture of experts whose experts are spread over processes.
+"""Train a mixture of experts whose experts are spread over ranks.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py
 
-A router sends each token to two of eight experts, wherever they are. How many rows a process sends and gets differs
-from step to step, and may be none.
+A router sends each token to two of eight experts, wherever they are. How many rows a rank sends and gets differs from
+step to step, and may be none.
 """
 
 import os
@@ -23,7 +23,8 @@ HIDDEN, FFN, TOKENS, EXPERTS, TOPK, STEPS = 64, 128, 48, 8, 2, 10
 
 
 class Mixture(torch.nn.Module):
-    """x [tokens, hidden] → the sum of what its two experts make of each token, and the loss that balances them."""
+    """A `Mixture` maps x [tokens, hidden] to the sum of what two experts make of each token, and
+    the loss that balances them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ if device.type == "cuda":
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(rank)  # experts and tokens of its own
+torch.manual_seed(rank)  # each rank has experts and tokens of its own
 model = Mixture().to(device)
 dist.broadcast(model.router.weight.data, 0)  # the router is the same everywhere
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -60,8 +61,8 @@ x = torch.randn(TOKENS, HIDDEN).to(device, torch.bfloat16)
 for step in range(STEPS):
     with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
         y, balance = model(x)
-    loss = (y.float() + x.float()).square().mean()  # each token learns to be turned into its negative
-    # The loss of all is the mean over processes. What an expert gets from them has been summed on the way back.
+    loss = (y.float() + x.float()).square().mean()  # the model learns to negate each token
+    # The loss is the mean over ranks. The gradients that an expert gets from them have been summed on the way back.
     ((loss + balance) / size).backward()
     dist.all_reduce(model.router.weight.grad)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Moving over from Transformer Engine: the imports change, the code below them does not."""
+"""This example moves over from Transformer Engine: the imports change, the code below them does not."""
 
 import torch
 

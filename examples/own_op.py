@@ -1,8 +1,8 @@
-"""An operation and a fusion of your own, in `mezzotint.ops`.
+"""This example adds an operation and a fusion of your own to `mezzotint.ops`.
 
     python examples/own_op.py [backend of torch.compile]
 
-`ScaledTanh` is tanh(x · w), with a trained factor for each channel; where a constant factor follows it, `fuse` lets one
+`ScaledTanh` is tanh(x · w), with a trained factor for each channel; if a constant factor follows it, `fuse` lets one
 operation compute both. A pipeline of them trains like any module, quantizes its linears, and compiles as one graph.
 """
 
@@ -18,10 +18,11 @@ from mezzotint.ops.quantizing import plain
 
 
 class ScaledTanh(ops.BasicOperation):
-    """tanh(x · weight), x (…, width).
+    """A `ScaledTanh` computes tanh(x · weight) of x (…, width).
 
-    Forward is split: what computes is pure, what writes the context computes nothing. That is what lets a pipeline
-    compile whole. (`op_forward(self, ctx, input_, ...)`, one method for both, works too, in eager code.)
+    Forward is split in two: the method that computes is pure, and the one that writes the context computes
+    nothing. That is what lets a pipeline compile whole. (`op_forward(self, ctx, input_, ...)`, one method for
+    both, works too, in eager code.)
     """
 
     def __init__(self, width: int) -> None:
@@ -29,7 +30,7 @@ class ScaledTanh(ops.BasicOperation):
         self.weight = torch.nn.Parameter(torch.ones(width))
 
     def op_forward_compute(self, input_: Any, **given: Any) -> Any:
-        # Neighbours may hand quantized tensors over (`Quantize` does); `plain` gives them in high precision.
+        # Neighbours may hand quantized tensors over (`Quantize` does); `plain` returns them in high precision.
         x = plain(input_)
         y = torch.tanh(x * self.weight)
         return y, (x, y)  # the output, and the tensors that backward will need
@@ -46,7 +47,8 @@ class ScaledTanh(ops.BasicOperation):
 
 
 class TanhScale(ops.FusedOperation):
-    """ScaledTanh, ConstantScale: forward as one. Backward stays with the two, so they find their contexts as usual."""
+    """A `TanhScale` runs the forward of ScaledTanh and ConstantScale as one. Backward stays with the two, so they
+    find their contexts as usual."""
 
     def fuser_forward_compute(self, input_: Any, **given: Any) -> Any:
         tanh, scale = self.basic_ops
@@ -54,14 +56,14 @@ class TanhScale(ops.FusedOperation):
         return y * scale.scale, [(), ()], saved  # neither of the two has extra outputs
 
     def fuser_forward_save_ctx(self, basic_op_ctxs: Any, input_: Any, tensors_to_save: Any, **given: Any) -> None:
-        # One context for each basic operation, which knows what its backward needs.
+        # There is one context for each basic operation, which knows what its backward needs.
         tanh, scale = self.basic_ops
         tanh.op_forward_save_ctx(basic_op_ctxs[0], input_, tensors_to_save)
         scale.op_forward_save_ctx(basic_op_ctxs[1], None, ())
 
 
 def fuse(pipeline: list[Any], *, recipe: Any) -> list[Any]:
-    """Operations of a pipeline, in order → the same with pairs replaced. `recipe`: None where nothing is quantized."""
+    """Return the operations of a pipeline with pairs replaced; `recipe` is None if nothing is quantized."""
 
     def fuse_pair(first: Any, second: Any) -> Any:
         is_pair = isinstance(first, ScaledTanh) and isinstance(second, ops.ConstantScale)
@@ -71,7 +73,7 @@ def fuse(pipeline: list[Any], *, recipe: Any) -> list[Any]:
 
 
 def main(backend: str = "inductor") -> None:
-    """Train a step in eager code and compiled, check the gradients against plain PyTorch, print what was fused."""
+    """Train a step in eager code and compiled, check the gradients against plain PyTorch, and print what was fused."""
     torch.manual_seed(0)
     ops.register_forward_fusion(fuse)
     model = ops.Sequential(

@@ -1,10 +1,10 @@
-"""A pipeline without bubbles: weight gradients wait until a process has nothing else to do.
+"""Run a pipeline without bubbles: weight gradients wait until a rank has nothing else to do.
 
     torchrun --nproc-per-node 2 examples/pipeline.py
 
 The schedule is PyTorch's. It computes what the previous stage waits for, the gradient of a stage's input, as soon as it
-can, and asks for weight gradients later. Modules with `delay_wgrad_compute=True` leave these in backward, and
-`backward_dw()` computes them. They are the gradients of one process, bit for bit.
+can, and asks for weight gradients later. Modules with `delay_wgrad_compute=True` leave these out of backward, and
+`backward_dw()` computes them. They equal the gradients of one rank, bit for bit.
 """
 
 import os
@@ -20,7 +20,7 @@ HIDDEN, FFN, ROWS, MICRO_BATCHES, STAGES = 64, 128, 32, 4, 4
 
 
 class Block(torch.nn.Module):
-    """x + MLP(x), in MXFP8."""
+    """A `Block` computes x + MLP(x), in MXFP8."""
 
     def __init__(self, number: int, delayed: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ if "LOCAL_RANK" not in os.environ:
     raise SystemExit("start it over processes: torchrun --nproc-per-node 2 examples/pipeline.py")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
-    torch.cuda.set_device(device)  # which the modules are made on
+    torch.cuda.set_device(device)  # modules are made on the current device
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
 
@@ -49,8 +49,8 @@ torch.manual_seed(0)
 x = torch.randn(MICRO_BATCHES * ROWS, HIDDEN).to(device, torch.bfloat16)
 target = torch.randn(MICRO_BATCHES * ROWS, HIDDEN).to(device)
 
-# Stages 0, 2, … are the first process's, 1, 3, … the second's. After a backward, PyTorch asks `dw_builder` for the
-# function that computes its weight gradients, and calls it when there is time.
+# Stages 0, 2, … belong to rank 0, and 1, 3, … to rank 1. After a backward, PyTorch asks `dw_builder` for the function
+# that computes its weight gradients, and calls it when there is time.
 blocks = {number: Block(number, delayed=True) for number in range(rank, STAGES, size)}
 like = torch.empty_like(x[:ROWS]).requires_grad_()  # what stages hand on
 stages = [

@@ -1,13 +1,13 @@
-"""A model converter for torchtitan: its linears run under a recipe of Mezzotint's.
+"""This model converter for torchtitan lets its linears run under one of Mezzotint's recipes.
 
     python examples/torchtitan_converter.py        converts a small model, without torchtitan
 
-In a configuration of torchtitan's (of 2026, whose converters have a `Config` with `build`):
+A configuration of torchtitan (of 2026, whose converters have a `Config` with `build`) names it so:
 
     model_converters=ModelConvertersContainer.Config(converters=[MezzotintConverter.Config(recipe="mxfp8")])
 
 torchtitan asks a converter for what is below and for nothing else, so that it need not be imported here. This file was
-run without it. Its `has_quantization()` knows torchao's converters alone: what hangs on that stays off.
+run without it. Its `has_quantization()` knows torchao's converters alone: what depends on that stays off.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,19 @@ from mezzotint.recipe import as_recipe
 
 
 class MezzotintConverter:
-    """Swaps the linears of a model; those whose paths end with one of `keep` stay as they are."""
+    """A `MezzotintConverter` swaps the linears of a model; those whose paths end with
+    one of `keep` stay as they are."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """What a user sets."""
+        """A `Config` holds what a user sets."""
 
         recipe: str = "current"
         memory: str = "default"
         keep: Sequence[str] = ("output",)
 
         def build(self, **_: Any) -> "MezzotintConverter":
-            """Return the converter. It needs neither the layout of the ranks nor whether the model is compiled."""
+            """Return the converter, which needs neither the layout of the ranks nor whether the model is compiled."""
             return MezzotintConverter(self)
 
     def __init__(self, config: Config) -> None:
@@ -53,7 +54,7 @@ class MezzotintConverter:
         """Do nothing: weights are quantized when they are used."""
 
     def key_filter(self) -> None:
-        """State dicts have the keys of the model before."""
+        """Return None: state dicts have the keys of the model before it was converted."""
 
     state_dict_transform = format_adapter = key_filter
 

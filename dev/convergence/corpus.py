@@ -1,11 +1,11 @@
-"""The text of the convergence study: built out of packages, packed, and unpacked elsewhere.
+"""The text of the convergence study: build it out of packages, pack it, and unpack it elsewhere.
 
     python -m dev.convergence.corpus build   --data DIR     download, read, tokenize; writes dev/convergence/corpus.json
     python -m dev.convergence.corpus pack    --data DIR     DIR/shards/0, 1, …: at most 53 MiB each
     python -m dev.convergence.corpus unpack  --data DIR SHARD …
 
-`corpus.toml` names the packages. A file of text counts once, by its hash, which also says whether it is held out.
-DIR has tokens.bin (uint16, held-out tokens last) and tokenizer.json; their hashes are in corpus.json.
+`corpus.toml` names the packages. A file of text counts once, by its hash, which also says whether it is held out. DIR
+has tokens.bin (uint16, held-out tokens last) and tokenizer.json; their hashes are in corpus.json.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def read_package(package: Package, folder: Path) -> dict[str, str]:
 
 
 def build(data: Path, processes: int) -> None:
-    """Download, read and tokenize; say in CORPUS what came of it."""
+    """Download, read and tokenize the packages, and describe the result in CORPUS."""
     packages, texts, rows = read_manifest(), {}, []
     with ProcessPoolExecutor(processes) as pool:
         for package, found in zip(

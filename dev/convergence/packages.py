@@ -1,7 +1,7 @@
-"""Packages of Debian and PyPI by name and version, and the text in them.
+"""This module fetches packages of Debian and PyPI by name and version, and reads the text in them.
 
 A package is an archive, and so may be what is in it: the sources of Linux are a tarball in a package. Text is what
-decodes as UTF-8 and has lines as people write them; of HTML, what a reader sees.
+decodes as UTF-8 and has lines as people write them; from HTML, only what a reader sees is taken.
 """
 
 import bz2
@@ -30,9 +30,9 @@ SUFFIXES = frozenset((
 ))
 # fmt: on
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".tar.bz2")
-SMALLEST, LARGEST = 200, 2**18  # bytes of a file: larger ones are tables and what programs wrote
-LONGEST_LINE = 160  # of the mean of a file's lines: longer is minified, or data
-DIGITS = 0.2  # the part of the signs that may be digits: more is a table
+SMALLEST, LARGEST = 200, 2**18  # bytes of a file; larger ones are tables and generated
+LONGEST_LINE = 160  # largest mean of a file's lines; longer ones are minified, or data
+DIGITS = 0.2  # the fraction of characters that may be digits; more is a table
 SCRIPTS = re.compile(r"<(script|style|head|nav)\b.*?</\1\s*>", re.DOTALL | re.IGNORECASE)
 TAGS = re.compile(r"<[^<>]*>")
 GAPS = re.compile(r"\n\s*\n\s*\n+")
@@ -40,7 +40,7 @@ GAPS = re.compile(r"\n\s*\n\s*\n+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A file of Debian or PyPI; of its text at most so many megabytes are taken."""
+    """A `Package` is a file of Debian or PyPI; at most `megabytes` of its text are taken."""
 
     source: str
     name: str
@@ -58,7 +58,7 @@ def read_manifest(path: Path = MANIFEST) -> list[Package]:
 
 
 def fetch_package(package: Package, folder: Path) -> Path:
-    """Download a package, unless it is in the folder already, and check that it is the one that the manifest names."""
+    """Download a package unless it is in the folder already, and check that it is the one that the manifest names."""
     path = folder / package.file
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def fetch_package(package: Package, folder: Path) -> Path:
 
 
 def read_texts(package: Package, path: Path) -> dict[str, str]:
-    """Return texts of a package by the hashes of their files: in the order of these, as many as there may be."""
+    """Return texts of a package by the hashes of their files, in the order of the hashes, up to the package's limit."""
     found = {hashlib.sha256(data).hexdigest(): (name, data) for name, data in _members(path.name, path.read_bytes())}
     texts, room = {}, package.megabytes * 10**6
     for key in sorted(found):
@@ -94,7 +94,7 @@ def read_texts(package: Package, path: Path) -> dict[str, str]:
 
 
 def _members(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of an archive by name, uncompressed; of a Debian package, those of the tarballs in it too."""
+    """Yield the files of an archive by name, uncompressed; for a Debian package, those of the tarballs in it too."""
     if name.endswith((".whl", ".zip")):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for entry in archive.infolist():
@@ -118,7 +118,7 @@ def _members(name: str, data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _is_wanted(name: str, size: int) -> bool:
-    """Whether a file may be text, by its name and size."""
+    """Return whether a file may be text, by its name and size."""
     plain = name.removesuffix(".gz").removesuffix(".xz").removesuffix(".bz2")
     return Path(plain).suffix in SUFFIXES and size <= LARGEST
 
@@ -131,7 +131,7 @@ def _uncompressed(name: str, data: bytes) -> tuple[str, bytes]:
 
 
 def as_text(name: str, data: bytes) -> str | None:
-    """Return what a file says to its reader; None where it is no text, or a table."""
+    """Return what a file says to its reader, or None if it is no text, or a table."""
     if not SMALLEST <= len(data) <= LARGEST:
         return None
     try:

@@ -1,4 +1,4 @@
-"""A data set in small compressed files, for machines that take only so much at once."""
+"""This module packs a data set into small compressed files, for machines that take only so much at once."""
 
 import json
 import lzma
@@ -10,8 +10,8 @@ from pathlib import Path
 from dev.convergence.tokens import hash_file
 
 PART = 2**24  # tokens that are compressed together
-SHARD = 53 * 2**20  # bytes of a shard at most: with this tree beside it less than 64 MiB
-# The numbers are two bytes each, which xz is told.
+SHARD = 53 * 2**20  # bytes of a shard at most: with this tree beside it, it is less than 64 MiB
+# These filters tell xz that the numbers are two bytes each.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 1, "dict_size": 2**26, "lc": 2, "lp": 1, "pb": 1}]
 
 
@@ -40,7 +40,7 @@ def _compress(piece: bytes) -> bytes:
 
 
 def unpack(shards: Sequence[Path], data: Path, corpus: Path) -> list[str]:
-    """Take shards into `data`; return the parts that are missing still. When none is, the hashes are checked."""
+    """Unpack shards into `data`, and return the pieces that are still missing; when none is, the hashes are checked."""
     data.mkdir(parents=True, exist_ok=True)
     for shard in shards:
         for path in sorted(shard.glob("*.xz")):
@@ -62,7 +62,7 @@ def unpack(shards: Sequence[Path], data: Path, corpus: Path) -> list[str]:
 
 
 def check(data: Path, corpus: Path) -> None:
-    """Raise a ValueError where the files in `data` are not those that `corpus` describes."""
+    """Raise a ValueError if the files in `data` are not those that `corpus` describes."""
     about = json.loads(corpus.read_text(encoding="utf-8"))
     for name, wanted in about["sha256"].items():
         found = hash_file(data / name)

@@ -1,4 +1,4 @@
-"""Texts → a BPE tokenizer trained on them, and a file of their tokens, uint16, those held out last."""
+"""This module trains a BPE tokenizer on texts, and writes a file of their tokens, uint16, those held out last."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,14 @@ import tokenizers
 VOCAB = 32768
 END = "<|end|>"  # after each file; token 0
 BATCH = 500  # files that are tokenized at once
-SAMPLE = 4  # a file of so many trains the tokenizer
-HELD_OUT = 4  # of 256 files so many are held out, by their hashes
+SAMPLE = 4  # one file of so many trains the tokenizer
+HELD_OUT = 4  # so many of 256 files are held out, by their hashes
 TRAINED_TOKENS = 1536 * 64 * 1024 + 1  # 1536 batches of 64 windows of 1024 tokens: each is seen once
 HELD_OUT_TOKENS = 20 * 64 * 1024 + 1  # 20 batches of 64 windows of 1024 tokens: each evaluation sees each window once
 
 
 def train_tokenizer(texts: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """Train byte-level BPE on the texts that are not held out, by hash."""
+    """Train a byte-level BPE tokenizer on a sample, chosen by hash, of the texts that are not held out."""
     sample = [text for key, text in texts.items() if not is_held_out(key) and int(key[-4:-2], 16) % SAMPLE == 0]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,13 +33,16 @@ def train_tokenizer(texts: Mapping[str, str]) -> tokenizers.Tokenizer:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a text is for evaluation, by the end of its hash: the beginning says what is taken of large packages."""
+    """Return whether a text is for evaluation, by the end of its hash: the beginning decides
+    what is taken of large packages."""
     return int(key[-2:], 16) < HELD_OUT
 
 
 def write_tokens(texts: Mapping[str, str], tokenizer: tokenizers.Tokenizer, path: Path) -> tuple[int, int]:
-    """Write tokens of the texts, in the order of their hashes read backwards, as many as are wanted; return how many
-    are trained on, and held out."""
+    """Write as many tokens of the texts as are wanted, in the order of their hashes read backwards.
+
+    It returns how many tokens are trained on, and how many are held out.
+    """
     counts = []
     with path.open("wb") as file:
         for is_held, room in ((False, TRAINED_TOKENS), (True, HELD_OUT_TOKENS)):

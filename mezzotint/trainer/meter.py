@@ -21,7 +21,7 @@ class Meter:
         count = _count_graphs()
         compiled, self._seen = count != self._seen, count
         self.graphs = count - self._graphs_before
-        is_slow = compiled or not self.slow  # the first step is slow in any case
+        is_slow = compiled or not self.slow  # the first is slow in any case
         if is_slow or waits:
             self._wait()
         if is_slow:

@@ -1,4 +1,4 @@
-"""`transformer_engine`, provided by Mezzotint: `mezzotint.as_transformer_engine` makes what is in it."""
+"""Mezzotint provides this `transformer_engine`: `mezzotint.as_transformer_engine` makes what is in it."""
 
 __provided_by__ = "mezzotint"
 

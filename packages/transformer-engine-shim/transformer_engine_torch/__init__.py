@@ -1,4 +1,4 @@
-"""`transformer_engine_torch`, provided by Mezzotint: `mezzotint.as_transformer_engine` makes what is in it."""
+"""Mezzotint provides this `transformer_engine_torch`: `mezzotint.as_transformer_engine` makes what is in it."""
 
 __provided_by__ = "mezzotint"
 
