@@ -40,7 +40,7 @@ FIXED = {
     ("float8_block_2d", ""): {"BM", "BN"},
 }
 OTHERS = {"GROUP": (1, 2, 4, 8, 16), "STAGES": (1, 2, 3, 4), "num_stages": (2, 4)}
-ELEMENTS = range(4, 257)  # that a thread may hold
+ELEMENTS = range(4, 257)  # elements that a thread may hold
 WARMUP, REPS, SHOWN, REFINED = 3, 20, 5, 3
 
 

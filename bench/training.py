@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         args.json.write_text(json.dumps(as_report(runs, title, sizes), indent=1) + "\n")
     if args.plot:
         plot(runs, title, args.plot)
-    is_near = [abs(gap(run, runs)) <= allowed.get(run.name, torch.inf) for run in runs]  # of NaN: no
+    is_near = [abs(gap(run, runs)) <= allowed.get(run.name, torch.inf) for run in runs]  # NaN is not near
     return 0 if all(is_near) else 1
 
 

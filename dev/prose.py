@@ -1,4 +1,4 @@
-"""The check that docstrings are sentences which can be read alone.
+"""This program checks that docstrings are sentences which can be read alone.
 
     python -m dev.prose              every docstring that is none: file, line, name, why, how it begins
     python -m dev.prose mezzotint/ops bench/peers.py
@@ -38,7 +38,7 @@ Node = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Fragment:
-    """A docstring that is no sentence."""
+    """A `Fragment` is a docstring that is no sentence."""
 
     file: str
     line: int
@@ -92,7 +92,7 @@ def python_files(paths: Iterable[str]) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the fragments; return 1 where there are any."""
+    """Print the fragments, and return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m dev.prose", description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", default=CHECKED, help="files and folders")
     parser.add_argument("--count", action="store_true", help="only how many there are in each folder")

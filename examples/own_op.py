@@ -43,7 +43,7 @@ class ScaledTanh(ops.BasicOperation):
         x, y, weight = ctx.saved_tensors
         grad = plain(grad_output) * (1 - y * y)
         grad_weight = (grad * x).flatten(0, -2).sum(0)
-        return grad * weight, (grad_weight,)  # of the input; of each parameter, in the order of parameters()
+        return grad * weight, (grad_weight,)  # gradients of the input, and of the parameters in their order
 
 
 class TanhScale(ops.FusedOperation):

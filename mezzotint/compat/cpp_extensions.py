@@ -201,7 +201,7 @@ def is_custom(x: Any = None) -> bool:
     return x.is_custom() if isinstance(x, Quantizer) else _is_custom(x)
 
 
-# Inside
+# Helpers
 
 
 def _no_userbuffers(**given: Any) -> None:

@@ -58,7 +58,7 @@ __all__ = [
     "ubuf_built_with_mpi",
 ]
 
-# Numbers of things
+# Enumerations and state
 
 
 class FP8FwdTensors(IntEnum):
@@ -384,7 +384,7 @@ def clamped_dswiglu(
     return _made(made, quantizer)
 
 
-# What was built
+# How the extension was built
 
 
 def get_cudnn_version() -> int:

@@ -130,7 +130,7 @@ def _codes(shard: Any) -> torch.Tensor | None:
     return getattr(shard, shard._ROWWISE[0]) if isinstance(shard, QuantizedTensorStorage) else shard
 
 
-# By the amaxes of blocks
+# Quantization by the amaxes of blocks
 
 # In these formats the column-wise copy is a transpose of the row-wise one.
 _DERIVED = (Float8Quantizer, Float8CurrentScalingQuantizer, Float8BlockQuantizer, NVFP4Quantizer)
@@ -254,7 +254,7 @@ def _drop_columnwise(weight: Any) -> None:
             setattr(weight, name, None)
 
 
-# By the values themselves
+# Quantization by the values themselves
 
 
 def _quantize_whole(parts: list[_Part], group: Any) -> None:

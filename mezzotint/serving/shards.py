@@ -201,7 +201,7 @@ class ShardWriter:
         self._left[path] = set(ordered)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor in its place."""
+        """Write a tensor into its place in its file."""
         place = self._places[name]
         found = StoredSpec(tensor.dtype, tuple(tensor.shape))
         if found != place.spec:

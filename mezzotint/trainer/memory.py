@@ -66,7 +66,7 @@ class Part:
 class StepMemory:
     """A `StepMemory` holds the bytes of a training step on one rank."""
 
-    parameters: int  # how many it has
+    parameters: int  # how many this rank has
     saved_per_layer: int
     saved: int
     weights: int  # parameters and buffers
@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         """Update the sizes of storages that FSDP2 resized.
 
         FSDP2 frees and restores the memory of gathered weights without an operation that this mode sees, so that is
-        noticed when the next collective begins.
+        noticed when the next collective begins, or the part ends.
         """
         for key, (found, size) in list(self._sizes.items()):
             storage = found()
