@@ -110,8 +110,7 @@ def doctor(
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="check compiled code, too")] = True,
     as_json: Json = False,
 ) -> None:
-    """Say what this machine runs natively, emulated or as reference, and check every recipe;
-    exit with 1 if one is wrong."""
+    """Say what runs natively here, emulated or as reference, and check every recipe; exit with 1 if one is wrong."""
     raise typer.Exit(_file("doctor").run_doctor(device, compiled, as_json))
 
 

@@ -141,8 +141,7 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
 
 
 class ConvertedConv1D(ConvertedLinear):
-    """A `ConvertedConv1D` is a `Linear` in the place of a
-    `transformers.pytorch_utils.Conv1D`, whose weight is (in, out)."""
+    """A `ConvertedConv1D` is a `Linear` in the place of a `Conv1D` of transformers, whose weight is (in, out)."""
 
     in_features = property(lambda self: self.weight.shape[0])
     out_features = property(lambda self: self.weight.shape[1])
