@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.recipe import Recipe
+from mezzotint.recipe import Recipe, choose_recipe
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tracing import backward_task
 
@@ -165,8 +165,7 @@ def recipe_in_force() -> Recipe | None:
 
 def recipe_for(module: Any) -> Recipe | None:
     """Return the recipe in force for one module, which rules may choose; None where it computes in high precision."""
-    recipe = recipe_in_force()
-    return None if recipe is None else recipe.for_module(module._config)
+    return choose_recipe(recipe_in_force(), module._config)
 
 
 AutocastState = tuple[bool, bool, Recipe | None, Any, RegionOptions]

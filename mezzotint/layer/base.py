@@ -35,6 +35,7 @@ from mezzotint.recipe import (
     QuantizerRole,
     Recipe,
     Rules,
+    choose_recipe,
     element,
     slot,
 )
@@ -167,9 +168,7 @@ class Layer(Configured, Named, ParallelModule):
     def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
         """Read the state of the region once, and return the settings of this run."""
         state = current_state()
-        recipe = state.recipe if state.enabled else None
-        if recipe is not None:
-            recipe = recipe.for_module(self._config)
+        recipe = choose_recipe(state.recipe, self._config) if state.enabled else None
         recipe, options = _settings_of_run(self, recipe, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
         plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, options)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from mezzotint.layer.names import Named, join_path, plain_path
-from mezzotint.recipe import Recipe, Rules
+from mezzotint.recipe import Recipe, Rules, choose_recipe
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -56,7 +56,7 @@ def _is_group(module: Any) -> bool:
 
 def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
     """Return the recipe that holds for one module: under rules, what they give it."""
-    return None if recipe is None else recipe.for_module(module._config)
+    return choose_recipe(recipe, module._config)
 
 
 def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recipe | None:

@@ -35,7 +35,7 @@ from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
 from mezzotint.region import recipe_for, recipe_in_force
 from mezzotint.tracing import memoized
 
@@ -353,7 +353,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def _is_kept(self, mode: str) -> bool:
         """Return whether nothing is quantized: outside of a region, and where rules keep high precision."""
         recipe = recipe_in_force()
-        return recipe is None or (self.num_quantizers(mode) > 0 and recipe.for_module(self._config) is None)
+        return recipe is None or (self.num_quantizers(mode) > 0 and choose_recipe(recipe, self._config) is None)
 
     # One run
 

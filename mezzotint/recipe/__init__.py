@@ -18,7 +18,7 @@ from mezzotint.recipe.options import OVERRIDES, Format, MMParams, QParams, eleme
 from mezzotint.recipe.options import _Maxima as _Maxima
 from mezzotint.recipe.requests import MAX_MARGIN, DelayedScalingRequest, QuantizerRequest
 from mezzotint.recipe.roles import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, slot
-from mezzotint.recipe.rules import RULED_TENSORS, MixedRecipe, Rules
+from mezzotint.recipe.rules import RULED_TENSORS, MixedRecipe, Rules, choose_recipe
 from mezzotint.recipe.schedule import Schedule, parse_schedule
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "Schedule",
     "as_recipe",
     "check_recipe",
+    "choose_recipe",
     "element",
     "parse_schedule",
     "slot",

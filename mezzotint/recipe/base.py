@@ -128,10 +128,6 @@ class Recipe(GraphConstant):
         """Return the recipe of one tensor of a module: this one, unless it is mixed of several (`rules.py`)."""
         return self
 
-    def for_module(self, config: Any) -> "Recipe | None":
-        """Return the recipe of a module with this configuration: this one, unless rules choose it (`rules.py`)."""
-        return self
-
     def answers_once(self) -> bool:
         """Return whether `quantizer` goes by the fields of the recipe and the type of the tensor alone. A factory, or a
         user's own recipe, may go by the name of the module, or by what changes: it is asked at each run."""

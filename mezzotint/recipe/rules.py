@@ -94,10 +94,6 @@ class Rules(Recipe):
         self.__dict__.update(state)
         self.__post_init__()  # what a pickle holds of a recipe can be changed again
 
-    def for_module(self, config: Any) -> Recipe | None:
-        """Return what a module was bound to (`layer/bind.py`), or raise where it was not."""
-        return config.under(self)
-
     def resolve(self, path: str, linears: Sequence[str], *, is_group: bool = False) -> Recipe | None:
         """Return what these rules give a module: one recipe, None for high precision, or a `MixedRecipe`. `linears`:
         the names of its GEMMs behind its path; `is_group`: they are multiplied together, in one format."""
@@ -166,6 +162,13 @@ class Rules(Recipe):
 
     def alignment(self) -> int:
         return max([each.alignment() for each in self.recipes()], default=1)
+
+
+def choose_recipe(recipe: Recipe | None, config: Any) -> Recipe | None:
+    """Return the recipe of a module with this configuration: what rules chose for it (`layer/bind.py`), or, if `recipe`
+    is not of rules, itself. This is no method of a recipe: what such a method returns is a constant in a graph, which
+    then does not guard on what a factory of the recipe reads."""
+    return config.under(recipe) if isinstance(recipe, Rules) else recipe
 
 
 def rules_of_tables(tables: Sequence[Table], source: str) -> Rules:

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzotint as mz
 from mezzotint import FP8GlobalStateManager, RecipeState, recipe
-from mezzotint.region import current_state
+from mezzotint.region import NO_OPTIONS, current_state
 from tests.recipes import RECIPES, assert_equal, gradient, make, sample, step
 
 
@@ -67,7 +67,7 @@ def test_reset() -> None:
     FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(True)
     assert FP8GlobalStateManager.get_skip_fp8_weight_update_tensor().item() == 1
     FP8GlobalStateManager.reset()
-    assert FP8GlobalStateManager.get_autocast_state() == (False, False, None, None, "default")
+    assert FP8GlobalStateManager.get_autocast_state() == (False, False, None, None, NO_OPTIONS)
     assert FP8GlobalStateManager.get_skip_fp8_weight_update_tensor() is None
 
 
