@@ -1,1 +1,2 @@
-"""Quantizers (values), storages (holders of buffers), quantized tensors (`torch.Tensor` subclasses), prototypes."""
+"""Quantized tensors: this package has the quantizers (values), the storages that hold their buffers, the `torch.Tensor`
+subclasses around those, and prototypes, which stand for tensors without data."""

@@ -1,4 +1,5 @@
-"""What formats share that hold each direction on its own: data and scales, row-wise and column-wise."""
+"""Shared code of the formats that hold each direction on its own: data and scales of the row-wise copy, which is
+quantized along the rows, and of the column-wise copy, which is quantized along the columns."""
 
 from typing import Any, ClassVar
 
@@ -9,7 +10,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class TwoDirectionStorage(QuantizedTensorStorage):
-    """`_rowwise_data`, `_rowwise_scale_inv`, `_columnwise_data`, `_columnwise_scale_inv`."""
+    """This storage holds codes and scales of each direction: `_rowwise_data` and `_rowwise_scale_inv`,
+    `_columnwise_data` and `_columnwise_scale_inv`."""
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = (
         ("_rowwise_data", "rowwise_data"),
@@ -36,13 +38,14 @@ class TwoDirectionStorage(QuantizedTensorStorage):
         return (*shape[1:], shape[0]) if self._TRANSPOSED else tuple(shape)
 
     def _side(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and scales of one direction, which must be held."""
+        """Return the codes and the scales of one direction; raise ValueError if it is not held."""
         self._require(columnwise)
         names = self._COLUMNWISE if columnwise else self._ROWWISE
         return getattr(self, names[0]), getattr(self, names[1])
 
     def _any_side(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Codes, scales and whether they are column-wise, of the row-wise copy if there is one."""
+        """Return codes, scales and whether they are column-wise, from the row-wise copy if it is held, else the
+        column-wise one."""
         columnwise = not self._holds(self._ROWWISE)
         return (*self._side(columnwise), columnwise)
 
@@ -57,7 +60,8 @@ class TwoDirectionStorage(QuantizedTensorStorage):
 
 
 def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """Rows start..stop of the first dimension, as rows of the 2-D view."""
+    """Return the rows of the 2-D view (M, K) that are rows start..stop of the first dimension of a tensor of this
+    shape."""
     per = 1
     for size in shape[1:-1]:
         per *= size
@@ -65,10 +69,11 @@ def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int
 
 
 def taken(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of codes (M, …), of which there is one at least; -1 is a row of zeros, whose codes are 0 in every format."""
+    """Return these rows of the codes `data` (M, …), M at least 1. An index of -1 gives a row of zeros, whose codes are
+    0 in every format."""
     return data.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 
 def cuts_blocks(start: int, stop: int, rows: int, block: int) -> bool:
-    """Whether rows start..stop of `rows` begin or end inside a block."""
+    """Return whether rows start..stop, out of `rows`, begin or end inside a block of `block` rows."""
     return start % block != 0 or (stop % block != 0 and stop != rows)

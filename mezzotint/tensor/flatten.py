@@ -1,9 +1,10 @@
-"""The flatten registry: each storage declares its buffers once, and everything that moves them is derived.
+"""The flatten registry: each storage class declares its buffers once, and everything that moves them is derived from
+that.
 
     _FLATTEN_TENSOR_BUFFERS = ((attribute, constructor kwarg), ...)    inner tensors, in the quantizer's order
     _VALUES                 = ((attribute, constructor kwarg, default), ...)    plain values
 
-`__init_subclass__` enters the class under its qualified name: how checkpoints, and code that is traced, name it.
+`__init_subclass__` registers the class under its qualified name, by which checkpoints and traced code refer to it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ _CLASSES: dict[str, type["Flattenable"]] = {}
 
 
 class Flattenable:
-    """Holds the declared buffers and values as attributes; a buffer that is not held is None."""
+    """A `Flattenable` holds its declared buffers and values as attributes; a buffer that is not held is None."""
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     _VALUES: ClassVar[tuple[tuple[str, str, Any], ...]] = ()
@@ -29,7 +30,8 @@ class Flattenable:
         _CLASSES[qualified_name(cls)] = cls
 
     def _assign(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-        """Set every declared attribute from constructor kwargs; what is not declared is an error."""
+        """Set every declared attribute from the constructor kwargs `fields`; raise TypeError if one of them is not
+        declared."""
         self._dtype = dtype
         for attribute, kwarg in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, fields.pop(kwarg, None))
@@ -42,33 +44,35 @@ class Flattenable:
             )
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(attribute, tensor) of every buffer that is held."""
+        """Yield (attribute, tensor) for every buffer that is held."""
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             buffer = getattr(self, attribute)
             if buffer is not None:
                 yield attribute, buffer
 
     def _plain_values(self) -> dict[str, Any]:
-        """Plain values as constructor kwargs."""
+        """Return the plain values as constructor kwargs."""
         return {kwarg: getattr(self, attribute) for attribute, kwarg, _ in self._VALUES}
 
     @classmethod
     def _restore_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Values that were pickled as plain ints, with their enums again: those whose default is one."""
+        """Return `values`, whose enums were pickled as plain ints, with each value a `DType` again whose declared
+        default is one."""
         enums = {kwarg for _, kwarg, default in cls._VALUES if isinstance(default, DType)}
         return {k: DType(v) if k in enums else v for k, v in values.items()}
 
     def get_metadata(self) -> dict[str, Any]:
-        """Constructor kwargs that make the same object: buffers and values."""
+        """Return the constructor kwargs of an object with the same buffers and values."""
         buffers = {kwarg: getattr(self, attribute) for attribute, kwarg in self._FLATTEN_TENSOR_BUFFERS}
         return {**buffers, **self._plain_values()}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """The names of the buffers that are held, and what `__tensor_unflatten__` needs beside them."""
+        """Return the names of the buffers that are held, and the context that `__tensor_unflatten__` needs besides
+        them."""
         values = self._plain_values()
         quantizer = values.get("quantizer")
         if quantizer is not None and not quantizer._is_value():
-            values["quantizer"] = None  # it holds tensors: no metadata that a graph could guard on
+            values["quantizer"] = None  # it holds tensors, and a graph cannot guard on those
         return [name for name, _ in self._buffers()], flatten_context(type(self), self._dtype, values)
 
     @staticmethod
@@ -78,7 +82,7 @@ class Flattenable:
         outer_size: Any = None,
         outer_stride: Any = None,
     ) -> Any:
-        """Inner tensors by attribute name, and the context of `__tensor_flatten__` → the object."""
+        """Rebuild the object from inner tensors by attribute name and the context of `__tensor_flatten__`."""
         cls, values = context["cls"], context["nontensor_kwargs"]
         kwargs = {kwarg: inner_tensors.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
         kwargs.update({kwarg: values[kwarg] for _, kwarg, _ in cls._VALUES})
@@ -93,9 +97,11 @@ class Flattenable:
 def flatten_context(
     cls: type, dtype: torch.dtype, values: dict[str, Any], requires_grad: bool = False
 ) -> dict[str, Any]:
-    """Return what a graph knows of a quantized tensor beside its buffers: the class, the nominal dtype, plain values.
+    """Return what a graph knows of a quantized tensor besides its buffers: the class, the nominal dtype (the
+    high-precision dtype that the tensor stands for) and plain values.
 
-    Of a tensor that is there, `requires_grad` is False: whoever unflattens it, autograd or the compiler, keeps that.
+    For a tensor that exists already, `requires_grad` is False: whoever unflattens it, autograd or the compiler, sets
+    it.
     """
     return {
         "cls": cls,
@@ -106,12 +112,12 @@ def flatten_context(
 
 
 def qualified_name(cls: type) -> str:
-    """module.qualname: how the registry, graphs and checkpoints name a class."""
+    """Return module.qualname, by which the registry, graphs and checkpoints refer to a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_by_name(name: str) -> type[Flattenable]:
-    """The storage or tensor class of that qualified name."""
+    """Return the storage or tensor class of that qualified name; raise ValueError if there is none."""
     found = _CLASSES.get(name)
     if found is None:
         raise ValueError(

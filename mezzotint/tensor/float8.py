@@ -1,4 +1,5 @@
-"""FP8 with one scale per tensor: current scaling (a value) and delayed scaling (holds scale and amax)."""
+"""FP8 with one scale per tensor: this module has current scaling, whose quantizer is a value, and delayed scaling,
+whose quantizer holds the scale and the amax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """`_data` in the logical shape, `_transpose` with the last dimension first, `_scale_inv` FP32 [1]."""
+    """This storage holds `_data` in the logical shape, `_transpose` with the last dimension first, and `_scale_inv`
+    FP32 [1]."""
 
     _FLATTEN_TENSOR_BUFFERS = (
         ("_data", "data"),
@@ -51,7 +53,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
-        if shape is not None and len(shape) == 0:  # kernels made it as one with a single element
+        if shape is not None and len(shape) == 0:  # kernels made it with one dimension of one element
             kwargs = {**kwargs, **{name: _scalar(kwargs.get(name)) for name in ("data", "data_transpose")}}
         return super()._build(shape, dtype, kwargs)
 
@@ -70,7 +72,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return float8_dequantize(data, self._scale_inv, int(self._fp8_dtype), self._data is None, dtype)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """Either direction is a byte transpose of the other."""
+        """Make the missing direction, which is a byte transpose of the other."""
         if rowwise:
             self._require(True)
             assert self._transpose is not None
@@ -119,7 +121,7 @@ def _scalar(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):
-    """An FP8 tensor with one scale."""
+    """An FP8 tensor has one scale for all its elements."""
 
     def remove_caches(self) -> None:
         """Drop the transposed copy."""
@@ -127,7 +129,11 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """The scale follows from the amax of the tensor at hand. `device` and given tensors are accepted and not used."""
+    """This FP8 quantizer takes the scale from the amax of the tensor at hand (current scaling).
+
+    `force_pow_2_scales` rounds the scale to a power of two; `amax_epsilon` is the least amax that is assumed. `device`,
+    `use_existing_amax`, `scale` and `amax` are accepted and not used.
+    """
 
     _by_value = True
 
@@ -156,7 +162,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         check_reduction(with_amax_reduction, amax_reduction_group)
         self.dtype = check_fp8_dtype(fp8_dtype)
         self.with_amax_reduction = bool(with_amax_reduction)
-        self.amax_reduction_group = amax_reduction_group  # refused where it is used, unless None
+        self.amax_reduction_group = amax_reduction_group  # unless it is None, quantizing with it raises an error
         self.force_pow_2_scales = bool(force_pow_2_scales)
         self.amax_epsilon = check_epsilon(amax_epsilon)
 
@@ -193,7 +199,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         requires_grad: bool = False,
         internal: bool = False,
     ) -> Any:
-        """A tensor around codes that exist already; its scale is 1 until it is quantized into."""
+        """Return a tensor around codes that exist already; its scale is 1 until it is quantized into."""
         scale_inv = torch.ones(1, dtype=torch.float32, device=data.device)
         return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
 
@@ -211,7 +217,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 
 class Float8ScaledQuantizer(Quantizer):
-    """FP8 by a scale, FP32 [1], that comes with each call: what a core knows of delayed scaling. A value."""
+    """This FP8 quantizer takes a scale, FP32 [1], with each call. It is a value: a module's forward and backward know
+    delayed scaling only by it, since the scale and the amax are kept elsewhere."""
 
     _by_value = True
 
@@ -253,7 +260,8 @@ class Float8ScaledQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    """Delayed scaling: quantizes by `scale`, FP32 [1], and keeps the running maximum of what it saw in `amax` [1]."""
+    """This FP8 quantizer does delayed scaling: it quantizes by `scale`, FP32 [1], and keeps the running maximum of the
+    amaxes that it saw in `amax`, FP32 [1]."""
 
     scale: torch.Tensor
     amax: torch.Tensor
@@ -278,7 +286,7 @@ class Float8Quantizer(Quantizer):
         return f"{type(self).__name__}(dtype={self.dtype!r}, {usages})"
 
     def _quantize(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Codes by the given scale; the amax of `x` enters the running maximum."""
+        """Return codes by the given scale; the amax of `x` enters the running maximum."""
         options = int(self.dtype), self.rowwise_usage, self.columnwise_usage
         *buffers, amax = float8_quantize_scaled(x, self.scale, *options)
         self._saw(amax)
@@ -311,7 +319,7 @@ class Float8Quantizer(Quantizer):
         self.amax.copy_(largest(self.amax))
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Take the amax of `tensor` without quantizing it."""
+        """Set `amax` to that of `tensor` without quantizing it."""
         self.amax.copy_(float8_amax(tensor).view(self.amax.shape))
 
     def create_tensor_from_data(
@@ -321,7 +329,7 @@ class Float8Quantizer(Quantizer):
         requires_grad: bool = False,
         internal: bool = False,
     ) -> Any:
-        """A tensor around codes that were made with this scale."""
+        """Return a tensor around codes that were made with this scale."""
         scale_inv = torch.ones_like(self.scale).div_(self.scale).view(1)
         return _around(self, data, scale_inv, fake_dtype, requires_grad, internal)
 

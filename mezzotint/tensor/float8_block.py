@@ -1,4 +1,4 @@
-"""FP8 with one FP32 scale per 1x128 run or 128x128 tile."""
+"""FP8 by blocks: each run of 1x128 elements, or each tile of 128x128, has one FP32 scale."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,8 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
-    """Codes (shape) and transposed (K, *leading), each with scales in the layout that the GEMM reads."""
+    """This storage holds codes in the logical shape and transposed codes (K, *leading), each with its scales in the
+    layout that the GEMM reads."""
 
     _VALUES = (
         ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
@@ -40,7 +41,10 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
         return float8_block_dequantize(data, scale_inv, int(self._fp8_dtype), self._is_2D_scaled, columnwise, dtype)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """128x128: either direction is a transpose of the other. 1x128: the blocks differ."""
+        """Make the missing direction by a transpose if blocks are 128x128; raise ValueError if they are 1x128.
+
+        Blocks of 1x128 are other blocks in each direction.
+        """
         if not self._is_2D_scaled:
             super()._derive(rowwise, columnwise)
         data, scale_inv, _ = self._any_side()
@@ -103,7 +107,7 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
         }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
-        """With their scales; a row of a 128x128 tile has none of its own."""
+        """Return these rows with their scales, or None for 128x128 tiles, in which a row has no scale of its own."""
         if self._is_2D_scaled or self._rowwise_data is None or self._rowwise_scale_inv is None:
             return None
         return {
@@ -115,7 +119,7 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
 
 
 def _padded(scales: torch.Tensor) -> torch.Tensor:
-    """Rows of scales up to a multiple of 4, as the GEMM reads them."""
+    """Pad the rows of scales to a multiple of 4 columns, as the GEMM reads them."""
     return padded(scales, scales.shape[0], rup(scales.shape[1], 4)).contiguous()
 
 
@@ -124,11 +128,15 @@ def _transposed(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
-    """An FP8 tensor with one scale per block."""
+    """An FP8 block tensor has one scale per block."""
 
 
 class Float8BlockQuantizer(Quantizer):
-    """1x128 blocks (`block_scaling_dim=1`, activations and gradients) or 128x128 tiles (2, weights)."""
+    """This FP8 quantizer uses 1x128 blocks (`block_scaling_dim=1`, for activations and gradients) or 128x128 tiles
+    (`block_scaling_dim=2`, for weights).
+
+    `force_pow_2_scales` rounds scales to powers of two; `amax_epsilon` is the least amax that is assumed for a block.
+    """
 
     _by_value = True
 

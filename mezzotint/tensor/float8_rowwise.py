@@ -1,4 +1,4 @@
-"""FP8 with one scale per row, and per column for the column-wise copy."""
+"""FP8 by rows: each row has one scale, and in the column-wise copy each column has one."""
 
 from typing import Any
 
@@ -22,7 +22,8 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8RowwiseTensorStorage(TwoDirectionStorage):
-    """Codes (shape) with scales [M], and codes transposed (K, *leading) with scales [K]."""
+    """This storage holds codes in the logical shape with scales [M], and transposed codes (K, *leading) with scales
+    [K]."""
 
     _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
 
@@ -39,7 +40,7 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         return Operand(codes, scale_inv, kind="row", dtype=int(self._fp8_dtype))
 
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Rows of the row-wise copy; a column's scale covers all rows and stays right for some of them."""
+        """Return rows start..stop. A column's scale covers all rows and stays right for some of them."""
         first, last = matrix_rows(self._logical_shape(), start, stop)
         fields: dict[str, Any] = {}
         if self._rowwise_data is not None and self._rowwise_scale_inv is not None:
@@ -50,7 +51,8 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         return fields
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
-        """A column's scale is of all rows, and equal in all shards of them."""
+        """Describe the buffers that differ between shards. A column's scale covers all rows, so it is equal in all of
+        them."""
         shape = self._logical_shape()
         rows = matrix_shape(shape)[0]
         return {
@@ -68,7 +70,7 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
-        """With their scales."""
+        """Return these rows with their scales."""
         if self._rowwise_data is None or self._rowwise_scale_inv is None:
             return None
         return {
@@ -80,11 +82,15 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
 
 
 class Float8RowwiseTensor(Float8RowwiseTensorStorage, QuantizedTensor):
-    """An FP8 tensor with one scale per row."""
+    """An FP8 row-wise tensor has one scale per row."""
 
 
 class Float8RowwiseQuantizer(Quantizer):
-    """One FP32 scale per row (and column), from its amax; powers of two by default."""
+    """This FP8 quantizer gives each row (and, in the column-wise copy, each column) one FP32 scale from its amax.
+
+    `force_pow_2_scales`, on by default, rounds scales to powers of two; `amax_epsilon` is the least amax that is
+    assumed.
+    """
 
     _by_value = True
 
@@ -117,7 +123,10 @@ class Float8RowwiseQuantizer(Quantizer):
         return float8_rowwise_quantize, ("row_amax", "col_amax"), options
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
-        """A split between rows leaves those whole, and cuts columns; one between columns the other way round."""
+        """Return the plan for the amaxes of columns if the matrix is split along rows, of rows if along columns.
+
+        A split between rows leaves the rows whole and cuts the columns; a split between columns does the opposite.
+        """
         is_cut = self.columnwise_usage if dim == 0 else self.rowwise_usage
         return (float8_rowwise_amax, ("col_amax" if dim == 0 else "row_amax",), (dim == 0,)) if is_cut else None
 

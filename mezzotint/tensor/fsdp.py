@@ -1,17 +1,19 @@
-"""What FSDP2's hooks send of a quantized tensor that it has sharded, and the whole that they make of what was gathered.
+"""FSDP2's hooks for quantized tensors: this module says what is sent of a shard, and makes the whole of what was
+gathered.
 
-A shard of whole rows of a weight: a direction is sent as the buffers that differ between shards (`_along_rows`), flat,
+A shard of a weight has whole rows. A direction is sent as the buffers that differ between shards (`_along_rows`), flat,
 without the padding of scales. What is equal in all shards (the scale of the whole, its amax) is not sent. Which
-directions:
+directions are sent depends on the format:
 
-    the column-wise copy follows from the row-wise one     the row-wise one, for forward and for backward
-    it does not                                            those that are read (`fsdp_directions.py`)
+    the column-wise copy can be made from the row-wise one    the row-wise one, for forward and for backward
+    it cannot                                                 those that are read (`fsdp_directions.py`)
 
-Where one is sent it is as long as the other would be, so that FSDP2 need not allocate anew; the scales of the other are
-made NaN, so that whoever reads it after all finds out.
+If one direction is sent, its buffers are made as long as those of the other would be, so that FSDP2 need not allocate
+anew. The scales of the other direction are set to NaN, so that a read of it does not go unnoticed.
 
-A group of weights of one shape, in shards of whole members: each has scales of its own. So a shard is a group of fewer,
-its buffers are slices of the whole one's, and what is gathered, one behind the other, is the whole.
+A group of weights of one shape is sharded into whole members, each of which has scales of its own. So a shard is a
+smaller group, its buffers are slices of those of the whole group, and the gathered shards, one behind the other, are
+the whole.
 """
 
 import math
@@ -30,19 +32,19 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass(frozen=True)
 class Sent:
-    """What is sent of a shard: its directions, and what its buffers are."""
+    """A `Sent` says what is sent of a shard: its directions, and what its buffers are."""
 
     rowwise: bool
     columnwise: bool
-    count: int  # of ranks
-    meta: dict[str, Any]  # as `fsdp_extract_buffers` gives it
+    count: int  # how many ranks there are
+    meta: dict[str, Any]  # as `fsdp_extract_buffers` returns it
     shared: dict[str, torch.Tensor]  # equal in all shards
-    kept: tuple[torch.Tensor, ...] = ()  # of one rank, for which FSDP2 hands over the first buffer alone
+    kept: tuple[torch.Tensor, ...] = ()  # if there is one rank: FSDP2 then hands over the first buffer alone
 
 
 def sendable_directions(quantizer: Quantizer, rows: int) -> tuple[bool, bool] | None:
-    """Which directions shards of this many rows can send: (row-wise, column-wise), the second where it does not follow
-    from the first; None where bytes cannot be gathered."""
+    """Return (row-wise, column-wise): the directions that shards of this many rows can send, or None if bytes cannot be
+    gathered. The column-wise copy is sent only if it cannot be made from the row-wise one."""
     if quantizer.is_custom() or not _has_plain_shards(quantizer) or not can_gather(quantizer, rows, columnwise=False):
         return None
     if quantizer.derives_columnwise():
@@ -51,7 +53,8 @@ def sendable_directions(quantizer: Quantizer, rows: int) -> tuple[bool, bool] | 
 
 
 def _has_plain_shards(quantizer: Quantizer) -> bool:
-    """Of a quantizer made of two: whether shards are quantized as the whole is, by what the call is given."""
+    """Return whether shards are quantized as the whole is, given its amaxes. Only a quantizer made of two may not do
+    so."""
     parts = quantizer._parts()
     if parts is None:
         return True
@@ -60,7 +63,7 @@ def _has_plain_shards(quantizer: Quantizer) -> bool:
 
 
 def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, count: int) -> tuple[list[Any], Sent]:
-    """Flat tensors to gather of a shard that `count` ranks hold one of each, and what they are."""
+    """Return the flat tensors to gather of a shard, of which each of `count` ranks holds one, and what they are."""
     buffers, meta = shard.keep(rowwise=rowwise, columnwise=columnwise).fsdp_extract_buffers()
     flat: list[Any] = [buffer.reshape(-1) for buffer in buffers]
     if rowwise != columnwise and not _derives(shard):
@@ -75,7 +78,8 @@ def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, coun
 def send(
     storage: QuantizedTensorStorage, shard: Any, which: tuple[bool, bool], mesh: Any, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], Sent]:
-    """Flat tensors to gather of what `storage` holds, a shard of the module's weight, and what they are."""
+    """Return the flat tensors to gather of `storage`, and what they are. `storage` holds a shard of the module's
+    weight."""
     count, unit = mesh.size(), None
     if which[1]:
         which, unit = read_directions(shard, module, mesh.get_group()), unit_of(shard, module)
@@ -90,8 +94,8 @@ def _derives(tensor: QuantizedTensorStorage) -> bool:
 
 
 def _lengthened(flat: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """As long as the same buffer of the other direction, where that is longer; in its place where there is none. Bytes,
-    where their dtypes differ."""
+    """Return `flat`, padded to the length of the same buffer of the other direction if that is longer. If there is no
+    `flat`, zeros take its place; if the dtypes differ, both are taken as bytes."""
     if other is not None and flat is not None and flat.dtype != other.dtype:
         flat, other = flat.view(torch.uint8), other.reshape(-1).view(torch.uint8)
     if other is None or (flat is not None and flat.numel() >= other.numel()):
@@ -101,14 +105,15 @@ def _lengthened(flat: torch.Tensor | None, other: torch.Tensor | None) -> torch.
 
 
 def empty_whole(shape: Sequence[int], quantizer: Quantizer, dtype: torch.dtype, device: torch.device) -> Any:
-    """The tensor that `assign` fills, with both directions."""
+    """Return an uninitialised tensor with both directions, which `assign` fills."""
     return quantizer.with_usage(rowwise=True, columnwise=True).make_empty(shape, dtype=dtype, device=device)
 
 
 def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
-    """Fill `whole` with the shards' tensors, one behind the other as a gather gives them, in place.
+    """Fill `whole`, in place, with the shards' tensors, which are one behind the other as a gather returns them.
 
-    Backward finds the buffers that forward saved, with what is in them now: autograd must not count that as a write.
+    Backward finds the buffers that forward saved, with their present contents, so autograd must not count this as a
+    write.
     """
     buffers = dict(whole._buffers())
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
@@ -119,20 +124,21 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
         for name, value in sent.shared.items():
             if name in buffers:
                 buffers[name].copy_(value)
-                if value.is_cuda:  # it was made on the stream of the gathers, which may use its memory again
+                if value.is_cuda:  # the stream of the gathers, which made it, may reuse its memory
                     value.record_stream(torch.cuda.current_stream(value.device))
         if not (sent.rowwise and sent.columnwise):
             _fill_other(whole, buffers, sent)
 
 
 def _one_below_the_other(flat: torch.Tensor, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Flat tensors of all shards, lengthened or not, bytes or not → (count · first dimension, …)."""
+    """Return the flat tensors of all shards, which may be lengthened or bytes, as one of (count · first dimension,
+    …)."""
     size = math.prod(shape) * dtype.itemsize // flat.itemsize
     return flat.view(count, -1)[:, :size].contiguous().view(dtype).view(count * shape[0], *shape[1:])
 
 
 def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> None:
-    """The direction that was not sent: made of the other one, or unusable."""
+    """Fill the direction that was not sent: make it from the other one if the format can, else make it unusable."""
     names = whole._COLUMNWISE if sent.rowwise else whole._ROWWISE
     if _derives(whole):
         rows = type(whole)._STORAGE._build(whole.shape, whole.dtype, whole.get_metadata())
@@ -142,12 +148,13 @@ def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> Non
             buffers[name].copy_(getattr(made, name))
         return
     held = [buffers[name] for name in names if name in buffers]
-    for buffer in held[1:] or held:  # behind the codes; or what there is
+    for buffer in held[1:] or held:  # all but the codes, if there are others
         buffer.view(torch.uint8).fill_(255)  # NaN in E8M0, E4M3 and high precision
 
 
 def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """`fsdp_pre_all_gather` of a quantized shard of rows: what to gather, and what `make_whole` must know."""
+    """Return what to gather of a quantized shard of rows, and what `make_whole` must know: `fsdp_pre_all_gather`'s
+    result."""
     count, quantizer = mesh.size(), shard._quantizer
     check_one_format(quantizer, shard.device, module, mesh.get_group())
     which = None if quantizer is None else sendable_directions(quantizer, shard.shape[0])
@@ -168,7 +175,10 @@ def _no_splits(shard: Any) -> tuple[Split, ...]:
 
 
 def make_whole(outputs: Sequence[torch.Tensor], metadata: tuple[Any, Any, Sent], dtype: torch.dtype, out: Any) -> Any:
-    """`fsdp_post_all_gather` of shards that `extract` took apart: the whole and its buffers, or nothing for `out`."""
+    """Return the whole tensor and its buffers, made of gathered shards; or fill `out` and return None.
+
+    This is `fsdp_post_all_gather` for shards that `extract` took apart.
+    """
     orig_size, quantizer, sent = metadata
     if out is not None:
         assign(out, outputs, sent)
@@ -182,7 +192,7 @@ def make_whole(outputs: Sequence[torch.Tensor], metadata: tuple[Any, Any, Sent],
 
 
 def member_rows(group: Any, start: int, stop: int) -> dict[str, Any] | None:
-    """Constructor kwargs of members start..stop; None where there is none, or they differ in shape."""
+    """Return the constructor kwargs of members start..stop, or None if there is no member or they differ in shape."""
     if not group.all_same_shape() or start >= stop:
         return None
     fields: dict[str, Any] = {"shapes": group.shapes[start:stop]}
@@ -194,7 +204,7 @@ def member_rows(group: Any, start: int, stop: int) -> dict[str, Any] | None:
 
 
 def send_members(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """`fsdp_pre_all_gather`: all buffers of the shard, and what `gather_members` must know."""
+    """Return all buffers of a shard of members, and what `gather_members` must know: `fsdp_pre_all_gather`'s result."""
     check_one_format(shard.quantizer, shard.device, module, mesh.get_group())
     usages = shard.get_usages()
     buffers, sent = extract(shard, usages["rowwise"], usages["columnwise"], mesh.size())
@@ -202,7 +212,10 @@ def send_members(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> t
 
 
 def gather_members(empty: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, out: Any) -> Any:
-    """`fsdp_post_all_gather`: the whole and its buffers, or nothing for `out`. `empty(n)`: a new group of so many."""
+    """Return the whole group and its buffers, or fill `out` and return None: `fsdp_post_all_gather`'s result.
+
+    `empty(n)` returns a new group of n members.
+    """
     count, sent = metadata
     whole = empty(count) if out is None else out
     assign(whole, outputs, sent)

@@ -1,7 +1,7 @@
 """GraphConstant: a value that a graph bakes in and guards on by `==`, such as a recipe or the plan of a module's run.
 
 PyTorch knows such classes as opaque values (`opaque.py`). A method that is called with constants alone is run while the
-graph is traced, and what it returns is a constant too: the compiler does not look into it.
+graph is traced, and its result is a constant as well: the compiler does not look into the method.
 """
 
 import itertools
@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 from mezzotint.tensor.opaque import OpaqueMeta, register_value
 
 _NUMBERS = itertools.count()
-_NAMES: "WeakKeyDictionary[GraphConstant, str]" = WeakKeyDictionary()  # of equal ones one name
+_NAMES: "WeakKeyDictionary[GraphConstant, str]" = WeakKeyDictionary()  # equal values share a name
 
 
 class GraphConstant(metaclass=OpaqueMeta):
-    """Base of values that are constants of a graph: two are equal where their class and all their fields are.
+    """This is the base class of values that are constants of a graph: two are equal if their class and all their fields
+    are.
 
     Annotate every field in the class, and never assign to one after construction.
     """
@@ -35,11 +36,11 @@ class GraphConstant(metaclass=OpaqueMeta):
         return tuple(vars(self).items())
 
     def _snapshot(self) -> Self:
-        """Return an equal value that nobody assigns to: what a graph bakes in and its guards compare with."""
+        """Return an equal value that nobody assigns to: a graph bakes it in, and its guards compare with it."""
         return self
 
     def read(self) -> Self:
-        """Return this value. In a graph: without a guard on each of its fields, beside that on the whole."""
+        """Return this value. In a graph it comes without a guard on each of its fields; there is one on the whole."""
         return self
 
     def __copy__(self) -> "GraphConstant":
@@ -49,7 +50,7 @@ class GraphConstant(metaclass=OpaqueMeta):
         return self
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """Return a name for this object in the text of a graph, and what it stands for."""
+        """Return a name for this object in the text of a graph, and a dict from the name to the object."""
         if self not in _NAMES:
             _NAMES[self] = f"mezzotint_{type(self).__name__}_{next(_NUMBERS)}"
         return _NAMES[self], {_NAMES[self]: self}

@@ -1,8 +1,9 @@
-"""GroupedTensor: many matrices of one format in one buffer, with one more for each kind of scales.
+"""GroupedTensor: this tensor holds many matrices of one format in one buffer, with one more buffer for each kind of
+scales.
 
-Members lie one behind the other, nothing between them, each as its quantizer lays it out alone: a member is made of
-views, and writing it writes the whole. `.shape` and plain values are those of the members put together, as
-`grouped_shapes.py` says.
+Members lie one behind the other with nothing between them, each laid out as its quantizer would lay it out alone. So a
+member is made of views, and writing to it writes to the whole. `.shape` and plain values are those of the members put
+together, as `grouped_shapes.py` says.
 """
 
 from collections.abc import Sequence
@@ -42,10 +43,11 @@ _aten = torch.ops.aten
 
 
 class GroupedTensorStorage(QuantizedTensorStorage):
-    """Flat buffers of all members. `shapes` and the quantizer say what is where; without a quantizer, values are plain.
+    """This storage holds flat buffers of all members. `shapes` and the quantizer say what is where; without a
+    quantizer, the values are plain.
 
-    `first_dims`, `last_dims`: int64 [num], None where all are equal. `tensor_offsets`: int64 [num + 1], the element at
-    which each member begins, None where all shapes are equal.
+    `first_dims` and `last_dims` are int64 [num], or None if all are equal. `tensor_offsets` is int64 [num + 1], the
+    element at which each member begins, or None if all shapes are equal.
     """
 
     _quantizer: Quantizer | None
@@ -89,9 +91,11 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """An uninitialised group of that logical shape (`grouped_shapes.py`); dims are None where members share them.
+        """Return an uninitialised group of this logical shape (`grouped_shapes.py`). `first_dims` or `last_dims` is
+        None if the members share it.
 
-        The sizes of members are read on the host: dims on a GPU are waited for. See `make_grouped_tensor_with_shapes`.
+        The sizes of members are read on the host, so dims on a GPU make it wait. `make_grouped_tensor_with_shapes`
+        takes sizes from the host.
         """
         shapes = shapes_of_dims(num_tensors, first_dims, last_dims, logical_first_dim, logical_last_dim)
         return _allocate(shapes, quantizer, device, dtype)
@@ -104,7 +108,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """An uninitialised group of members of these shapes (M_i, K_i)."""
+        """Return an uninitialised group of members of these shapes (M_i, K_i)."""
         return _allocate(check_shapes(num_tensors, shapes), quantizer, device, dtype)
 
     @staticmethod
@@ -116,7 +120,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         dtype: torch.dtype | None = None,
         internal: bool = False,
     ) -> Any:
-        """Plain members of one shape, (M, K) or (n,), over memory that is there: nothing is copied."""
+        """Return a group of plain members of one shape, (M, K) or (n,), over existing memory: nothing is copied."""
         check_count(num_tensors)
         shape = tuple([int(size) for size in tensor_shape])
         if len(shape) not in (1, 2) or any(size < 0 for size in shape):
@@ -135,7 +139,10 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return _hold((shape,) * num_tensors, None, internal, rowwise_data.dtype, buffers)
 
     def _layouts(self, shape: tuple[int, ...]) -> list[list[Specs]]:
-        """Of flat buffers; the sizes of members are said twice, and must be the same on the host."""
+        """Return the layout of the flat buffers; raise ValueError if `shapes` is malformed or contradicts the dims.
+
+        The sizes of members are recorded twice, in `shapes` and in the tensors of dims, and must agree on the host.
+        """
         given = self.shapes
         if not isinstance(given, tuple) or not all(isinstance(each, tuple) for each in given) or not given:
             raise ValueError(f"shapes is {given!r}: give a tuple with the shape of each member")
@@ -161,22 +168,22 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     @property
     def tensor_shapes(self) -> list[Shape]:
-        """As `shapes`, under upstream's name."""
+        """Return `shapes` as a list, under Transformer Engine's name."""
         return list(self.shapes)
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What members are quantized by; None: they are plain."""
+        """Return the quantizer of the members, or None if they are plain."""
         return self._quantizer
 
     @property
     def logical_shape(self) -> tuple[int, int]:
-        """Of all members as one matrix."""
+        """Return the shape of all members as one matrix."""
         return logical_shape(self.shapes)
 
     @property
     def offsets(self) -> list[int]:
-        """Elements before each member, and in all: `tensor_offsets` on the host."""
+        """Return the number of elements before each member, and in all: `tensor_offsets` on the host."""
         return member_offsets(self.shapes)
 
     def all_same_first_dim(self) -> bool:
@@ -202,7 +209,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return last_dims(self.shapes)[0]
 
     def get_dtype(self) -> torch.dtype:
-        """The nominal dtype."""
+        """Return the nominal dtype."""
         return self._dtype
 
     def has_data(self) -> bool:
@@ -216,17 +223,19 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
     # Members
 
-    # A method, not a property: the compiler takes what a property gives for arguments of their own, and what is written
-    # to them would show in this tensor when the graph has ended.
+    # This is a method and no property: the compiler takes what a property returns for separate arguments, and what is
+    # written to them would show in this tensor only when the graph has ended.
     def split_into_quantized_tensors(self) -> list[Any]:
-        """Members over these buffers: plain without a quantizer, storages of an internal one, else quantized tensors.
+        """Return the members as views of these buffers: plain tensors if there is no quantizer, storages if it is
+        internal, else quantized tensors.
 
-        They are outside of autograd: a gradient does not go from a member to the group.
+        They are outside of autograd: no gradient flows from a member to the group.
         """
         return self._members(self._quantizer is not None and self._quantizer.internal)
 
     def split_into_storages(self) -> list[Any]:
-        """The same, in plain holders: what GEMMs take."""
+        """Return the members as storages over these buffers, which GEMMs take, or as plain tensors if there is no
+        quantizer."""
         return self._members(True)
 
     def _members(self, internal: bool) -> list[Any]:
@@ -251,9 +260,9 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return [assemble(views, quantizer, internal, shape, dtype) for shape, views in members]
 
     def quantize(self, tensors: Sequence[torch.Tensor], noop_flag: torch.Tensor | None = None) -> list[Any]:
-        """Each tensor into its member, by the quantizer (a copy without one); gives the members.
+        """Quantize each tensor into its member (copy it if there is no quantizer), and return the members.
 
-        Nothing changes where `noop_flag` is 1.
+        Nothing changes if `noop_flag` is 1.
         """
         if isinstance(tensors, torch.Tensor) or len(tensors) != self.num_tensors:
             given = "one tensor" if isinstance(tensors, torch.Tensor) else f"{len(tensors)} tensors"
@@ -278,7 +287,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return members
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
-        """Quantize what `dequantize()` would give, all members in one tensor of `.shape`, in place."""
+        """Quantize, in place, one tensor of `.shape` that has the values of all members, as `dequantize()` returns
+        it."""
         if tuple(tensor.shape) != whole_shape(self.shapes):
             raise ValueError(f"tensor has shape {tuple(tensor.shape)}, the group {whole_shape(self.shapes)}")
         self.quantize(divide(tensor, self.shapes), noop_flag)
@@ -303,7 +313,10 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return {usage: held and asked[usage] for usage in asked}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop directions that are not wanted; none is made, since it would be no view of one buffer."""
+        """Drop directions that are not wanted; raise ValueError if a wanted one is missing.
+
+        A missing direction is not made from the other, since its members would be no views of one buffer.
+        """
         usages = self.get_usages()
         rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
         columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
@@ -326,17 +339,17 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return made
 
     def copy(self) -> Any:
-        """Another holder of the same buffers."""
+        """Return another holder of the same buffers."""
         return type(self)._build(self.shape, self._dtype, self.get_metadata())
 
     # Shards of whole members
 
     def _new(self, count: int) -> Any:
-        """A group of so many members like these, which are equal, uninitialised."""
+        """Return an uninitialised group of `count` members like these, which have one shape."""
         return _allocate(self.shapes[:1] * count, self._quantizer, self.device, self._dtype)
 
     def _count_of(self, size: Any) -> int:
-        """How many members of this shape have that size; 0: none."""
+        """Return how many members of this group's one shape make up `size`, or 0 if they do not."""
         return size[0] if self.all_same_shape() and tuple(size[1:]) == self.shapes[0] else 0
 
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
@@ -362,7 +375,8 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
 
 class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
-    """A group as one tensor. Operations on it are on the plain values, as of any quantized tensor."""
+    """A `GroupedTensor` is a group as one tensor. Operations on it use the plain values, as for any quantized
+    tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -377,7 +391,7 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
                 for _, buffer in made._buffers():
                     buffer.zero_()
                 return made
-            # Plain: the size does not say how it is grouped.
+            # The result is plain, because the size does not say how it is grouped.
             return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **options)
         if func is _aten.unbind.int and args[0].all_same_shape() and args[1:] in ((), (0,)):
             with nullcontext() if args[0]._quantizer is None else counting_writes():
@@ -403,7 +417,7 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
 def _allocate(
     shapes: tuple[Shape, ...], quantizer: Quantizer | None, device: Any, dtype: torch.dtype | None
 ) -> "GroupedTensorStorage":
-    """Uninitialised buffers in their holder."""
+    """Return a holder of uninitialised buffers."""
     dtype = torch.float32 if dtype is None else dtype
     check_dtype(dtype)
     check_quantizer(quantizer)
@@ -417,7 +431,7 @@ def _allocate(
 def _sizes(
     shapes: tuple[Shape, ...], quantizer: Quantizer | None, dtype: torch.dtype
 ) -> dict[str, tuple[int, torch.dtype]]:
-    """Elements and dtype of each buffer."""
+    """Return the number of elements and the dtype of each buffer."""
     sizes: dict[str, tuple[int, torch.dtype]] = {}
     for shape in shapes:
         for slot, (size, kind) in member_buffers(shape, quantizer, dtype).items():
@@ -427,7 +441,7 @@ def _sizes(
 
 
 def _dims(shapes: tuple[Shape, ...]) -> dict[str, list[int] | None]:
-    """First and last dimensions and offsets of members, where they differ."""
+    """Return first dimensions, last dimensions and offsets of the members, each None if it does not differ."""
     first, last = first_dims(shapes), last_dims(shapes)
     dims = {"first_dims": first if differ(first) else None, "last_dims": last if differ(last) else None}
     return {**dims, "tensor_offsets": member_offsets(shapes) if differ(first) or differ(last) else None}
@@ -440,12 +454,12 @@ def _hold(
     dtype: torch.dtype,
     fields: dict[str, Any],
 ) -> Any:
-    """Buffers and shapes → storage or tensor, with a copy of the quantizer."""
+    """Return buffers and shapes as a storage or a tensor, with a copy of the quantizer."""
     device = fields[next(iter(fields))].device
     for name, values in _dims(shapes).items():
         fields[name] = None if values is None else torch.tensor(values, dtype=torch.int64, device=device)
     fields["shapes"] = shapes
-    # As `assemble`: one that holds tensors is no constant of a graph, and is put on what is finished.
+    # As in `assemble`, a quantizer that holds tensors is no constant of a graph, and is set on the finished object.
     is_constant = quantizer is not None and quantizer._is_constant()
     if is_constant:
         fields["quantizer"] = quantizer.copy()  # type: ignore[union-attr]

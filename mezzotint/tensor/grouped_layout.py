@@ -1,4 +1,4 @@
-"""Where the buffers of a group's members go, and what may be a member.
+"""The layout of a group's buffers: this module says where the buffers of members go, and what may be a member.
 
 A format declares its buffers; a group has one of each kind, in which those of all members lie one behind the other.
 """
@@ -12,8 +12,8 @@ from mezzotint.tensor.grouped_shapes import Shape
 from mezzotint.tensor.quantize import check_directions
 from mezzotint.tensor.quantizer import Quantizer
 
-# Where a direction's buffers go, by their place in the declaration of the format. What both directions share (the one
-# scale of FP8 per tensor) goes under the row-wise name.
+# The buffers of a direction go here, by their place in the declaration of the format. What both directions share (the
+# one scale of FP8 per tensor) goes under the row-wise name.
 ROW = ("rowwise_data", "scale_inv", "amax_rowwise")
 COLUMN = ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
 
@@ -21,7 +21,7 @@ COLUMN = ("columnwise_data", "columnwise_scale_inv", "amax_columnwise")
 def member_buffers(
     shape: Shape, quantizer: Quantizer | None, dtype: torch.dtype
 ) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Where each buffer of one member goes, and what it is there, in the quantizer's order."""
+    """Return slot of the group → (shape, dtype) for each buffer of one member, in the quantizer's order."""
     if quantizer is None:
         return {ROW[0]: (shape, dtype)}
     rowwise, columnwise, _ = quantizer._targets()

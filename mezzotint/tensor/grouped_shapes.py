@@ -1,4 +1,5 @@
-"""Shapes of the members of a group: what is given, what they make together, values put together and taken apart.
+"""Shapes of the members of a group: this module checks them, says what they make together, and joins and divides values
+of members.
 
 members       shape             logical shape     values
 all (M, K)    (num, M, K)       (num · M, K)      stacked
@@ -27,12 +28,12 @@ def first_dims(shapes: Sequence[Shape]) -> list[int]:
 
 
 def last_dims(shapes: Sequence[Shape]) -> list[int]:
-    """1 for a vector."""
+    """Return the last dimension of each member, 1 for a vector."""
     return [shape[1] if len(shape) > 1 else 1 for shape in shapes]
 
 
 def member_offsets(shapes: Sequence[Shape]) -> list[int]:
-    """Elements before each member, and in all."""
+    """Return the number of elements before each member, and in all."""
     ends = [0]
     for shape in shapes:
         ends.append(ends[-1] + numel(shape))
@@ -44,7 +45,7 @@ def differ(sizes: Sequence[int]) -> bool:
 
 
 def logical_shape(shapes: Sequence[Shape]) -> tuple[int, int]:
-    """Of all members as one matrix."""
+    """Return the shape of all members as one matrix."""
     first, last = first_dims(shapes), last_dims(shapes)
     if differ(last):
         return (1, member_offsets(shapes)[-1]) if differ(first) else (first[0], sum(last))
@@ -52,13 +53,13 @@ def logical_shape(shapes: Sequence[Shape]) -> tuple[int, int]:
 
 
 def whole_shape(shapes: Sequence[Shape]) -> Shape:
-    """Of all members as one tensor."""
+    """Return the shape of all members as one tensor."""
     is_uniform = not differ(first_dims(shapes)) and not differ(last_dims(shapes))
     return (len(shapes), *shapes[0]) if is_uniform else logical_shape(shapes)
 
 
 def join_members(members: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> torch.Tensor:
-    """Plain members → one tensor of `whole_shape`."""
+    """Join plain members into one tensor of `whole_shape`."""
     first, last = first_dims(shapes), last_dims(shapes)
     if differ(first) and differ(last):
         return torch.cat([member.reshape(1, -1) for member in members], 1)
@@ -68,7 +69,7 @@ def join_members(members: Sequence[torch.Tensor], shapes: Sequence[Shape]) -> to
 
 
 def divide(whole: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:
-    """The inverse of `join_members`."""
+    """Divide a tensor of `whole_shape` into its members: the inverse of `join_members`."""
     first, last = first_dims(shapes), last_dims(shapes)
     parts: Sequence[torch.Tensor]
     if differ(first) and differ(last):
@@ -89,7 +90,8 @@ def check_count(num_tensors: Any) -> None:
 
 
 def check_shapes(num_tensors: int, shapes: Sequence[Sequence[int]]) -> tuple[Shape, ...]:
-    """Matrices. Plain ints: they are values that a graph carries, and is compiled for."""
+    """Return the shapes of matrices as tuples of plain ints, which a graph carries and is compiled for; raise
+    ValueError for other shapes."""
     check_count(num_tensors)
     if len(shapes) != num_tensors:
         raise ValueError(f"shapes has {len(shapes)} entries, num_tensors is {num_tensors}: they must be equal")
@@ -100,7 +102,8 @@ def check_shapes(num_tensors: int, shapes: Sequence[Sequence[int]]) -> tuple[Sha
 
 
 def shapes_of_dims(num_tensors: int, first: Any, last: Any, logical_first: Any, logical_last: Any) -> tuple[Shape, ...]:
-    """From first and last dimensions, None where members share them, and the logical shape that they make."""
+    """Return the members' shapes from first and last dimensions, each None if members share it; raise ValueError unless
+    they make the given logical shape."""
     check_count(num_tensors)
     for name, size in (("logical_first_dim", logical_first), ("logical_last_dim", logical_last)):
         if not isinstance(size, int) or size < 0:
@@ -127,7 +130,7 @@ def shapes_of_dims(num_tensors: int, first: Any, last: Any, logical_first: Any, 
 
 
 def _read(name: str, dims: Any, num_tensors: int) -> list[int]:
-    """Sizes on the host."""
+    """Return the sizes on the host; raise ValueError unless there is one for each member."""
     if isinstance(dims, torch.Tensor):
         if dims.dtype != torch.int64 or dims.dim() != 1:
             raise ValueError(f"{name} is {dims.dtype} of shape {tuple(dims.shape)}: give int64 [{num_tensors}]")

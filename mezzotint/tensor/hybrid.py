@@ -1,4 +1,5 @@
-"""Hybrid: another format for each direction, for example MXFP8 forward and NVFP4 for the weight gradient."""
+"""Hybrid quantization: each direction has a format of its own, for example MXFP8 forward and NVFP4 for the weight
+gradient."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ _COLUMN = tuple(f"_columnwise_{i}" for i in range(_SLOTS))
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """The buffers of two storages, by position; the quantizer says which storages they are."""
+    """This storage holds the buffers of two storages by position; the quantizer says which storages they are."""
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = tuple((n, n[1:]) for n in (*_ROW, *_COLUMN))
     _VALUES = (("_quantizer", "quantizer", None),)
@@ -30,7 +31,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     _READS_QUANTIZER = True
 
-    # Slots do not tell an odd size, nor leading dimensions: a storage keeps the shape that it was made for.
+    # The slots do not record an odd size, nor leading dimensions, so a storage keeps the shape that it was made for.
     _made_for: Any = None
 
     @classmethod
@@ -46,7 +47,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return getattr(self, attributes[0]) is not None
 
     def _part(self, columnwise: bool, internal: bool = True) -> Any:
-        """One direction as a storage of its own format, or as a tensor."""
+        """Return one direction as a storage of its own format, or as a tensor if not `internal`."""
         self._require(columnwise)
         quantizer = self._quantizer._part(columnwise)
         slots = (getattr(self, slot) for slot in (_COLUMN if columnwise else _ROW))
@@ -55,15 +56,17 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
-        """The row-wise direction: a tensor of its format where this is one."""
+        """Return the row-wise direction, or None if it is not held: a tensor of its format if this is a tensor, else a
+        storage."""
         return self._part(False, not isinstance(self, torch.Tensor)) if self._holds(_ROW) else None
 
     @property
     def columnwise_storage(self) -> QuantizedTensorStorage | None:
-        """The column-wise direction, likewise."""
+        """Return the column-wise direction, or None if it is not held: a tensor of its format if this is a tensor, else
+        a storage."""
         return self._part(True, not isinstance(self, torch.Tensor)) if self._holds(_COLUMN) else None
 
-    # By upstream's names.
+    # These are Transformer Engine's names.
     rowwise_sub_storage, columnwise_sub_storage = rowwise_storage, columnwise_storage
     _rowwise_storage, _columnwise_storage = rowwise_storage, columnwise_storage
 
@@ -83,7 +86,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._of_parts(lambda part: part._rows(start, stop))
 
     def _of_parts(self, change: Callable[[QuantizedTensorStorage], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Slots with each direction's fields changed; None where one direction cannot."""
+        """Return the slots with each direction's fields changed by `change`, or None if one direction cannot be
+        changed."""
         slots: dict[str, Any] = {}
         for columnwise, names in ((False, _ROW), (True, _COLUMN)):
             if not self._holds(names):
@@ -102,7 +106,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._by_slot(lambda part: part._along_matrix())
 
     def _by_slot(self, asked: Callable[[QuantizedTensorStorage], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """What each direction says of its buffers; None where one has nothing to say."""
+        """Return, by slot, what each direction says of its buffers, or None if one of them says None."""
         found: dict[str, Any] = {}
         for columnwise, slots in ((False, _ROW), (True, _COLUMN)):
             if self._holds(slots):
@@ -121,15 +125,18 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
-    """A tensor in two formats."""
+    """A hybrid tensor is in two formats, one for each direction."""
 
     def _known_shape(self) -> tuple[int, ...] | None:
         return tuple(self.shape)
 
 
 class HybridQuantizer(Quantizer):
-    """Two quantizers. `columnwise_source`: quantize the column-wise copy from the source, or from what the row-wise
-    copy dequantizes to."""
+    """This quantizer is made of two, one for each direction.
+
+    `columnwise_source` says what the column-wise copy is quantized from: "original", the source, or
+    "rowwise_dequantized", the values that the row-wise copy dequantizes to.
+    """
 
     _by_value = True
 
@@ -159,26 +166,28 @@ class HybridQuantizer(Quantizer):
         self._rebuild_derived_state()
 
     def _rebuild_derived_state(self) -> None:
-        """Parts of its own: a copy shares nothing, and what is done to the given ones does not show here."""
+        """Copy the two parts, so that a copy shares nothing, and a change of the given quantizers does not show
+        here."""
         self.rowwise_quantizer = self.rowwise_quantizer.copy()
         self.columnwise_quantizer = self.columnwise_quantizer.copy()
 
     def _is_value(self) -> bool:
         are_values = self.rowwise_quantizer._is_value() and self.columnwise_quantizer._is_value()
-        return are_values and Quantizer._is_value(self)  # not by super(), which 2.11 does not trace
+        return are_values and Quantizer._is_value(self)  # torch 2.11 does not trace super()
 
     def _worked_out(self) -> dict[Any, Any]:
-        """Nothing is kept: the parts may be assigned to."""
+        """Return an empty cache: nothing is kept, because the parts may be assigned to."""
         return {}
 
     def _part(self, columnwise: bool) -> Quantizer:
-        """The quantizer of one direction, making that one only."""
+        """Return the quantizer of one direction, set to make that direction only."""
         if columnwise:
             return self.columnwise_quantizer.with_usage(rowwise=False, columnwise=True)
         return self.rowwise_quantizer.with_usage(rowwise=True, columnwise=False)
 
     def _parts(self) -> tuple[Quantizer | None, Quantizer | None, Any]:
-        """Row-wise part, column-wise part, and the quantizer that the second's source goes through first, if any."""
+        """Return the row-wise part, the column-wise part, and the quantizer that the latter's source goes through
+        first, if any."""
         chained = self._part(False) if self.columnwise_source == "rowwise_dequantized" else None
         rowwise = self._part(False) if self.rowwise_usage else None
         return rowwise, self._part(True) if self.columnwise_usage else None, chained

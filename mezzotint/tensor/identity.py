@@ -1,4 +1,4 @@
-"""Identity: a quantizer that keeps high precision, so that a recipe can leave a role alone."""
+"""Identity: this quantizer keeps high precision, so that a recipe can leave a role unquantized."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """One high-precision buffer that serves both directions."""
+    """This storage holds one high-precision buffer that serves both directions."""
 
     _FLATTEN_TENSOR_BUFFERS = (("_hp_data", "hp_data"),)
     _VALUES = (("_quantizer", "quantizer", None),)
@@ -32,13 +32,13 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return tuple(self._hp_data.shape)
 
     def get_usages(self) -> dict[str, bool]:
-        """The one buffer can serve both directions; those that were asked for count."""
+        """Return the directions that were asked for; the one buffer can serve both."""
         held = super().get_usages()
         asked = held if self._quantizer is None else self._quantizer.get_usages()
         return {usage: held[usage] and asked[usage] for usage in held}
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """There already."""
+        """Do nothing: the one buffer serves both directions already."""
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         return self._hp_data.to(dtype, copy=True)
@@ -61,11 +61,11 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
-    """A tensor that is called quantized and is not."""
+    """An identity tensor has the interface of a quantized tensor, and holds high precision."""
 
 
 class IdentityQuantizer(Quantizer):
-    """Passes tensors through as a copy, cast to `dtype` where one is given."""
+    """This quantizer returns a copy of a tensor, cast to `dtype` if one is given."""
 
     _by_value = True
 
@@ -77,7 +77,8 @@ class IdentityQuantizer(Quantizer):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What tensors are cast to, if anything. A name is kept of it: a `torch.dtype` is no plain value."""
+        """Return the dtype that tensors are cast to, or None. Its name is kept, because a `torch.dtype` is no plain
+        value."""
         return None if self.dtype_name is None else getattr(torch, self.dtype_name)
 
     @dtype.setter

@@ -1,5 +1,5 @@
-"""QuantizerLike: what storages, and the functions that quantize, ask of a quantizer. `quantizer.py` stands on both, so
-they know it by this alone."""
+"""QuantizerLike: this protocol says what storages, and the functions that quantize, need of a quantizer. `quantizer.py`
+imports both, so they cannot import it and know it by this protocol alone."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from mezzotint.tensor.quantize_call import QuantizeCall
 
 
 class QuantizerLike(Protocol):
-    """The part of a `Quantizer` that is asked for below it."""
+    """This protocol is the part of `Quantizer` that the modules below it use."""
 
     rowwise_usage: bool
     columnwise_usage: bool
@@ -17,34 +17,35 @@ class QuantizerLike(Protocol):
     optimize_for_gemm: bool
 
     def call_for(self, dtype: torch.dtype) -> QuantizeCall | None:
-        """Return what is done to tensors of a dtype, or None for a quantizer that is no leaf."""
+        """Return the call that quantizes tensors of a dtype, or None if the quantizer is no leaf: it holds tensors, or
+        is made of two."""
 
     def takes_scale(self) -> bool:
-        """Return whether the scale comes with each call."""
+        """Return whether the scale is passed with each call."""
 
     def is_custom(self) -> bool:
-        """Return whether it brings its own `quantize` and `qgemm`."""
+        """Return whether the quantizer brings its own `quantize` and `qgemm`."""
 
     def get_usages(self) -> dict[str, bool]:
-        """Return which directions it makes."""
+        """Return which directions the quantizer makes."""
 
     def derives_columnwise(self) -> bool:
-        """Return whether the column-wise copy follows from the row-wise one, bit for bit."""
+        """Return whether the column-wise copy can be made from the row-wise one, bit for bit."""
 
     def copy(self) -> Any:
-        """Return an equal one."""
+        """Return a quantizer with the same attributes."""
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Any:
-        """Return a copy with other directions."""
+        """Return a copy that makes other directions; None leaves a direction as it is."""
 
     def quantize(self, tensor: torch.Tensor) -> Any:
         """Return the tensor, quantized."""
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
-        """Quantize into the buffers of `dst`."""
+        """Quantize `src` into the buffers of `dst`."""
 
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Return the plain values of its storages."""
+        """Return the plain values that the quantizer's storages are constructed with."""
 
     def _parts(self) -> tuple[Any, Any, Any] | None: ...
 

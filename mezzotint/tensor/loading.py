@@ -1,7 +1,7 @@
-"""What a file says of a quantized tensor is looked at before a kernel reads it: kernels take sizes at their word.
+"""Checks of quantized tensors that are read from a file, done before a kernel reads them, because kernels trust sizes.
 
-Buffers must be those of the tensor's shape twice over: by its own plain values, which say how it is read, and by its
-quantizer, which says how it is written again. Tensors that are made here fit by construction and are not looked at.
+Buffers must fit the tensor's shape twice: by its own plain values, which say how it is read, and by its quantizer,
+which says how it is written again. Tensors that are made in this program fit by construction and are not checked.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def check_header(name: str, shape: Any, dtype: Any, buffers: Any) -> None:
-    """Of a tensor that is about to be made."""
+    """Raise ValueError unless shape, dtype and buffers can be those of a tensor of the class `name`, which is about to
+    be made."""
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name} has shape {shape!r}: {_DAMAGED}")
     if dtype not in HIGH_PRECISION:
@@ -24,7 +25,7 @@ def check_header(name: str, shape: Any, dtype: Any, buffers: Any) -> None:
 
 
 def check_loaded(made: Any, shape: tuple[int, ...]) -> None:
-    """A storage or tensor that was made out of a file, for this logical shape."""
+    """Raise ValueError unless a storage or tensor that was made from a file fits this logical shape."""
     name, held = type(made).__name__, dict(made._buffers())
     if len({buffer.device for buffer in held.values()}) > 1:
         raise ValueError(f"{name} has buffers on several devices: {_DAMAGED}")
@@ -40,13 +41,14 @@ def check_loaded(made: Any, shape: tuple[int, ...]) -> None:
 
 
 def layouts_by(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[Specs]:
-    """What it makes of a tensor of this shape, in both directions, of each source that it may have been given."""
+    """Return the buffers, in both directions, that the quantizer makes of a tensor of this shape, for each dtype that
+    its source may have had. The list is empty if the quantizer does not tell."""
     if quantizer is None or quantizer.is_custom():
         return []
     both = quantizer.with_usage(rowwise=True, columnwise=True)
     try:
         return [both.for_dtype(each).inner_tensor_specs(shape) for each in (dtype, *HIGH_PRECISION)]
-    except NotImplementedError:  # a user's own, that does not say
+    except NotImplementedError:  # a user's own quantizer, which does not tell
         return []
 
 
@@ -65,7 +67,7 @@ def _check_fit(
 
 
 def _check_quantizer(name: str, quantizer: Any) -> None:
-    """A quantizer, none of whose methods a file has replaced."""
+    """Raise ValueError unless it is a quantizer, none of whose methods a file has replaced."""
     if not hasattr(type(quantizer), "inner_tensor_specs"):
         raise ValueError(f"{name} has a quantizer that is {type(quantizer).__name__}: {_DAMAGED}")
     for attribute, value in vars(quantizer).items():

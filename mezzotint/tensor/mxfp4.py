@@ -1,4 +1,4 @@
-"""MXFP4: 32 E2M1 elements share one power-of-two scale."""
+"""MXFP4: in this format 32 E2M1 elements share one power-of-two scale."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP4TensorStorage(PackedMXStorage):
-    """Packed codes (…, K/2) and transposed (K, M/2), E8M0 scale bytes of each direction."""
+    """This storage holds packed codes (…, K/2), packed transposed codes (K, M/2), and the E8M0 scale bytes of each
+    direction."""
 
     _VALUES = (
         ("_fp4_dtype", "fp4_dtype", DType.kFloat4E2M1),
@@ -36,13 +37,18 @@ class MXFP4TensorStorage(PackedMXStorage):
     _fp4_dtype: DType
 
     def _plain_quantizer(self) -> Quantizer:
-        """The transform pads the columns of what has no whole groups of rows, and no value says that it was applied."""
+        """Return a quantizer with this storage's layout, with the Hadamard transform if the column-wise codes are
+        padded.
+
+        The transform pads the columns if the rows are no whole groups, and no plain value records that it was applied.
+        """
         rows, data = matrix_shape(self._logical_shape())[0], self._columnwise_data
         is_filled = data is not None and data.dim() == 2 and data.shape[1] != cdiv(rows, 2)
         return MXFP4Quantizer(self._fp4_dtype, with_rht=is_filled)
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """From the row-wise copy, else from the column-wise one, whose Hadamard transform is not undone."""
+        """Dequantize the row-wise copy if it is held, else the column-wise one, whose Hadamard transform is not
+        undone."""
         data, scale_inv, columnwise = self._any_side()
         shape = self._logical_shape()
         rows, cols = matrix_shape(shape)
@@ -61,18 +67,19 @@ class MXFP4TensorStorage(PackedMXStorage):
 
 
 class MXFP4Tensor(MXFP4TensorStorage, QuantizedTensor):
-    """An MXFP4 tensor."""
+    """An MXFP4 tensor has one E8M0 scale for 32 elements of 4 bits."""
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class MXFP4Quantizer(Quantizer):
-    """Blocks of 32, or 32x32 tiles (`with_2d_quantization`, weights).
+    """This MXFP4 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights).
 
-    `scale_rule`: "floor", the rule of the OCP specification, or "roundup", where nothing saturates. `with_rht` says
-    whether the column-wise copy is Hadamard-transformed, `with_random_sign_mask` whether the transform has its random
-    signs. `stochastic_rounding` draws from torch's generator, `optimize_for_gemm` gives scales in the GEMM's order.
+    `scale_rule` is "floor", the rule of the OCP specification, or "roundup", with which nothing saturates. `with_rht`
+    says whether the column-wise copy is Hadamard-transformed, `with_random_sign_mask` whether the transform has its
+    random signs. `stochastic_rounding` draws from torch's generator. `optimize_for_gemm` makes scales in the GEMM's
+    order.
     """
 
     _by_value = True
@@ -144,7 +151,7 @@ class MXFP4Quantizer(Quantizer):
         return not self.stochastic_rounding
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+        if self.optimize_for_gemm:  # the GEMM's order of scales crosses shards
             return None
         return MX_BLOCK if columnwise or self.with_2d_quantization else 1
 

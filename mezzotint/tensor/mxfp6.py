@@ -1,4 +1,4 @@
-"""MXFP6: 32 elements of 6 bits share one power-of-two scale."""
+"""MXFP6: in this format 32 elements of 6 bits share one power-of-two scale."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP6TensorStorage(PackedMXStorage):
-    """Packed codes (…, K/4, 3) and transposed (K, M/4, 3), E8M0 scale bytes of each direction."""
+    """This storage holds packed codes (…, K/4, 3), packed transposed codes (K, M/4, 3), and the E8M0 scale bytes of
+    each direction."""
 
     _VALUES = (
         ("_fp6_dtype", "fp6_dtype", DType.kFloat6E2M3),
@@ -57,17 +58,18 @@ class MXFP6TensorStorage(PackedMXStorage):
 
 
 class MXFP6Tensor(MXFP6TensorStorage, QuantizedTensor):
-    """An MXFP6 tensor."""
+    """An MXFP6 tensor has one E8M0 scale for 32 elements of 6 bits."""
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class MXFP6Quantizer(Quantizer):
-    """Blocks of 32, or 32x32 tiles (`with_2d_quantization`, weights), of E2M3 or E3M2 elements.
+    """This MXFP6 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights), of E2M3 or E3M2
+    elements.
 
-    `scale_rule`: "floor", the rule of the OCP specification, or "roundup", where nothing saturates. `optimize_for_gemm`
-    gives scales in the GEMM's byte order.
+    `scale_rule` is "floor", the rule of the OCP specification, or "roundup", with which nothing saturates.
+    `optimize_for_gemm` makes scales in the GEMM's byte order.
     """
 
     _by_value = True
@@ -107,7 +109,7 @@ class MXFP6Quantizer(Quantizer):
         return {"fp6_dtype": self.dtype, "with_gemm_swizzled_scales": self.optimize_for_gemm}
 
     def _layout(self) -> tuple[Any, ...]:
-        return (self.with_2d_quantization,)  # of 32x32 tiles one direction follows from the other
+        return (self.with_2d_quantization,)  # with 32x32 tiles one direction can be made from the other
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         rows, cols = matrix_shape(tuple(inp.shape))
@@ -117,7 +119,7 @@ class MXFP6Quantizer(Quantizer):
         return True
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+        if self.optimize_for_gemm:  # the GEMM's order of scales crosses shards
             return None
         return MX_BLOCK if columnwise or self.with_2d_quantization else 1
 

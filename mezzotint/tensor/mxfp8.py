@@ -1,4 +1,4 @@
-"""MXFP8: 32 elements share one power-of-two scale."""
+"""MXFP8: in this format 32 elements share one power-of-two scale."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class MXFP8TensorStorage(TwoDirectionStorage):
-    """Codes twice in the logical shape, E8M0 scale bytes of each direction."""
+    """This storage holds codes of each direction in the logical shape, and the E8M0 scale bytes of each direction."""
 
     _VALUES = (
         ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
@@ -42,7 +42,10 @@ class MXFP8TensorStorage(TwoDirectionStorage):
         return mxfp8_dequantize(data, scale_inv, int(self._fp8_dtype), swizzled, columnwise, dtype)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """32x32 tiles: both directions hold the same codes, and a tile's byte for each of its rows, or columns."""
+        """Make the missing direction if scales are of 32x32 tiles; raise ValueError if they are not.
+
+        With tiles both directions hold the same codes, and a tile's scale byte once for each of its rows or columns.
+        """
         quantizer: Any = self._quantizer
         if quantizer is None or not quantizer.derives_columnwise():
             super()._derive(rowwise, columnwise)
@@ -58,7 +61,7 @@ class MXFP8TensorStorage(TwoDirectionStorage):
             self._columnwise_data, self._columnwise_scale_inv = data.clone(), scales
 
     def gemm_operand(self, columnwise: bool) -> Operand:
-        """The column-wise copy is not transposed: the operand says so."""
+        """Return one direction as a GEMM takes it. The column-wise copy is not transposed, and its operand says so."""
         data, scale_inv = self._side(columnwise)
         return Operand(
             as_matrix(data),
@@ -109,7 +112,7 @@ class MXFP8TensorStorage(TwoDirectionStorage):
         }
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
-        """With their scales."""
+        """Return these rows with their scales."""
         if self._rowwise_data is None or self._rowwise_scale_inv is None or self._with_gemm_swizzled_scales:
             return None
         scales = self._rowwise_scale_inv.index_select(0, index.clamp(min=0))
@@ -123,14 +126,14 @@ class MXFP8TensorStorage(TwoDirectionStorage):
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
-    """An MXFP8 tensor."""
+    """An MXFP8 tensor has one E8M0 scale for 32 elements."""
 
 
 class MXFP8Quantizer(Quantizer):
-    """Blocks of 32, or 32x32 tiles (`with_2d_quantization`, weights).
+    """This MXFP8 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights).
 
-    `scale_rule`: "roundup", where nothing saturates, or "floor", the rule of the OCP specification.
-    `optimize_for_gemm` gives scales in the GEMM's byte order.
+    `scale_rule` is "roundup", with which nothing saturates, or "floor", the rule of the OCP specification.
+    `optimize_for_gemm` makes scales in the GEMM's byte order.
     """
 
     _by_value = True
@@ -175,7 +178,7 @@ class MXFP8Quantizer(Quantizer):
         return {"fp8_dtype": self.dtype, "with_gemm_swizzled_scales": self.optimize_for_gemm}
 
     def _layout(self) -> tuple[Any, ...]:
-        return (self.with_2d_quantization,)  # of 32x32 tiles one direction follows from the other
+        return (self.with_2d_quantization,)  # with 32x32 tiles one direction can be made from the other
 
     def create_tensor_from_data(
         self,
@@ -184,7 +187,7 @@ class MXFP8Quantizer(Quantizer):
         fake_dtype: torch.dtype,
         fp8_dtype: DType = DType.kFloat8E4M3,
     ) -> MXFP8Tensor:
-        """A row-wise tensor around codes and scale bytes that exist already."""
+        """Return a row-wise tensor around codes and scale bytes that exist already."""
         quantizer = self.with_usage(rowwise=True, columnwise=False)
         fields = {
             "rowwise_data": data,
@@ -202,7 +205,7 @@ class MXFP8Quantizer(Quantizer):
         return True
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+        if self.optimize_for_gemm:  # the GEMM's order of scales crosses shards
             return None
         return MX_BLOCK if columnwise or self.with_2d_quantization else 1
 

@@ -1,4 +1,4 @@
-"""NVFP4: 16 E2M1 elements share one E4M3 scale under a per-tensor amax."""
+"""NVFP4: in this format 16 E2M1 elements share one E4M3 scale, under an amax of the whole tensor."""
 
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -28,7 +28,8 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class NVFP4TensorStorage(TwoDirectionStorage):
-    """Packed codes (…, K/2) and transposed (K, M/2), E4M3 scale bytes, FP32 amax, of each direction."""
+    """This storage holds packed codes (…, K/2) and packed transposed codes (K, M/2), and for each direction E4M3 scale
+    bytes and an FP32 amax."""
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = (
         *TwoDirectionStorage._FLATTEN_TENSOR_BUFFERS,
@@ -54,7 +55,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
     _nvfp4_use_4over6: bool
     _nvfp4_e4m3_max: int
 
-    # Two codes a byte do not tell an odd size: a storage keeps the shape that it was made for.
+    # Two codes in a byte do not record an odd size, so a storage keeps the shape that it was made for.
     _made_for: Any = None
 
     @classmethod
@@ -72,10 +73,14 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return (self._columnwise_data.shape[1] * 2, self._columnwise_data.shape[0])
 
     def _plain_quantizer(self) -> Quantizer:
-        """The transform pads the columns of what has no whole blocks of rows, and no value says that it was applied."""
+        """Return a quantizer with this storage's layout, with the Hadamard transform if the column-wise codes are
+        padded.
+
+        The transform pads the columns if the rows are no whole blocks, and no plain value records that it was applied.
+        """
         rows, data = matrix_shape(self._logical_shape())[0], self._columnwise_data
         padded_rows = data is not None and data.dim() == 2 and data.shape[1] != cdiv(rows, 2)
-        padded_rows = padded_rows and not self._row_scaled_nvfp4  # which has no transform
+        padded_rows = padded_rows and not self._row_scaled_nvfp4  # a row-scaled tensor has no transform
         return NVFP4Quantizer(
             self._fp4_dtype,
             with_rht=padded_rows,
@@ -85,7 +90,8 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         )
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """From the row-wise copy, else from the column-wise one, whose Hadamard transform is not undone."""
+        """Dequantize the row-wise copy if it is held, else the column-wise one, whose Hadamard transform is not
+        undone."""
         data, scale_inv, columnwise = self._any_side()
         shape = self._logical_shape()
         rows, cols = matrix_shape(shape)
@@ -99,7 +105,11 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return nvfp4_dequantize(data, scale_inv, amax, *options, dtype).reshape(shape)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """16x16 tiles: the column-wise copy is a transpose of codes and scales. Else the blocks differ."""
+        """Make the column-wise copy by a transpose of codes and scales if scales are of 16x16 tiles; else raise
+        ValueError.
+
+        Without tiles the blocks of the two directions differ.
+        """
         quantizer: Any = self._quantizer
         if rowwise or quantizer is None or not quantizer.with_2d_quantization or self._with_gemm_swizzled_scales:
             super()._derive(rowwise, columnwise)
@@ -168,7 +178,8 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return along
 
     def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
-        """A byte has two codes. The amax is of all, or of each row, and of each column."""
+        """Return how rows and columns lie in the buffers. A byte has two codes; an amax is of all elements, or of one
+        row or column if the tensor is row-scaled."""
         if self._with_gemm_swizzled_scales:
             return None
         each = (0, 1) if self._row_scaled_nvfp4 else None
@@ -183,22 +194,23 @@ class NVFP4TensorStorage(TwoDirectionStorage):
 
 
 def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """To the geometry's size: zeros where there is too little, cut where a tile's rows run past it."""
+    """Fit scales to this shape: pad with zeros if they are too small, cut if a tile's rows run past it."""
     return padded(scales[: shape[0], : shape[1]], *shape).contiguous()
 
 
 class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
-    """An NVFP4 tensor."""
+    """An NVFP4 tensor has one E4M3 scale for 16 elements of 4 bits, and an amax."""
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class NVFP4Quantizer(Quantizer):
-    """Blocks of 16, or 16x16 tiles. See `kernels/nvfp4.py` for what each option does to the numbers.
+    """This NVFP4 quantizer uses blocks of 16, or 16x16 tiles. `kernels/nvfp4.py` says what each option does to the
+    numbers.
 
-    `with_rht` says whether the column-wise copy is Hadamard-transformed, `with_random_sign_mask` whether the transform
-    has its random signs: two flags. `stochastic_rounding` draws from torch's generator.
+    `with_rht` says whether the column-wise copy is Hadamard-transformed, and `with_random_sign_mask`, which is a flag
+    of its own, whether the transform has its random signs. `stochastic_rounding` draws from torch's generator.
     """
 
     _by_value = True
@@ -238,7 +250,7 @@ class NVFP4Quantizer(Quantizer):
         self.with_rht = bool(with_rht)
         self.with_post_rht_amax = bool(with_post_rht_amax)
         self.with_amax_reduction = bool(with_amax_reduction)
-        self.amax_reduction_group = amax_reduction_group  # refused where it is used, unless None
+        self.amax_reduction_group = amax_reduction_group  # unless it is None, quantizing with it raises an error
         self.with_2d_quantization = bool(with_2d_quantization)
         self.stochastic_rounding = bool(stochastic_rounding)
         self.row_scaled_nvfp4 = bool(row_scaled_nvfp4)
@@ -250,7 +262,7 @@ class NVFP4Quantizer(Quantizer):
         check_reduction(with_amax_reduction, amax_reduction_group)
 
     def _check_options(self) -> None:
-        """Combinations that have no meaning."""
+        """Raise ValueError for combinations of options that have no meaning."""
         if self.with_rht and not self.with_post_rht_amax:
             raise ValueError(
                 "with_rht=True needs with_post_rht_amax=True: the column-wise amax is taken after the transform"
@@ -270,7 +282,7 @@ class NVFP4Quantizer(Quantizer):
 
     @property
     def rht_matrix_random_sign_mask_t(self) -> int:
-        """The signs of the transform: they follow from with_random_sign_mask, and from nothing else."""
+        """Return the signs of the transform as a bit mask, which depends on `with_random_sign_mask` alone."""
         return RANDOM_SIGN_MASK if self.with_random_sign_mask else 0
 
     def _plan(self) -> tuple[Any, ...]:
@@ -291,7 +303,8 @@ class NVFP4Quantizer(Quantizer):
         return nvfp4_quantize, ("amax_rowwise", "amax_columnwise", rng), options
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
-        """Where each row, or column, has an amax of its own, a split between them leaves it whole."""
+        """Return the plan for the amaxes that a split along `dim` changes. If each row, or column, has an amax of its
+        own, a split between them changes none."""
         rowwise = self.rowwise_usage and not (self.row_scaled_nvfp4 and dim == 0)
         columnwise = self.columnwise_usage and not (self.row_scaled_nvfp4 and dim == 1)
         if not (rowwise or columnwise):
@@ -322,9 +335,9 @@ class NVFP4Quantizer(Quantizer):
         signs = self.rht_matrix_random_sign_mask_t if self.with_rht else 0
         return self.with_rht, signs, self.with_2d_quantization
 
-    @classmethod  # no static method: called on a quantizer, that breaks the guards of a graph (pytorch/pytorch#182741)
+    @classmethod  # a static method, called on a quantizer, breaks a graph's guards (pytorch/pytorch#182741)
     def convert_shape_for_fp4(cls, shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape of the packed bytes of a tensor of this shape."""
+        """Return the shape of the packed bytes of a tensor of this shape."""
         size = tuple(shape)
         return (*size[:-1], cdiv(size[-1], 2))
 
@@ -336,7 +349,7 @@ class NVFP4Quantizer(Quantizer):
         return not self.stochastic_rounding
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        if self.optimize_for_gemm:  # the GEMM's order of scales runs over shards
+        if self.optimize_for_gemm:  # the GEMM's order of scales crosses shards
             return None
         return NVFP4_BLOCK if columnwise or self.with_2d_quantization else 1
 

@@ -1,4 +1,5 @@
-"""What tensors of MX formats with elements of 4 and 6 bits share: codes packed along the blocks, E8M0 scale bytes."""
+"""Shared code of the MX formats with elements of 4 and 6 bits, whose codes are packed along the blocks and whose scales
+are E8M0 bytes."""
 
 from typing import Any, ClassVar
 
@@ -14,13 +15,14 @@ SCALE_RULES = ("floor", "roundup")
 
 
 class PackedMXStorage(TwoDirectionStorage):
-    """Packed codes of x and of xᵀ, scale bytes of each direction, as `kernels/packed_mx.py` lays them out."""
+    """This storage holds packed codes of x and of xᵀ and the scale bytes of each, as `kernels/packed_mx.py` lays them
+    out."""
 
-    _ELEMENT: ClassVar[Element]  # of the codes' size: how they are packed
+    _ELEMENT: ClassVar[Element]  # how codes of this size are packed
 
     _with_gemm_swizzled_scales: bool
 
-    # A group of codes does not tell a size that cuts it: a storage keeps the shape that it was made for.
+    # A group of codes does not record a size that cuts it, so a storage keeps the shape that it was made for.
     _made_for: Any = None
 
     @classmethod
@@ -41,17 +43,21 @@ class PackedMXStorage(TwoDirectionStorage):
         return (size[1] * self._ELEMENT.group, size[0])
 
     def _is_tiled(self) -> bool:
-        """Whether a scale is of a 32x32 tile, so that one direction follows from the other."""
+        """Return whether a scale covers a 32x32 tile, so that one direction can be made from the other."""
         quantizer: Any = self._quantizer
         return quantizer is not None and quantizer.with_2d_quantization
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """32x32 tiles: the other direction is a transpose of codes and of the tiles' scales. Else the blocks differ."""
+        """Make the missing direction by a transpose of codes and scales if scales are of 32x32 tiles; else raise
+        ValueError.
+
+        Without tiles the blocks of the two directions differ.
+        """
         if self._quantizer is None or not self._quantizer.derives_columnwise():
             super()._derive(rowwise, columnwise)
         data, scale_inv = self._side(rowwise)
         shape = self._logical_shape()
-        lines, size = matrix_shape(shape)[:: -1 if rowwise else 1]  # of what is held
+        lines, size = matrix_shape(shape)[:: -1 if rowwise else 1]  # of the direction that is held
         flat = data.reshape(packed_shape((lines,), size, self._ELEMENT))
         codes = pack(unpack(flat, self._ELEMENT, size).t().contiguous(), self._ELEMENT)
         tiles = scale_inv[::MX_BLOCK, : cdiv(size, MX_BLOCK)][: cdiv(lines, MX_BLOCK)]

@@ -1,18 +1,19 @@
-"""A shard: the rows, or the columns, of a matrix that one rank of a group holds.
+"""Quantized shards: this module quantizes, updates and gathers them. A shard is the rows, or the columns, of a matrix
+that one rank of a group holds.
 
-A shard is quantized as the whole matrix would be. Where a scale depends on more than the shard (current scaling, NVFP4;
-in row-wise scaling that of a row, or column, which the split cuts), its amax is the largest over the ranks of the
-group. Delayed scaling has scales already, and shares the amaxes that it keeps.
+A shard is quantized as the whole matrix would be. If a scale depends on more than the shard (current scaling, NVFP4,
+and in row-wise scaling the scale of a row, or column, that the split cuts), its amax is the largest over the ranks of
+the group. Delayed scaling has its scales already, and shares the amaxes that it keeps.
 
-    quantize_shard       a shard → quantized, as cores and parameters have it
-    update_shard         the same into buffers that are there
-    gather_rows          shards of rows → the whole, as bytes, where `can_gather` says that they are those of the whole
-    join_shards          quantized tensors become shards of one: from now on they have one scale
-    have_other_scales    whether shards have not
+    quantize_shard       quantizes a shard: into a storage, or into a parameter
+    update_shard         quantizes a shard into existing buffers
+    gather_rows          gathers shards of rows as bytes, if `can_gather` says that they are those of the whole
+    join_shards          makes quantized tensors shards of one whole: from then on they have one scale
+    have_other_scales    says whether the scales of shards differ
 
-A parameter that is kept quantized knows how it is cut (`_splits`), and asks the other ranks whenever it is written.
-That is an attribute and no value of it: a graph, a file or a clone knows nothing of ranks. What FSDP2 does with shards
-of rows is in `fsdp.py`.
+A parameter that is kept quantized knows how it is split (`_splits`), and reduces amaxes over the other ranks whenever
+it is written. That is an attribute and none of its plain values: a graph, a file or a clone knows nothing of ranks.
+What FSDP2 does with shards of rows is in `fsdp.py`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass(frozen=True)
 class Split(GraphConstant):
-    """A cut along dimension 0 or 1 of a matrix: each rank of the group holds one of the shards."""
+    """A `Split` is a cut along dimension 0 or 1 of a matrix: each rank of the group holds one of the shards."""
 
     dim: int
     group: Any
@@ -44,7 +45,7 @@ class Split(GraphConstant):
 
 
 def needs_whole_amaxes(quantizer: Quantizer, dim: int) -> bool:
-    """Whether a shard of a matrix that is split along `dim` is quantized with amaxes of the whole."""
+    """Return whether a shard of a matrix that is split along `dim` is quantized with amaxes of the whole."""
     if quantizer.is_custom():
         return False
     parts = quantizer._parts()
@@ -54,10 +55,11 @@ def needs_whole_amaxes(quantizer: Quantizer, dim: int) -> bool:
 
 
 def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, splits: Sequence[Split]) -> dict[str, torch.Tensor]:
-    """What the quantization of x, a shard, must be given of the whole, by name. One collective for each split."""
+    """Return by name the amaxes of the whole that the quantization of the shard x needs, with one collective for each
+    split."""
     found: dict[str, torch.Tensor] = {}
     for split in splits:
-        # A cut between columns leaves the amaxes of columns as they are, and makes others of those of rows.
+        # A split between columns leaves the amaxes of columns as they are, and changes those of rows.
         cut = _shard_amaxes(x, quantizer, split.dim)
         cut = {name: found.get(name, amax) for name, amax in cut.items()}
         found.update(_reduced(cut, split.group))
@@ -65,8 +67,10 @@ def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, splits: Sequence[Split])
 
 
 def _shard_amaxes(x: torch.Tensor, quantizer: Quantizer, dim: int) -> dict[str, torch.Tensor]:
-    """The amaxes of a shard, split along `dim`, by the names that the quantization takes them under. The largest over
-    all shards are those of the whole; none for a format that needs none."""
+    """Return the amaxes of a shard that is split along `dim`, by the names that the quantization takes them under.
+
+    The largest over all shards are those of the whole. The result is empty for a format that needs none.
+    """
     parts = quantizer._parts()
     if parts is not None:
         rowwise, columnwise, chained = parts
@@ -88,13 +92,13 @@ def _shard_amaxes(x: torch.Tensor, quantizer: Quantizer, dim: int) -> dict[str, 
 
 
 def _reduced(amaxes: dict[str, torch.Tensor], group: Any) -> dict[str, torch.Tensor]:
-    """The largest over the ranks of the group, in one collective."""
+    """Return the largest amaxes over the ranks of the group, in one collective."""
     if not amaxes:
         return {}
     each = list(amaxes.values())
     if len(each) == 1:
         return dict(zip(amaxes, (all_reduce_max(each[0], group),), strict=True))
-    # Clones: what an op is given, and keeps, is no view of another tensor.
+    # These are clones, because what an op is given, and keeps, must be no view of another tensor.
     reduced = all_reduce_max(torch.cat(each), group).split([amax.shape[0] for amax in each])
     return dict(zip(amaxes, [amax.clone() for amax in reduced], strict=True))
 
@@ -110,10 +114,11 @@ def quantize_shard(
     *,
     is_parameter: bool = False,
 ) -> tuple[Any, torch.Tensor | None]:
-    """A shard, quantized as the whole would be, and its amax where the quantizer takes a `scale` with the call.
+    """Return a shard, quantized as the whole would be, and its amax if the quantizer takes a `scale` with the call
+    (else None).
 
-    Without splits x is the whole. Made is a storage, as `quantize_scaled` makes it; with `is_parameter` a tensor that
-    knows its splits, of a quantizer that keeps its amax.
+    Without splits x is the whole. The result is a storage, as from `quantize_scaled`. With `is_parameter` it is a
+    tensor that knows its splits, and no amax is returned: its quantizer keeps that.
     """
     if is_parameter:
         is_alone = not splits or quantizer.is_custom()
@@ -139,18 +144,18 @@ def update_shard(
     *,
     noop_flag: torch.Tensor | None = None,
 ) -> None:
-    """Quantize x into the buffers of a shard, in place; nothing changes where `noop_flag` is 1."""
+    """Quantize x into the buffers of a shard, in place; nothing changes if `noop_flag` is 1."""
     x = x.dequantize() if isinstance(x, QuantizedTensorStorage) else x
     update_quantized(x, into, quantizer, noop_flag=noop_flag, **whole_amaxes(x, quantizer, splits))
 
 
 def share_amax(quantizer: Quantizer, splits: Sequence[Split]) -> None:
-    """Of a quantizer that keeps the amax of what it has quantized, a shard: from now on that of the whole."""
+    """Replace the amax that a quantizer keeps of a shard, if it keeps any, by that of the whole."""
     quantizer.share_amax(partial(_largest, splits=splits))
 
 
 def _largest(x: torch.Tensor, splits: Sequence[Split]) -> torch.Tensor:
-    """Over the ranks that hold the other shards, element by element."""
+    """Return the largest values over the ranks that hold the other shards, element by element."""
     for split in splits:
         x = all_reduce_max(x, split.group)
     return x
@@ -160,8 +165,11 @@ def _largest(x: torch.Tensor, splits: Sequence[Split]) -> torch.Tensor:
 
 
 def join_shards(shard: Any, splits: tuple[Split, ...]) -> None:
-    """From now on a quantized tensor is known to be a shard. A collective. It may have been quantized on its own
-    before: then all shards are quantized again, from what they hold, so that there is one scale."""
+    """Mark a quantized tensor as a shard. This is a collective.
+
+    The shards may have been quantized on their own before. If their scales differ, all shards are quantized again, from
+    what they hold, so that there is one scale.
+    """
     shard._splits = splits
     share_amax(shard._quantizer, splits)
     if splits and have_other_scales(shard, splits):
@@ -169,7 +177,8 @@ def join_shards(shard: Any, splits: tuple[Split, ...]) -> None:
 
 
 def have_other_scales(shard: QuantizedTensorStorage, splits: Sequence[Split]) -> bool:
-    """Whether what should be equal in all shards is not. A collective: all ranks get one answer."""
+    """Return whether buffers that should be equal in all shards differ. This is a collective: all ranks get the same
+    answer."""
     found = torch.zeros((), device=shard.device)
     for split in splits:
         shared = [buffer.reshape(-1) for buffer in shard._shared_buffers(split.dim)]
@@ -183,14 +192,17 @@ def have_other_scales(shard: QuantizedTensorStorage, splits: Sequence[Split]) ->
 
 
 def can_gather(quantizer: Quantizer, rows: int, *, columnwise: bool) -> bool:
-    """Whether that copy of shards of this many rows each can be gathered as bytes."""
+    """Return whether that copy of shards of this many rows each can be gathered as bytes."""
     multiple = quantizer.gather_multiple(columnwise)
     return multiple is not None and rows % multiple == 0
 
 
 def gather_rows(x: Any, group: Any) -> Any:
-    """(m, …) of each rank → (m · ranks, …): a tensor; or a storage, buffer by buffer, as it says that shards lie one
-    behind the other (`_along_rows`). The padding of scales is cut before, and made again after."""
+    """Gather (m, …) of each rank into (m · ranks, …): a tensor, or a storage buffer by buffer.
+
+    `_along_rows` says how the shards of a storage lie one behind the other. The padding of scales is cut before the
+    gather and added again after it.
+    """
     if not isinstance(x, QuantizedTensorStorage):
         return wait(start_all_gather(x, group))
     count = world_size(group)
@@ -211,7 +223,8 @@ def gather_rows(x: Any, group: Any) -> Any:
 
 
 def _side_by_side(gathered: torch.Tensor, count: int, dim: int, extent: int, multiple: int) -> torch.Tensor:
-    """The shards, one below the other → one behind the other in `dim`, with zeros up to a multiple."""
+    """Return the shards, given one below the other, one behind the other along `dim`, padded with zeros to a
+    multiple."""
     if dim == 1:
         rows = gathered.shape[0] // count
         shards = gathered.view(count, rows, *gathered.shape[1:])

@@ -1,7 +1,7 @@
-"""How quantized tensors print: the values that they stand for, as torch prints them, and what they are quantized to.
+"""The text of quantized tensors: they print the values that they stand for, as torch prints them, and their format.
 
-Values are read only where they are there to be read: not of fake tensors (the compiler logs what it traces), not on the
-meta device, not while a CUDA graph is captured, and not where FSDP2 has freed them.
+Values are read only if that is possible: not of fake tensors (the compiler logs what it traces), not on the meta
+device, not while a CUDA graph is captured, and not after FSDP2 has freed them.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from mezzotint.kernels._lib import is_bare
 
 
 def described(storage: Any) -> str:
-    """Shape, dtype and device; then the format's options and the directions that are held."""
+    """Return shape, dtype and device, then the format's options and the directions that are held, as text."""
     held = [name for name, is_held in storage.get_usages().items() if is_held]
     if not held and not isinstance(storage, torch.Tensor):
         return f"dtype={storage._dtype}, no data"
@@ -27,7 +27,8 @@ def _listed(fields: dict[str, Any]) -> list[str]:
 
 
 def _options(storage: Any) -> list[str]:
-    """What the bytes are: element type, options that are on, and the formats of a quantizer made of two."""
+    """Return what the bytes are: the element type, options that are not the default, and the formats of a quantizer
+    made of two."""
     found = {}
     for attribute, name, default in storage._VALUES:
         value = getattr(storage, attribute)
@@ -45,12 +46,12 @@ def _parts(storage: Any) -> dict[str, str]:
 
 
 def element_name(dtype: DType) -> str:
-    """E4M3, E5M2, E2M1."""
+    """Return the name of an element type, such as E4M3, E5M2 or E2M1."""
     return dtype.name[-4:]
 
 
 def printed(tensor: Any) -> str:
-    """The whole text."""
+    """Return the whole text of a tensor."""
     start = f"{type(tensor).__name__}("
     ends = [tensor._described()]
     if tensor.grad_fn is not None:
@@ -67,7 +68,7 @@ def _values(tensor: Any, indent: int) -> str:
     try:
         with torch.no_grad():
             dense = tensor.dequantize()
-    except (RuntimeError, ValueError):  # a direction that says nothing alone, or no memory: printing does not fail
+    except (RuntimeError, ValueError):  # printing must not fail: a direction may have no values alone
         return "..."
     return torch._tensor_str._tensor_str(dense, indent)  # private; the same in torch 2.11 and 2.13
 
@@ -79,7 +80,8 @@ def _is_readable(buffer: torch.Tensor) -> bool:
 
 
 def formats_of(parameters: Iterable[torch.Tensor]) -> str:
-    """For a module's `extra_repr`: the formats of those parameters that are quantized, nothing where none is."""
+    """Return the formats of those parameters that are quantized, for a module's `extra_repr`; an empty string if none
+    is."""
     found: dict[str, None] = {}
     for parameter in parameters:
         local: Any = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
@@ -89,7 +91,8 @@ def formats_of(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _format(tensor: Any) -> str:
-    """The class, and what tells it from others of it: element type, formats of two directions, or the quantizer."""
+    """Return the class and what tells it from others: the element type, the formats of two directions, or the
+    quantizer."""
     known = [element_name(value) for value in tensor._plain_values().values() if isinstance(value, DType)]
     known = known or list(_parts(tensor).values()) or [type(tensor._quantizer).__name__]
     return f"{type(tensor).__name__}({', '.join(known)})"

@@ -1,7 +1,8 @@
-"""TensorProto: a tensor without data. Shape, dtype, quantizer, and from them every buffer it would have.
+"""TensorProto: this class stands for a tensor without data. From shape, dtype and quantizer follows every buffer that
+the tensor would have.
 
-The buffers come from the quantizer's geometry, which also feeds the fake kernels and the real allocation: a prototype
-cannot drift from the tensor that it stands for. `create_tensor` is Python alone, so it traces whole.
+The buffers come from the quantizer's geometry, which the fake kernels and the real allocation use as well, so a
+prototype cannot drift from the tensor that it stands for. `create_tensor` is Python alone, so it can be traced whole.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass
 class TensorProto:
-    """A plain (no quantizer) or quantized tensor. It owns a copy of its quantizer."""
+    """A `TensorProto` stands for a quantized tensor, or for a plain one if it has no quantizer. It owns a copy of its
+    quantizer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,29 +36,29 @@ class TensorProto:
         return self.quantizer is not None
 
     def update_usage(self, *, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Which directions the tensor would hold."""
+        """Set which directions the tensor would hold; None leaves a direction as it is."""
         if self.quantizer is None:
             raise ValueError("this TensorProto has no quantizer, so it has no usages: give quantizer=")
         self.quantizer = self.quantizer.with_usage(rowwise=rowwise_usage, columnwise=columnwise_usage)
 
     def inner_names(self) -> tuple[str, ...]:
-        """Buffer attributes in the storage's order; a plain tensor has itself, "data"."""
+        """Return the buffer attributes in the storage's order; a plain tensor has one, "data", which is itself."""
         return ("data",) if self.quantizer is None else tuple(self.quantizer.inner_tensor_specs(self.shape))
 
     def create_metadata(self) -> dict[str, Any]:
-        """What `__tensor_unflatten__` takes as context."""
+        """Return the context that `__tensor_unflatten__` takes."""
         if self.quantizer is None:
             return {"dtype": self.dtype}
         return self.quantizer.create_metadata(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
 
     def create_inner_tensors(self) -> list[torch.Tensor]:
-        """Uninitialised buffers, in the order of `inner_names`."""
+        """Return uninitialised buffers, in the order of `inner_names`."""
         if self.quantizer is None:
             return [torch.empty(self.shape, dtype=self.dtype, device=self.device)]
         return list(self.quantizer.for_dtype(self.dtype).alloc_tensors(self.shape, device=self.device).values())
 
     def assemble(self, inner_tensors: Any) -> Any:
-        """Buffers, in the order of `inner_names`, → the tensor."""
+        """Return the tensor that is made of these buffers, given in the order of `inner_names`."""
         if self.quantizer is None:
             (tensor,) = inner_tensors
             return tensor
@@ -66,13 +68,13 @@ class TensorProto:
         return self.quantizer._built(dict(zip(names, inner_tensors, strict=True)), self.shape, self.dtype)
 
     def create_tensor(self) -> Any:
-        """The uninitialised tensor: plain, quantized, or storage when the quantizer is internal."""
+        """Return the uninitialised tensor: plain, quantized, or a storage if the quantizer is internal."""
         made = self.assemble(self.create_inner_tensors())
         internal = self.quantizer is not None and self.quantizer.internal
         return made.requires_grad_(True) if self.requires_grad and not internal else made
 
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Return the number of bytes of all buffers."""
         if self.quantizer is None:
             buffers = [(self.shape, self.dtype)]
         else:
@@ -88,7 +90,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def to_tensor_proto(tensor: Any) -> TensorProto:
-    """The prototype of a plain tensor, a storage or a quantized tensor."""
+    """Return the prototype of a plain tensor, a storage or a quantized tensor."""
     if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
         raise TypeError(f"tensor is {type(tensor).__name__}: give a torch.Tensor or a QuantizedTensorStorage")
     if not isinstance(tensor, QuantizedTensorStorage):
@@ -116,8 +118,8 @@ def to_tensor_proto(tensor: Any) -> TensorProto:
 
 
 def _usages(tensor: Any) -> dict[str, bool]:
-    """Its `get_usages`. Of a tensor, those of a holder of the same buffers: the compiler reads attributes of a tensor
-    subclass, and does not call its methods."""
+    """Return the result of `get_usages`, for a tensor by way of a storage with the same buffers: the compiler reads
+    attributes of a tensor subclass, and does not call its methods."""
     if not isinstance(tensor, torch.Tensor):
         return tensor.get_usages()
     cls: Any = class_by_name(qualified_name(type(tensor)))

@@ -1,7 +1,8 @@
-"""What is done with a quantizer: quantize into new buffers, into given ones, put buffers into their holder.
+"""Quantization by a quantizer: these functions quantize into new buffers or into given ones, and put buffers into their
+holder.
 
-Free functions, because traced code needs them: a value-opaque object is a constant to the compiler, and it does not
-trace methods of a constant that was made inside the graph (`q.with_usage(...)`). Here it meets functions of ours that
+They are free functions because traced code needs them: a value-opaque object is a constant to the compiler, which does
+not trace methods of a constant that was made inside the graph (`q.with_usage(...)`). Here it meets plain functions that
 only ask the constant for other constants.
 """
 
@@ -23,7 +24,7 @@ from mezzotint.tracing import count_write, eager_only
 
 
 def quantize(x: torch.Tensor, quantizer: QuantizerLike, *, dtype: torch.dtype | None = None) -> Any:
-    """`x` → quantized tensor, or storage when the quantizer is internal. See `Quantizer.quantize`."""
+    """Return `x` as a quantized tensor, or as a storage if the quantizer is internal. See `Quantizer.quantize`."""
     if not isinstance(x, torch.Tensor):
         x = _plain(x)
     if dtype is not None:
@@ -42,9 +43,10 @@ def quantize(x: torch.Tensor, quantizer: QuantizerLike, *, dtype: torch.dtype | 
 
 
 def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.Tensor | None) -> QuantizedTensorStorage:
-    """`x` → storage with the quantizer's directions, which keeps the quantizer itself: it is a value to this package.
+    """Return `x` as a storage with the quantizer's directions. The storage keeps the quantizer itself and no copy,
+    because this package takes it for a value and does not assign to it.
 
-    `given`: amax reduced over a group, rng state, by name.
+    `given` has tensors by name: amaxes that were reduced over a group, and the state of the random number generator.
     """
     return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype, quantizer)
 
@@ -52,7 +54,8 @@ def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.T
 def quantize_scaled(
     x: torch.Tensor, quantizer: QuantizerLike, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """`x` → storage and, of a quantizer whose scale is given with the call, the amax of x, FP32 [1]."""
+    """Return `x` as a storage, and the amax of x, FP32 [1], if the quantizer takes its scale with the call (else
+    None)."""
     if quantizer.is_custom():
         return quantizer.quantize(x), None
     call = quantizer.call_for(x.dtype)
@@ -69,8 +72,10 @@ def quantize_scaled(
 def quantize_groups(
     xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike | None], scales: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Any, ...], tuple[torch.Tensor | None, ...]]:
-    """`quantize_scaled` of each of G tensors: storages, the tensors themselves where they are not quantized, and
-    amaxes. By one op where the quantizers are alike."""
+    """Do what `quantize_scaled` does to each of G tensors, with one op if the quantizers are alike.
+
+    Return the storages, or the tensors themselves if their quantizer is None, and the amaxes.
+    """
     call = _common_call(xs, quantizers)
     if call is None:
         each = [
@@ -95,7 +100,8 @@ def quantize_groups(
 
 
 def _common_call(xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike | None]) -> QuantizeCall | None:
-    """Return what one op does to all of these tensors, or None where none does, or there is one tensor alone."""
+    """Return the call that quantizes all of these tensors in one op, or None if there is no such call or only one
+    tensor."""
     common: QuantizeCall | None = None
     for x, quantizer in zip(xs, quantizers, strict=True):
         if quantizer is None or isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype or len(xs) == 1:
@@ -119,7 +125,12 @@ def quantize_source(
     scale: torch.Tensor | None,
     sums: torch.dtype | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """What a producer (`kernels/quantize_ops.py`) would make → storage, amax as above, column sums in dtype `sums`."""
+    """Quantize what a producer (`kernels/quantize_ops.py`) makes of `arguments`, in the same op if the quantizer has
+    one.
+
+    Return the storage, the amax as `quantize_scaled` does, and column sums in dtype `sums`, or None if `sums` is None
+    or the producer has no sums.
+    """
     has_sums = SOURCES[source].sums
     call = None if quantizer.is_custom() else quantizer.call_for(dtype)
     if call is None:
@@ -145,7 +156,8 @@ def _quantize_tensor(x: torch.Tensor, quantizer: QuantizerLike, dtype: torch.dty
 def quantize_buffers(
     x: torch.Tensor, quantizer: QuantizerLike, given: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """`x` → buffers in the quantizer's order; a tensor without dimensions has those of one with a single element."""
+    """Return the buffers of `x` in the quantizer's order. A tensor without dimensions is treated as one of one
+    element."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_quantizable(x, quantizer)
@@ -161,24 +173,24 @@ def quantize_buffers(
 
 
 def _plain(x: Any) -> torch.Tensor:
-    """A storage dequantized; anything else that is no tensor is refused."""
+    """Return a storage dequantized; raise TypeError for anything else, which is no tensor."""
     if not isinstance(x, QuantizedTensorStorage):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
     return x.dequantize()
 
 
 def guard_usages(quantizer: QuantizerLike) -> int:
-    """Ask for what may be assigned in place, so that the compiler guards on it.
+    """Read what may be assigned in place, so that the compiler guards on it.
 
-    Its guard on a quantizer that is no value (a hybrid with a part of delayed scaling) is by identity, and does not see
-    `q.set_usage(...)`. It guards on an attribute when a decision depends on it, not when it is only read.
+    The compiler guards by identity on a quantizer that is no value (a hybrid with a part of delayed scaling), and does
+    not see `q.set_usage(...)`. It guards on an attribute if a decision depends on it, not if it is only read.
     """
     usages = (1 if quantizer.rowwise_usage else 0) + (2 if quantizer.columnwise_usage else 0)
     return usages + (4 if quantizer.internal else 0) + (8 if quantizer.optimize_for_gemm else 0)
 
 
 def _two_parts(x: torch.Tensor, parts: tuple[Any, ...], given: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
-    """The buffers of a row-wise and a column-wise quantizer, one after the other."""
+    """Return the buffers of a row-wise and a column-wise quantizer, one after the other."""
     rowwise, columnwise, chained = parts
     buffers = [] if rowwise is None else quantize_buffers(x, rowwise, given)
     if columnwise is not None:
@@ -190,7 +202,7 @@ def _two_parts(x: torch.Tensor, parts: tuple[Any, ...], given: dict[str, torch.T
 def _tensor_arguments(
     x: torch.Tensor, names: tuple[str, ...], given: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """The op's tensor arguments by name; "rng!" must be there, so it is drawn where it is not given."""
+    """Return the op's tensor arguments by name. "rng!" is required, so it is drawn if it is not given."""
     arguments = []
     for name in names:
         if name == "rng!":
@@ -209,17 +221,19 @@ def assemble(
     dtype: torch.dtype,
     owned: Any = None,
 ) -> Any:
-    """The op's buffers → storage, or tensor of that logical shape, with a quantizer of its own: a copy, or `owned`."""
+    """Return the op's buffers as a storage, or as a tensor of this logical shape, with a quantizer: `owned`, or else a
+    copy."""
     name, kwargs, values = quantizer._holder(internal)
     fields: dict[str, Any] = dict(zip(kwargs, buffers, strict=True))
     fields.update(values)
-    # By name, through the registry: a class that comes out of a constant has no source that the compiler could guard.
+    # The class is found by name, through the registry: a class that comes out of a constant has no source on which the
+    # compiler could guard.
     cls = class_by_name(name)
     if quantizer._is_constant():
         fields["quantizer"] = quantizer.copy() if owned is None else owned
         return cls._build(shape, dtype, fields)
-    # One that holds tensors, or that the compiler does not know, is no constant: it is put on the finished tensor,
-    # outside of what a graph carries.
+    # A quantizer that holds tensors, or that the compiler does not know, is no constant: it is set on the finished
+    # tensor, outside of what a graph carries.
     made = cls._build(shape, dtype, fields)
     made._quantizer = quantizer.copy()
     return made
@@ -233,8 +247,10 @@ def update_quantized(
     noop_flag: torch.Tensor | None = None,
     **given: torch.Tensor | None,
 ) -> Any:
-    """Quantize `src` into the buffers that `dst` holds, in place; nothing changes where `noop_flag` is 1. `given` as of
-    `quantize_storage`."""
+    """Quantize `src` into the buffers that `dst` holds, in place; nothing changes if `noop_flag` is 1.
+
+    `given` is as in `quantize_storage`.
+    """
     rowwise_names, columnwise_names, class_name = quantizer._targets()
     storage_class: Any = class_by_name(class_name)
     if not isinstance(dst, storage_class):
@@ -251,9 +267,9 @@ def update_quantized(
     if isinstance(src, QuantizedTensorStorage):
         src = src.dequantize()
     guard_usages(quantizer)
-    # Attributes, not methods: the compiler reads attributes of a tensor subclass and cannot call its methods. And of
-    # an alias that the graph made: those of an argument become inputs of their own, and what is written to them does
-    # not show in the argument until the graph has ended.
+    # Attributes are used and no methods: the compiler reads attributes of a tensor subclass and cannot call its
+    # methods. They are those of an alias that the graph made: attributes of an argument become inputs of their own, and
+    # what is written to them does not show in the argument until the graph has ended.
     held = dst.detach() if isinstance(dst, torch.Tensor) else dst
     _check_form(held, quantizer, storage_class)
     quantizer = quantizer.with_usage(
@@ -280,7 +296,8 @@ def update_scaled(
     *,
     noop_flag: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `update_quantized`, of a quantizer whose scale is given with the call; gives the amax of `src`, FP32 [1]."""
+    """Quantize as `update_quantized` does, by a scale that is given with the call; return the amax of `src`, FP32
+    [1]."""
     held = dst.get_usages()
     quantizer = quantizer.with_usage(rowwise=held["rowwise"], columnwise=held["columnwise"])
     call = quantizer.call_for(src.dtype)
@@ -293,7 +310,7 @@ def update_scaled(
 
 
 def _check_form(dst: Any, quantizer: QuantizerLike, storage_class: Any) -> None:
-    """What `dst` says of its bytes must be true of the bytes that the quantizer makes."""
+    """Raise ValueError unless what `dst` says of its bytes is true of those that the quantizer makes."""
     values = quantizer.storage_metadata()
     for attribute, kwarg, _ in storage_class._VALUES:
         if kwarg in values and getattr(dst, attribute) != values[kwarg]:
@@ -306,7 +323,8 @@ def _check_form(dst: Any, quantizer: QuantizerLike, storage_class: Any) -> None:
 
 @eager_only()
 def _check_layout(dst: Any, quantizer: QuantizerLike) -> None:
-    """Check the quantizer that `dst` was made with, which a graph does not know of an alias."""
+    """Raise ValueError unless `dst` was made with a quantizer of this layout. In a graph an alias has no quantizer to
+    check."""
     if dst._quantizer is not None and dst._quantizer._layout() != quantizer._layout():
         raise ValueError(
             f"dst was made with {dst._quantizer!r}, whose bytes mean something else than those of {quantizer!r}: "
@@ -339,9 +357,10 @@ def _update_buffers(
 
 
 class _Quantize(torch.autograd.Function):
-    """`quantized`, with the identity as its gradient with respect to what it was made from.
+    """This function returns `quantized`, with the identity as its gradient with respect to x, from which it was made.
 
-    Quantizing itself is done outside: it may write a running amax, which a traced autograd function must not touch.
+    The quantization itself is done outside: it may write a running amax, which a traced autograd function must not
+    touch.
     """
 
     @staticmethod
@@ -354,7 +373,7 @@ class _Quantize(torch.autograd.Function):
 
 
 def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
-    """What every format refuses: no tensor, a dtype that is no high precision, no direction."""
+    """Raise an error for what every format refuses: no tensor, a dtype that is no high precision, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
     if x.dtype not in HIGH_PRECISION:
@@ -363,13 +382,13 @@ def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
 
 
 def check_nominal(dtype: torch.dtype) -> None:
-    """The dtype that a quantized tensor stands for."""
+    """Raise TypeError unless a quantized tensor can stand for this dtype."""
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"dtype is {dtype}: a quantized tensor stands for float32, float16 or bfloat16")
 
 
 def check_noop(noop_flag: torch.Tensor) -> None:
-    """One element: 1 for nothing to do."""
+    """Raise an error unless the flag is a tensor of one element; 1 means that there is nothing to do."""
     if not isinstance(noop_flag, torch.Tensor):
         raise TypeError(f"noop_flag is {type(noop_flag).__name__}: give a tensor of one element, 1 for nothing to do")
     if noop_flag.numel() != 1:
@@ -377,7 +396,7 @@ def check_noop(noop_flag: torch.Tensor) -> None:
 
 
 def check_directions(quantizer: QuantizerLike) -> None:
-    """At least one direction is asked for."""
+    """Raise ValueError unless at least one direction is asked for."""
     if not (quantizer.rowwise_usage or quantizer.columnwise_usage):
         raise ValueError(
             f"{type(quantizer).__name__} has rowwise_usage=False and columnwise_usage=False: nothing to make; "

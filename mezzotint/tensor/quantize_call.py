@@ -1,5 +1,5 @@
-"""QuantizeCall: the frozen description of what a quantizer does. Quantizers are mutable shells, as upstream has them;
-what runs goes by this, which is worked out once and cannot change."""
+"""QuantizeCall: this class is the frozen description of what a quantizer does. Quantizers can be assigned to, as in
+Transformer Engine; what runs goes by this description, which is worked out once and cannot change."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +11,14 @@ from mezzotint.tensor.graph_constant import GraphConstant
 
 @dataclass(frozen=True)
 class QuantizeCall(GraphConstant):
-    """One call of a quantize operator, but for its tensors."""
+    """A `QuantizeCall` is one call of a quantize operator, but for its tensors."""
 
     op: OpOverload
-    tensors: tuple[str, ...]  # names of its tensor arguments behind x; "rng!" is drawn where it is not given
+    tensors: tuple[str, ...]  # names of its tensor arguments after x; "rng!" is drawn if it is not given
     options: tuple[Any, ...]
-    takes_scale: bool  # the scale comes with each call, and the amax of x comes back behind the buffers
+    takes_scale: bool  # the scale comes with each call, and the amax of x is returned behind the buffers
 
     def is_same_as(self, other: "QuantizeCall") -> bool:
-        """Return whether both are equal: a method, since the compiler of torch 2.11 has no `==` of such values."""
+        """Return whether both are equal. This is a method since the compiler of torch 2.11 has no `==` for such
+        values."""
         return self == other

@@ -1,9 +1,9 @@
 """QuantizedTensor: a `torch.Tensor` subclass over a storage's buffers, with a nominal dtype and the logical shape.
 
 Few operations keep the quantized form: detach, clone, views of the leading dimensions, whole rows, copies, moves
-between devices, allocations. Everything else dequantizes its arguments, runs, and gives plain tensors; an
-argument that the operation writes is quantized again. What an index gives is a copy: scales are of blocks or of all
-elements, so that a part alone cannot be written. To write one assign to it, `t[index] = value`.
+between devices, allocations. Every other operation dequantizes its arguments, runs, and returns plain tensors; an
+argument that it writes is quantized again. An index returns a copy, because a scale covers a block or all elements, so
+that a part cannot be written alone. To write a part, assign to it: `t[index] = value`.
 """
 
 import copy
@@ -28,14 +28,16 @@ _aten = torch.ops.aten
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
-    """Base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a whole format."""
+    """This is the base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` makes a whole
+    format."""
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
 
     _quantizer: Quantizer | None
-    # Of a part of a weight: who has the others. Of a shard of rows, from the first time that FSDP2 gathers it.
+    # If this is a shard of a weight, these say which ranks have the others. For a shard of rows they are set when FSDP2
+    # first gathers it.
     _splits: tuple[Split, ...] = ()
-    _unit: Any = None  # of a shard of rows: where FSDP2 has it in its books (`fsdp_directions.py`)
+    _unit: Any = None  # a shard's place in FSDP2's bookkeeping (`fsdp_directions.py`)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,7 +55,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         fake_dtype: torch.dtype | None = None,
         **fields: Any,
     ) -> "QuantizedTensor":
-        """A tensor of this logical shape over the declared buffers and values, given by keyword."""
+        """Make a tensor of this logical shape over the declared buffers and values, which are given by keyword."""
         for _, kwarg in cls._FLATTEN_TENSOR_BUFFERS:
             if device is None and fields.get(kwarg) is not None:
                 device = fields[kwarg].device
@@ -68,7 +70,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
         return cls(shape, dtype, **kwargs)
 
-    # torch.Tensor's own attributes win over the storage's
+    # torch.Tensor's own attributes take precedence over the storage's.
 
     shape = torch.Tensor.shape
     device = torch.Tensor.device
@@ -79,7 +81,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return printed(self)
 
     def _rebuild(self, shape: Any = None, dtype: torch.dtype | None = None, **fields: Any) -> Any:
-        """The same class and values with some fields replaced."""
+        """Return a tensor of the same class and values with some fields replaced."""
         metadata = {**self.get_metadata(), **fields}
         return type(self)(self.shape if shape is None else shape, self.dtype if dtype is None else dtype, **metadata)
 
@@ -93,21 +95,21 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         requires_grad: bool = False,
         **fields: Any,
     ) -> Any:
-        """A tensor over the same buffers, with another shape, nominal dtype or fields."""
+        """Return a tensor over the same buffers, with another shape, nominal dtype or fields."""
         return tensor._rebuild(shape, dtype, **fields).requires_grad_(requires_grad)
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
-        """The same buffers under another nominal dtype."""
+        """Return a tensor over the same buffers with another nominal dtype."""
         return self._rebuild(dtype=dtype)
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor; differentiable with the identity as its gradient."""
+        """Return the values as a plain tensor. This is differentiable, with the identity as its gradient."""
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._dequantize(self.dtype if dtype is None else dtype).view(self.shape)
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensor":
-        """Quantize `tensor` into these buffers, in place."""
+        """Quantize `tensor` into these buffers, in place; nothing changes if `noop_flag` is 1."""
         with torch.no_grad():
             if not self._splits or self._quantizer is None:
                 QuantizedTensorStorage.quantize_(self, tensor, noop_flag=noop_flag)
@@ -118,7 +120,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
-        """These rows (int64 [n]; -1: zeros) of a matrix, quantized as they are, row-wise; None: the format cannot."""
+        """Return these rows (int64 [n]; -1 for zeros) of a matrix, row-wise and with the same codes, or None if the
+        format cannot."""
         fields = self._take_rows(index) if self.dim() == 2 and self.shape[0] > 0 else None
         if fields is None:
             return None
@@ -143,8 +146,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return _aten.view.default(self, resolve_shape(shape, self.shape))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Dequantized, written, and quantized again as a whole: the part may change the scale of the rest."""
-        dense = self.dequantize().clone()  # what an autograd function gave is not to be written
+        """Dequantize, write, and quantize the whole again, because the part may change the scale of the rest."""
+        dense = self.dequantize().clone()  # the result of an autograd function must not be written
         dense[index] = value
         self.copy_(dense)
 
@@ -157,8 +160,11 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @property
     def data(self) -> Any:
-        """The tensor without its history. Assigning a quantized tensor of the same class takes its buffers; any other
-        tensor is quantized, in place where its shape is the same. The nominal dtype is that of what is assigned."""
+        """Return the tensor without its autograd history.
+
+        Assigning a quantized tensor of the same class takes over its buffers. Any other tensor is quantized, in place
+        if its shape is the same. The nominal dtype becomes that of what is assigned.
+        """
         return self.detach()
 
     @data.setter
@@ -202,17 +208,18 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return rebuild, (*arguments, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def _stable_hash_for_caching(self) -> str:
-        """What the compiler's cache goes by: metadata, never values."""
+        """Return what the compiler's cache goes by: metadata, never values."""
         names, context = self.__tensor_flatten__()
         return f"{names}{tuple(self.shape)}{sorted((k, repr(v)) for k, v in context.items())}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty one: the data is in the buffers. FSDP2 asks for its address, which a wrapper's own does not give."""
+        """Return an empty storage: the data is in the buffers. FSDP2 asks for its address, which a wrapper's own does
+        not have."""
         return torch.UntypedStorage(0, device=self.device)
 
     def data_ptr(self) -> int:
-        """0, as of every tensor whose data is in others; DCP's stager goes by it. safetensors would write no bytes and
-        fail without a reason: it gets one."""
+        """Return 0, as for every tensor whose data is in others; DCP's stager goes by it. Raise TypeError for
+        safetensors, which would write no bytes and fail without saying why."""
         if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "safetensors":
             raise TypeError(
                 f"safetensors writes plain tensors, and this is quantized ({type(self).__name__}). Save what "
@@ -221,18 +228,18 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
             )
         return torch.Tensor.data_ptr(self)
 
-    # FSDP2: this tensor is a shard of rows. `tensor/fsdp.py` says what is sent of it
+    # FSDP2: this tensor is a shard of rows. `tensor/fsdp.py` says what is sent of it.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: torch.Size, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """What to gather, and what `fsdp_post_all_gather` must know."""
+        """Return what to gather, and what `fsdp_post_all_gather` must know."""
         return send_shard(self, mesh, orig_size, module)
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole tensor and the buffers that FSDP2 frees; or into `out`."""
+        """Return the whole tensor and the buffers that FSDP2 frees, or fill `out`."""
         return make_whole(all_gather_outputs, metadata, param_dtype, out)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -246,7 +253,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
 
 def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on quantized tensors: that of their own, or one on what they dequantize to."""
+    """Run an operation on quantized tensors: their own handler if there is one, else the operation on dequantized
+    tensors."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         with counting_writes():
@@ -257,8 +265,11 @@ def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same, without what autograd does before it: operations come here that are made of others, and a view of a
-    tensor from outside of the mode takes that one's counter of writes, which a tensor of the mode cannot have."""
+    """Run an operation on quantized tensors in inference mode, where autograd has not prepared it.
+
+    Composite operations arrive here, and are decomposed. A view of a tensor from outside of the mode takes that
+    tensor's version counter, which an inference tensor cannot have, so it is made in the mode of its base.
+    """
     if func not in _HANDLERS and func._can_decompose():
         return func.decompose(*args, **kwargs)
     if not func.is_view:
@@ -268,12 +279,12 @@ def _in_inference_mode(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def counting_writes() -> Any:
-    """A context in which autograd's counters of writes count, which rest below the dispatcher.
+    """Return a context in which autograd's version counters count writes, which they do not do below the dispatcher.
 
-    Without it a backward that has saved a buffer would not see that it was written since, and a view of a buffer would
-    have a counter of its own. Plain views must not be made in it: autograd takes them for its own.
+    Without it a backward that has saved a buffer would not notice that it was written since, and a view of a buffer
+    would have a counter of its own. Plain views must not be made in it, because autograd takes them for its own.
 
-    Private; seen in torch 2.11 and 2.13, whose `torch.utils.checkpoint` uses it for the same reason.
+    This is private API, seen in torch 2.11 and 2.13, whose `torch.utils.checkpoint` uses it for the same reason.
     """
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
@@ -288,7 +299,7 @@ class _Dequantize(torch.autograd.Function):
         return grad, None
 
 
-# Dispatch table. A handler gives NotImplemented where the format cannot, and the default runs.
+# This is the dispatch table. A handler returns NotImplemented if the format cannot do it, and then the default runs.
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
@@ -303,7 +314,7 @@ def _handles(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _dequantized(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `func` on plain tensors; quantize again what its schema says it writes."""
+    """Run `func` on plain tensors, and quantize again what its schema says it writes."""
     written: list[tuple[QuantizedTensor, torch.Tensor]] = []
     mutable = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
@@ -333,7 +344,7 @@ def _detach(func: Any, tensor: QuantizedTensor) -> Any:
 
 
 def _same_part(made: Any, tensor: QuantizedTensor) -> Any:
-    """Who has the other parts of a tensor has those of another over its values, too."""
+    """Mark `made`, which has the values of `tensor`, as the same shard: the same ranks have the other shards."""
     if tensor._splits:
         made._splits = tensor._splits
     return made
@@ -341,7 +352,7 @@ def _same_part(made: Any, tensor: QuantizedTensor) -> Any:
 
 @_handles(_aten.as_strided.default)
 def _as_strided(func: Any, tensor: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """As it is, which FSDP2 asks for of a gathered parameter."""
+    """Return the tensor as it is if that is what is asked for; FSDP2 asks so for a gathered parameter."""
     same = tuple(size) == tuple(tensor.shape) and tuple(stride) == tensor.stride() and not storage_offset
     return _with_attributes(tensor._rebuild(), tensor) if same else NotImplemented
 
@@ -392,7 +403,8 @@ def _rows(tensor: QuantizedTensor, start: int, stop: int) -> Any:
 
 
 def _check_whole(tensor: QuantizedTensor) -> None:
-    """What is to be written must not be some rows of another tensor: they are a copy, and it would not show there."""
+    """Raise ValueError if the tensor is some rows of another one: they are a copy, and a write would not reach the
+    other."""
     base = tensor._base if tensor._COPIES_ROWS and tensor._is_view() else None
     if type(base) is type(tensor) and base.numel() != tensor.numel():
         raise ValueError(
@@ -444,12 +456,12 @@ def _to_copy(func: Any, tensor: QuantizedTensor, *, dtype: Any = None, device: A
 
 
 def _in_dtype(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values, rounded once to another high precision; in the nominal one where `dtype` is none."""
+    """Return the values rounded once to `dtype`, or in the nominal dtype if `dtype` is no high precision."""
     return tensor._dequantize(dtype if dtype in HIGH_PRECISION else tensor.dtype).view(tensor.shape)
 
 
 def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> QuantizedTensor:
-    """Give `made` what others have put on `tensor`, but for being a parameter.
+    """Give `made` the attributes that others have set on `tensor`, but for the one of being a parameter.
 
     `nn.Module._apply` swaps a parameter with `Parameter(param.to(...))`, which detaches, and would lose main_grad.
     """
@@ -460,7 +472,7 @@ def _with_attributes(made: QuantizedTensor, tensor: QuantizedTensor) -> Quantize
 
 
 def _foreign(tensor: QuantizedTensor) -> dict[str, Any]:
-    """Attributes that others have put on a tensor."""
+    """Return the attributes that others have set on a tensor."""
     own = {name for name, _ in tensor._FLATTEN_TENSOR_BUFFERS} | {name for name, _, _ in tensor._VALUES}
     own |= {"_dtype", "_splits", "_unit"}
     return {name: value for name, value in tensor.__dict__.items() if name not in own}
@@ -479,7 +491,7 @@ def _empty(func: Any, tensor: QuantizedTensor, size: Any = None, **options: Any)
 
 @_handles(_aten.new_zeros.default)
 def _zeros(func: Any, tensor: QuantizedTensor, size: Any, **options: Any) -> Any:
-    """Quantized where a shard of that many rows is of whole blocks: FSDP2 copies the shard into it."""
+    """Return quantized zeros if a shard of that many rows has whole blocks: FSDP2 copies the shard into them."""
     quantizer = tensor._quantizer
     shape = tuple(size)
     if quantizer is None or len(shape) < 2 or sendable_directions(quantizer, shape[0]) is None:

@@ -1,12 +1,13 @@
-"""Quantizer: the object that says how a tensor becomes buffers. `quantize.py` has the functions that do it.
+"""Quantizer: the object that says how a tensor becomes buffers. The functions that do it are in `quantize.py`.
 
-A leaf quantizer holds plain values only: `_plan()` gives the op, the names of its tensor arguments and its options,
-`_describe_buffers()` what comes back, `_classes()` what holds it. Quantizers that hold tensors (delayed scaling)
-have no plan and bring `_quantize` and `_update`; one made of two (hybrid) has `_parts()`.
+A leaf quantizer holds plain values only: `_plan()` returns the op, the names of its tensor arguments and its options,
+`_describe_buffers()` says which buffers the op returns, and `_classes()` which classes hold them. A quantizer that
+holds tensors (delayed scaling) has no plan and implements `_quantize` and `_update` instead; one that is made of two
+(hybrid) implements `_parts()`.
 
-The formats of this package are values, and so is what derives from them: two are equal where their class and all
-their attributes are, and a graph bakes one in. A user's own quantizer is equal to nothing but itself, until its class
-is registered (`register_value_opaque_quantizer`).
+The formats of this package are values, and so are their subclasses: two quantizers are equal if their class and all
+their attributes are, and a compiled graph bakes one in as a constant. A user's own quantizer is equal to itself only,
+until its class is registered (`register_value_opaque_quantizer`).
 """
 
 import copy
@@ -51,20 +52,25 @@ _PLAIN = (bool, int, float, str, Enum, type(None))
 
 
 class Quantizer(metaclass=OpaqueMeta):
-    """Makes quantized tensors. `internal`: give bare storages; `optimize_for_gemm`: lay scales out for the GEMM."""
+    """A quantizer makes quantized tensors out of high-precision ones, in one format.
+
+    `rowwise` and `columnwise` say which directions it makes: a copy that is quantized along the rows, one along the
+    columns, or both. If the attribute `internal` is set, it makes bare storages instead of tensors; if
+    `optimize_for_gemm` is set, it lays scales out as the GEMM reads them.
+    """
 
     rowwise_usage: bool
     columnwise_usage: bool
     internal: bool
     optimize_for_gemm: bool
 
-    custom: ClassVar[bool] = False  # brings its own `quantize` and `qgemm`
+    custom: ClassVar[bool] = False  # it brings its own `quantize` and `qgemm`
 
     _by_value: ClassVar[bool] = (
-        False  # this class says so, or was registered, or a base: equal where all attributes are
+        False  # a class sets this, or is registered, or inherits it: then equal attributes make equal quantizers
     )
-    _registered_as: ClassVar[str | None] = None  # the class, this one or a base, that the compiler knows as a value
-    # Attributes that are no part of what it is; a subclass adds those that its `_rebuild_derived_state` sets.
+    _registered_as: ClassVar[str | None] = None  # the class, this or a base, that the compiler knows as a value
+    # These attributes are no part of its value; a subclass adds those that its `_rebuild_derived_state` sets.
     _DERIVED: ClassVar[frozenset[str]] = frozenset({"_memo", "_names"})
 
     _memo: dict[Any, Any] | None
@@ -79,12 +85,12 @@ class Quantizer(metaclass=OpaqueMeta):
     # Format: what a leaf quantizer brings
 
     def _plan(self) -> "tuple[Any, ...] | None":
-        """(op, tensor arguments by name, options), or None for a quantizer that is no leaf."""
+        """Return (op, names of its tensor arguments, options), or None for a quantizer that is no leaf."""
         return None
 
     def call_for(self, dtype: torch.dtype) -> QuantizeCall | None:
-        """Return what is done to tensors of a dtype, worked out once; None for a quantizer that is no leaf."""
-        if not self._is_constant():  # the compiler walks through it, and would guard on what is kept
+        """Return the call that quantizes tensors of this dtype, worked out once; None for one that is no leaf."""
+        if not self._is_constant():  # the compiler traces through it, and would guard on the cache
             return self._make_call(dtype)
         memo = self._worked_out()
         if dtype not in memo:
@@ -99,37 +105,41 @@ class Quantizer(metaclass=OpaqueMeta):
         return QuantizeCall(op, tensors, options, self.takes_scale())
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
-        """(op, names of what it gives, options): the maxima that a split along dimension 0 or 1 of the matrix makes
-        others than those of the whole, to be given to the quantization. None: there are none."""
+        """Return (op, names of the amaxes that it returns, options), or None if there are none to compute.
+
+        These are the amaxes that differ between a shard and the whole when the matrix is split along `dim`, 0 or 1. The
+        quantization of a shard must be given those of the whole.
+        """
         return None
 
     def takes_scale(self) -> bool:
-        """Whether the scale comes with each call, and the amax back with what it made."""
+        """Return whether the scale is passed with each call, which then also returns the amax of what it quantized."""
         return False
 
     def is_custom(self) -> bool:
-        """Whether it brings its own `quantize` and `qgemm`."""
+        """Return whether the quantizer brings its own `quantize` and `qgemm`."""
         return self.custom
 
     def _parts(self) -> "tuple[Quantizer | None, Quantizer | None, Quantizer | None] | None":
-        """Of a quantizer made of two: row-wise part, column-wise part, and what the second's source goes through."""
+        """Return (row-wise part, column-wise part, quantizer that the column-wise part's source goes through first) if
+        this quantizer is made of two, else None."""
         return None
 
     def _in_place_op(self) -> Any:
-        """The op that writes into given buffers."""
+        """Return the op that quantizes into given buffers."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it quantizes in place")
 
     def _describe_buffers(self, shape: tuple[int, ...]) -> Buffers:
-        """Buffer name → (shape, dtype), in the storage's order; the storage's attribute is `_name`."""
+        """Return buffer name → (shape, dtype), in the storage's order; the storage's attribute is `_name`."""
         raise NotImplementedError(f"{type(self).__name__} does not describe its buffers")
 
     def _classes(self) -> tuple[type[QuantizedTensorStorage], type[QuantizedTensorStorage]]:
-        """The storage class and the tensor class of this format."""
+        """Return the storage class and the tensor class of this format."""
         raise NotImplementedError(f"{type(self).__name__} does not say which classes hold its buffers")
 
     def _holder(self, internal: bool) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-        """Where the op's buffers go: class name, its constructor kwargs for them in order, its plain values."""
-        if not self._is_constant():  # as of `call_for`
+        """Return where the op's buffers go: the class's name, its constructor kwargs for them, its plain values."""
+        if not self._is_constant():  # for the reason given in `call_for`
             return self._find_holder(internal)
         memo = self._worked_out()
         if internal not in memo:
@@ -140,12 +150,12 @@ class Quantizer(metaclass=OpaqueMeta):
         super().__setattr__(name, value)
         held = self.__dict__
         names = held.get("_names", ())
-        if name not in names and name in held:  # a property is not held
+        if name not in names and name in held:  # a property is not in `__dict__`
             held["_names"] = (*names, name)
-        held["_memo"] = None  # what was worked out from other values
+        held["_memo"] = None  # it was worked out from the old values
 
     def _worked_out(self) -> dict[Any, Any]:
-        """A place for what follows from the attributes, empty again after any of them is assigned."""
+        """Return the cache for what follows from the attributes; it is emptied when any of them is assigned."""
         memo = self.__dict__.get("_memo")
         if memo is None:
             memo = self.__dict__["_memo"] = {}
@@ -160,7 +170,8 @@ class Quantizer(metaclass=OpaqueMeta):
         return qualified_name(storage if internal else tensor), kwargs, self.storage_metadata()
 
     def _check_declared(self, names: Iterable[str]) -> list[str]:
-        """The attributes that the storage declares; a buffer that is not among them is an error."""
+        """Return the attributes that the storage declares; raise ValueError if the buffer of one of `names` is not
+        among them."""
         storage, _ = self._classes()
         declared = [attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS]
         for name in names:
@@ -172,44 +183,46 @@ class Quantizer(metaclass=OpaqueMeta):
         return declared
 
     def _buffer_names(self) -> tuple[str, ...]:
-        """The buffers of this quantizer's directions, in order."""
+        """Return the names of the buffers of this quantizer's directions, in order."""
         return tuple(self._describe_buffers((1, 1)))
 
     def _targets(self) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-        """What it writes into: the row-wise and column-wise attributes and the name of the storage class."""
+        """Return what is written into: row-wise attributes, column-wise ones, the name of the storage class."""
         storage, _ = self._classes()
         return storage._ROWWISE, storage._COLUMNWISE, qualified_name(storage)
 
     def storage_metadata(self, fake_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The plain values that a storage is constructed with, besides buffers and quantizer."""
+        """Return the plain values that a storage is constructed with, besides buffers and quantizer."""
         return {}
 
     def _layout(self) -> tuple[Any, ...]:
-        """What bytes depend on and a storage does not say: they may be copied between tensors where it is equal."""
+        """Return what the meaning of the bytes depends on and a storage does not record. Bytes may be copied between
+        two tensors only if this is equal."""
         return ()
 
     # Values
 
     def _is_value(self) -> bool:
-        """Whether it is equal to another one with the same attributes; else it is equal to itself only."""
+        """Return whether quantizers with the same attributes are equal; if not, each is equal to itself only."""
         return self._by_value
 
     def _is_constant(self) -> bool:
-        """Whether the compiler takes it as a constant: a method, so that the answer is a constant there too."""
+        """Return whether the compiler takes this as a constant. As a method's result, the answer is one as well."""
         if self._registered_as is None or not self._is_value():
             return False
         return SUBCLASSES_COUNT or self._registered_as == qualified_name(type(self))
 
     def _fields(self) -> dict[str, Any]:
-        """All that it holds, but for what is derived: attribute → value."""
+        """Return attribute → value for all that the quantizer holds, but for what is derived."""
         return {name: value for name, value in self.__dict__.items() if name not in self._DERIVED}
 
     def _value_fields(self) -> dict[str, Any]:
-        """Everything that decides what this quantizer does: attribute → plain value."""
+        """Return attribute → plain value for everything that decides what this quantizer does."""
         return self._fields()
 
     def _value_key(self) -> tuple[Any, ...]:
-        """What `==`, `hash` and the graph's repr all go by. A process group, or any object, is refused here."""
+        """Return what `==`, `hash` and the graph's repr go by; raise TypeError for a process group or any object that
+        is no value."""
         memo = self._worked_out()
         key = memo.get("key")
         if key is None:
@@ -218,7 +231,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return key
 
     def _checked_fields(self) -> dict[str, Any]:
-        """The value fields, all of them plain, or quantizers that are values."""
+        """Return the value fields; raise TypeError unless all of them are plain, or quantizers that are values."""
         fields = self._value_fields()
         for name, value in fields.items():
             if isinstance(value, Quantizer):
@@ -239,7 +252,8 @@ class Quantizer(metaclass=OpaqueMeta):
         return fields
 
     def _refuse_reduction(self, is_asked: bool, group: Any) -> None:
-        """Quantizing with a group that nothing reduces over must not pass in silence."""
+        """Raise an error if a reduction is asked for or a group is given, because nothing reduces here and that must
+        not pass silently."""
         check_reduction(is_asked, group)
         if group is not None:
             self._value_key()
@@ -248,21 +262,21 @@ class Quantizer(metaclass=OpaqueMeta):
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self) or not self._is_value():
             return True if self is other else NotImplemented
-        key = self._value_key()  # also of itself: a process group must not pass
+        key = self._value_key()  # also for `other is self`: a process group must not pass
         return self is other or key == other._value_key()
 
     def __hash__(self) -> int:
         return hash(self._value_key()) if self._is_value() else object.__hash__(self)
 
     def _snapshot(self) -> "Quantizer":
-        """An equal quantizer that nobody assigns to: what a graph bakes in and its guards compare with."""
+        """Return an equal quantizer that nobody assigns to: a graph bakes it in, and its guards compare with it."""
         memo = self._worked_out()
         if "snapshot" not in memo:
             memo["snapshot"] = self.copy()
         return memo["snapshot"]
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """A string that evaluates to an equal quantizer, and the names it needs."""
+        """Return a string that evaluates to an equal quantizer, and the names that it needs."""
         cls = type(self)
         fields: list[str] = []
         names: dict[str, type] = {graph_name(cls): cls}
@@ -270,7 +284,7 @@ class Quantizer(metaclass=OpaqueMeta):
             if isinstance(value, Enum):
                 kind = graph_name(type(value))
                 names[kind] = type(value)
-                # Flags are made of members, by number: "A|B" is the name of none.
+                # A flag may combine members: "A|B" is the name of none, so it is written by number.
                 member = f"({value.value!r})" if isinstance(value, Flag) else f"[{value.name!r}]"
                 fields.append(f"{name}={kind}{member}")
             elif isinstance(value, Quantizer):
@@ -286,7 +300,7 @@ class Quantizer(metaclass=OpaqueMeta):
 
     @classmethod
     def _from_value(cls, **fields: Any) -> "Quantizer":
-        """The quantizer of these attributes, without going through the constructor."""
+        """Return the quantizer with these attributes, made without its constructor."""
         quantizer = cls.__new__(cls)
         for name, value in fields.items():
             setattr(quantizer, name, value)
@@ -294,7 +308,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return quantizer
 
     def _rebuild_derived_state(self) -> None:
-        """Set the attributes of `_DERIVED` again, from all others; called after a copy has been made."""
+        """Set the attributes of `_DERIVED` from all others; this is called after a copy has been made."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._fields().items())})"
@@ -320,7 +334,8 @@ class Quantizer(metaclass=OpaqueMeta):
         _QUANTIZERS[qualified_name(cls)] = cls
 
     def copy(self) -> "Quantizer":
-        """One with the same attributes, an equal one if it is a value. Tensors, and other objects, are shared."""
+        """Return a quantizer with the same attributes: an equal one if it is a value. Tensors and other objects are
+        shared."""
         made = type(self).__new__(type(self))
         for name in self._names:  # torch 2.11 does not trace a walk through `__dict__`
             object.__setattr__(made, name, getattr(self, name))
@@ -330,19 +345,19 @@ class Quantizer(metaclass=OpaqueMeta):
         return made
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> "Quantizer":
-        """A copy but for the directions that it makes."""
+        """Return a copy that makes other directions; None leaves a direction as it is."""
         made = self.copy()
         made.set_usage(rowwise=rowwise, columnwise=columnwise)
         return made
 
     def _with_internal(self, internal: bool) -> "Quantizer":
-        """A copy but for what it gives: storages, or tensors."""
+        """Return a copy that makes storages (`internal`) or tensors."""
         made = self.copy()
         made.internal = internal
         return made
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Change, in place, which directions are made."""
+        """Change in place which directions are made; None leaves a direction as it is."""
         if rowwise is not None:
             self.rowwise_usage = bool(rowwise)
         if columnwise is not None:
@@ -354,9 +369,11 @@ class Quantizer(metaclass=OpaqueMeta):
     # Quantize
 
     def quantize(self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None) -> "QuantizedTensor":
-        """`tensor` (any rank, FP32/FP16/BF16) → quantized tensor, or storage when `internal`; into `out` when given.
+        """Return `tensor`, FP32/FP16/BF16 of any shape, as a quantized tensor, or as a storage if `internal` is set.
 
-        Differentiable with the identity as its gradient, unless `internal`. `dtype` is the nominal dtype of the result.
+        If `out` is given, it is written in place and returned. Otherwise the operation is differentiable, with the
+        identity as its gradient, unless `internal` is set; `dtype` is then the nominal dtype of the result, by default
+        that of `tensor`.
         """
         if out is not None:
             return update_quantized(tensor, out, self)
@@ -370,31 +387,35 @@ class Quantizer(metaclass=OpaqueMeta):
         return quantize(tensor.detach(), self)
 
     def multi_quantize(self, list_of_tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Each tensor on its own."""
+        """Quantize each tensor on its own."""
         return [self.quantize(tensor) for tensor in list_of_tensors]
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
-        """Quantize `src` into the buffers of `dst`, in place; nothing changes where `noop_flag` is 1."""
+        """Quantize `src` into the buffers of `dst`, in place; nothing changes if `noop_flag` is 1."""
         return update_quantized(src, dst, self, noop_flag=noop_flag)
 
     def frozen(self) -> "Quantizer":
-        """One that goes on making what this one makes now, and writes no state."""
+        """Return a quantizer that goes on making what this one makes now, and writes no state."""
         return self
 
     def share_amax(self, largest: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Where amaxes are kept: that of the whole tensor, of which this process has seen a part."""
+        """Replace the amax that this quantizer keeps, if it keeps any, by `largest` of it.
+
+        The quantizer has seen a shard of a tensor; `largest` returns the largest amax over all shards.
+        """
 
     def calibrate(self, tensor: torch.Tensor) -> None:
-        """Gather statistics without quantizing; formats that scale by the tensor at hand need none."""
+        """Gather statistics of `tensor` without quantizing it. Formats that scale by the tensor at hand need none."""
 
     # Prototypes
 
     def for_dtype(self, dtype: torch.dtype) -> "Quantizer":
-        """This quantizer for sources of a dtype; only formats whose buffers follow it differ."""
+        """Return this quantizer for sources of a dtype; only a format whose buffers have the dtype of the source
+        returns another."""
         return self
 
     def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Storage attribute → (shape, dtype) of each buffer of a tensor of this logical shape."""
+        """Return storage attribute → (shape, dtype) for each buffer of a tensor of this logical shape."""
         described = self._describe_buffers(tuple(shape))
         declared = self._check_declared(described)
         return {attribute: described[attribute[1:]] for attribute in declared if attribute[1:] in described}
@@ -402,7 +423,7 @@ class Quantizer(metaclass=OpaqueMeta):
     def alloc_tensors(
         self, shape: Iterable[int], *, device: torch.device | str | None = None, pin_memory: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Uninitialised buffers by storage attribute."""
+        """Return uninitialised buffers by storage attribute."""
         return {
             attribute: torch.empty(size, dtype=dtype, device=device, pin_memory=pin_memory)
             for attribute, (size, dtype) in self.inner_tensor_specs(shape).items()
@@ -411,10 +432,10 @@ class Quantizer(metaclass=OpaqueMeta):
     def create_metadata(
         self, _shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
     ) -> dict[str, Any]:
-        """The context that `__tensor_unflatten__` of this format takes."""
+        """Return the context that `__tensor_unflatten__` takes for a tensor of this format."""
         storage, tensor = self._classes()
         cls = storage if self.internal else tensor
-        values = {kwarg: default for _, kwarg, default in storage._VALUES}  # of `tensor`, 2.11 does not trace it
+        values = {kwarg: default for _, kwarg, default in storage._VALUES}  # torch 2.11 does not trace `tensor._VALUES`
         values.update(self.storage_metadata(dtype))
         values["quantizer"] = self.copy()
         return flatten_context(cls, dtype, values, requires_grad and not self.internal)
@@ -428,7 +449,7 @@ class Quantizer(metaclass=OpaqueMeta):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> "QuantizedTensor":
-        """An uninitialised quantized tensor (storage when `internal`) of this logical shape."""
+        """Return an uninitialised quantized tensor, or a storage if `internal` is set, of this logical shape."""
         shape = tuple(shape)
         check_directions(self)
         check_nominal(dtype)
@@ -437,42 +458,43 @@ class Quantizer(metaclass=OpaqueMeta):
         return made.requires_grad_(True) if requires_grad and not self.internal else made
 
     def _built(self, inner: dict[str, torch.Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
-        """The tensor, or storage, of these buffers by attribute."""
+        """Return the tensor, or storage, with these buffers by attribute."""
         buffers = [inner[f"_{name}"] for name in self._buffer_names()]
         return assemble(buffers, self, self.internal, shape, dtype)
 
     # Capabilities
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Whether `inp` quantizes without a ragged edge, so that its shards can be gathered as bytes."""
+        """Return whether `inp` divides into whole blocks, so that its shards can be gathered as bytes."""
         return True
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing the same tensor again, as for a saved input, gives the same bytes."""
+        """Return whether quantizing the same tensor again, such as a saved input, gives the same bytes."""
         return False
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether only the row-wise copy can be gathered and the column-wise one is made after."""
+        """Return whether only the row-wise copy can be gathered, so that the column-wise one is made afterwards."""
         return False
 
     def gather_multiple(self, columnwise: bool) -> int | None:
-        """Rows of a shard must be a multiple of this for that copy to be gathered as bytes; None: it cannot be.
+        """Return what the rows of a shard must be a multiple of for this copy to be gathered as bytes, or None.
 
-        Where it can, the shards one behind the other are, bit for bit, the copy of the whole.
+        None means that it cannot be. If it can, the shards one behind the other are, bit for bit, the copy of the
+        whole.
         """
         return None
 
     def derives_columnwise(self) -> bool:
-        """Whether the column-wise copy follows from the row-wise one, bit for bit."""
+        """Return whether the column-wise copy can be made from the row-wise one, bit for bit."""
         return False
 
     def get_columnwise_shape(self, rowwise_data_shape: Iterable[int]) -> tuple[int, ...]:
-        """The shape of the column-wise codes of a tensor of this logical shape."""
+        """Return the shape of the column-wise codes of a tensor of this logical shape."""
         described = self.with_usage(columnwise=True)._describe_buffers(tuple(rowwise_data_shape))
         return next(size for name, (size, _) in described.items() if name in ("columnwise_data", "transpose"))
 
     def get_scale_shape(self, shape: Iterable[int], columnwise: bool) -> tuple[int, ...]:
-        """The shape of the scales of one direction."""
+        """Return the shape of the scales of one direction; raise ValueError if the format has none."""
         described = self.with_usage(rowwise=not columnwise, columnwise=columnwise)._describe_buffers(tuple(shape))
         sizes = [size for name, (size, _) in described.items() if name.endswith("scale_inv")]
         if not sizes:
@@ -490,13 +512,14 @@ _QUANTIZERS: dict[str, type[Quantizer]] = {}
 
 
 def value_classes() -> tuple[type[Quantizer], ...]:
-    """The classes that say of themselves that they are values: the formats of this package."""
+    """Return the classes that declare themselves values: the formats of this package."""
     return tuple(cls for cls in _QUANTIZERS.values() if vars(cls).get("_by_value"))
 
 
 def rebuild_quantizer(name: str, fields: dict[str, Any], dtypes: tuple[str, ...] = ("dtype",)) -> Quantizer:
-    """Unpickle a quantizer: class by qualified name, attributes, and which of those are a `DType`, written as an int
-    (earlier files do not say: there it is `dtype`). Safe under weights_only."""
+    """Unpickle a quantizer. This is safe under `weights_only`: `name` is the qualified name of the class, `fields` are
+    the attributes, and `dtypes` names those that are a `DType`, written as an int (earlier files do not say; there it
+    is `dtype`)."""
     if name not in _QUANTIZERS:
         raise ValueError(
             f"no quantizer is called {name!r}: import the module that defines it; known: {sorted(_QUANTIZERS)}"

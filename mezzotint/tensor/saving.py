@@ -1,4 +1,4 @@
-"""Many tensors through `save_for_backward`: storages give up their buffers and take them back."""
+"""Many tensors through `save_for_backward`: storages hand out their buffers before it and take them back after it."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
-    """Plain tensors, None, storages → flat tensors, and objects that `restore_from_saved` fills again."""
+    """Return flat tensors to save for these plain tensors, Nones and storages, and objects that `restore_from_saved`
+    fills."""
     flat: list[torch.Tensor | None] = []
     objects: list[Any] = []
     for tensor in tensors:
@@ -23,8 +24,11 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
 
 
 def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tensors: bool = False) -> Any:
-    """The inverse: `tensors` are the objects, `saved_tensors` the flat tensors that `prepare_for_saving` gave. With
-    `return_saved_tensors`, also what was left over of these."""
+    """Return the tensors that `prepare_for_saving` was given: `tensors` are the objects, `saved_tensors` the flat
+    tensors.
+
+    With `return_saved_tensors`, also return the flat tensors that were left over.
+    """
     rest = list(saved_tensors)
     restored = []
     for holder in tensors:
@@ -37,7 +41,7 @@ def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tens
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
-    """As above, from `ctx.tensor_objects` and `ctx.saved_tensors`."""
+    """Do what `restore_from_saved` does, with `ctx.tensor_objects` and `ctx.saved_tensors`."""
     if not hasattr(ctx, "tensor_objects"):
         raise AttributeError("ctx has no tensor_objects: set it to what prepare_for_saving gave")
     return restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)

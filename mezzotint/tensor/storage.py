@@ -1,4 +1,7 @@
-"""QuantizedTensorStorage: a plain holder of one tensor's quantized buffers. What a GEMM takes and a backward saves."""
+"""QuantizedTensorStorage: a plain holder of one tensor's quantized buffers, which a GEMM takes and a backward saves.
+
+It holds one or two directions: a copy that is quantized along the rows (row-wise), one along the columns (column-wise).
+"""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -12,22 +15,23 @@ from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_
 from mezzotint.tensor.printing import described
 from mezzotint.tracing import count_write
 
-Along = tuple[int, int] | None  # a dimension, and of how many rows or columns an entry is
+Along = tuple[int, int] | None  # (dimension, how many rows or columns an entry covers)
 
 
 class QuantizedTensorStorage(Flattenable):
-    """Buffers of one or two directions. Subclasses declare them; all else here follows from the declaration."""
+    """This storage holds the buffers of one or two directions. Subclasses declare them; the rest follows from the
+    declaration."""
 
-    # Attributes that make up a direction; a storage has a usage when it holds all of them.
+    # These attributes make up a direction; a storage has a usage if it holds all of them.
     _ROWWISE: ClassVar[tuple[str, ...]] = ()
     _COLUMNWISE: ClassVar[tuple[str, ...]] = ()
-    _COPIES_ROWS: ClassVar[bool] = False  # `_rows` gives some views and some copies, or a scale of all rows
+    _COPIES_ROWS: ClassVar[bool] = False  # `_rows` returns both views and copies, or a scale of all rows
     _READS_QUANTIZER: ClassVar[bool] = False  # the buffers mean nothing without the quantizer
 
     _quantizer: QuantizerLike | None
 
     def __init__(self, *args: Any, fake_dtype: torch.dtype | None = None, **fields: Any) -> None:
-        """Declared buffers and values, by keyword or in declared order; `fake_dtype` is the nominal dtype."""
+        """Take the declared buffers and values, by keyword or in declared order; `fake_dtype` is the nominal dtype."""
         order = [k for _, k in self._FLATTEN_TENSOR_BUFFERS] + [k for _, k, _ in self._VALUES]
         if len(args) > len(order) or any(name in fields for name in order[: len(args)]):
             raise TypeError(
@@ -46,18 +50,18 @@ class QuantizedTensorStorage(Flattenable):
     # Format: each of these is written once per format
 
     def _logical_shape(self) -> tuple[int, ...]:
-        """The logical shape, from whichever direction is held."""
+        """Return the logical shape, from whichever direction is held."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its shape is")
 
     def gemm_operand(self, columnwise: bool) -> Operand:
-        """One direction as a GEMM takes it: rows that stay, and the contraction."""
+        """Return one direction as a GEMM takes it: rows that stay, and the dimension that is contracted."""
         raise NotImplementedError(f"{type(self).__name__} is no operand of a GEMM")
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         raise NotImplementedError(f"{type(self).__name__} does not say how it is dequantized")
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """Make a wanted direction out of the other, where the format can; otherwise say that it cannot."""
+        """Make a wanted direction from the other if the format can; raise ValueError otherwise."""
         wanted = "row-wise" if rowwise else "column-wise"
         raise ValueError(
             f"{type(self).__name__} holds no {wanted} data and {wanted} data of this format cannot be made from the "
@@ -65,35 +69,42 @@ class QuantizedTensorStorage(Flattenable):
         )
 
     def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
-        """Constructor kwargs of the same data in another logical shape, or None where the format cannot."""
+        """Return the constructor kwargs of the same data in another logical shape, or None if the format cannot."""
         return None
 
     def _rows(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Constructor kwargs of rows start..stop of the first dimension, or None where blocks would be cut."""
+        """Return the constructor kwargs of rows start..stop of the first dimension, or None if blocks would be cut."""
         return None
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
-        """Constructor kwargs of these rows (int64 [n]; -1: zeros) of a matrix, row-wise, or None as above."""
+        """Return the constructor kwargs of these rows (int64 [n]; -1 for zeros) of a matrix, row-wise, or None if the
+        format cannot."""
         return None
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
-        """How shards of rows lie one behind the other: buffer → (dimension, extent of data in it, multiple that it is
-        padded to). Buffers that are not named are equal in all shards."""
+        """Return how shards of rows lie one behind the other: buffer → (dimension, extent of the data in it, multiple
+        that it is padded to). Buffers that are not named are equal in all shards."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its shards are put together")
 
     def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
-        """How rows and columns of a matrix lie in its buffers: buffer → for each the dimension, and how many of them an
-        entry is of; None where an entry is of all, so that it is equal in all parts. None: parts are no parts of these
-        buffers."""
+        """Return how the rows and the columns of a matrix lie in its buffers, or None if shards are no parts of these
+        buffers.
+
+        The result is buffer → (for rows, for columns), each (dimension, how many of them an entry covers), or None if
+        an entry covers all of them, so that it is equal in all shards.
+        """
         return None
 
     def _plain_quantizer(self) -> QuantizerLike | None:
-        """One that lays buffers out as the plain values say; None: the quantizer alone says it."""
+        """Return a quantizer that lays buffers out as the plain values say, or None if the quantizer alone says it."""
         return None
 
     def _layouts(self, shape: tuple[int, ...]) -> list[list[Specs]]:
-        """What the buffers of a tensor of this shape are, by its plain values and by its quantizer: of each, one of
-        these. What is read from a file is compared with them."""
+        """Return the layouts that the buffers of a tensor of this shape may have: by its plain values, and by its
+        quantizer.
+
+        What is read from a file must match one layout of each.
+        """
         quantizers = (self._plain_quantizer(), self._quantizer)
         return [layouts_by(quantizer, shape, self._dtype) for quantizer in quantizers]
 
@@ -101,7 +112,7 @@ class QuantizedTensorStorage(Flattenable):
 
     @property
     def shape(self) -> torch.Size:
-        """The logical shape."""
+        """Return the logical shape."""
         return torch.Size(self._logical_shape())
 
     @property
@@ -112,22 +123,22 @@ class QuantizedTensorStorage(Flattenable):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The nominal dtype: what `dequantize()` gives."""
+        """Return the nominal dtype: that of what `dequantize()` returns."""
         return self._dtype
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values in `dtype` (the nominal one by default) and the logical shape."""
+        """Return the values in `dtype` (by default the nominal one) and the logical shape."""
         return self._dequantize(self._dtype if dtype is None else dtype)
 
     def get_usages(self) -> dict[str, bool]:
-        """Which directions are held."""
+        """Return which directions are held."""
         return {"rowwise": self._holds(self._ROWWISE), "columnwise": self._holds(self._COLUMNWISE)}
 
     def _require(self, columnwise: bool) -> None:
-        """A direction that a GEMM is about to read must be there."""
+        """Raise ValueError unless this direction, which a GEMM is about to read, is held."""
         if not self._holds(self._COLUMNWISE if columnwise else self._ROWWISE):
             wanted = "columnwise" if columnwise else "rowwise"
             raise ValueError(
@@ -142,7 +153,7 @@ class QuantizedTensorStorage(Flattenable):
         return True
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
-        """Drop directions that are not wanted; make a wanted one that is missing where the format can."""
+        """Drop directions that are not wanted, and make a wanted one that is missing if the format can."""
         usages = self.get_usages()
         rowwise = usages["rowwise"] if rowwise_usage is None else rowwise_usage
         columnwise = usages["columnwise"] if columnwise_usage is None else columnwise_usage
@@ -160,13 +171,13 @@ class QuantizedTensorStorage(Flattenable):
             self._quantizer = self._quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def keep(self, *, rowwise: bool, columnwise: bool) -> "QuantizedTensorStorage":
-        """A new storage of the same buffers with these directions only; a missing one is an error. A user's storage
-        that declares no buffers is kept as it is."""
+        """Return a new storage of the same buffers with these directions only; raise ValueError if one is missing and
+        cannot be made. A user's storage that declares no buffers is returned as it is."""
         if not self._FLATTEN_TENSOR_BUFFERS:
             return self
         dropped = (() if rowwise else self._ROWWISE) + (() if columnwise else self._COLUMNWISE)
         shared = (self._ROWWISE if rowwise else ()) + (self._COLUMNWISE if columnwise else ())
-        # The short way, for a storage that holds what is asked for, each direction in buffers of its own.
+        # This is the short way, for a storage that holds what is asked for, each direction in buffers of its own.
         is_held = (not rowwise or self._holds(self._ROWWISE)) and (not columnwise or self._holds(self._COLUMNWISE))
         if is_held and self._ROWWISE[0] != self._COLUMNWISE[0]:
             fields = {
@@ -180,32 +191,32 @@ class QuantizedTensorStorage(Flattenable):
         return other
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], "QuantizedTensorStorage"]:
-        """Strip the buffers for `save_for_backward`: all of them in declared order, and the empty holder."""
+        """Strip the buffers for `save_for_backward`; return all of them in declared order, and the empty holder."""
         tensors = [getattr(self, attribute) for attribute, _ in self._FLATTEN_TENSOR_BUFFERS]
         self.clear()
         return tensors, self
 
     def restore_from_saved(self, tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Take the buffers back from the front of `tensors`; give the rest."""
+        """Take the buffers back from the front of `tensors`, and return the rest."""
         count = len(self._FLATTEN_TENSOR_BUFFERS)
         for (attribute, _), tensor in zip(self._FLATTEN_TENSOR_BUFFERS, tensors[:count], strict=True):
             setattr(self, attribute, tensor)
         return tensors[count:]
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """The code buffers, one or both directions."""
+        """Return the code buffers of one or both directions."""
         row, column = getattr(self, self._ROWWISE[0]), getattr(self, self._COLUMNWISE[0])
         if rowwise_data and columnwise_data:
             return row, column
         return row if rowwise_data else column
 
     def clear(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         for attribute, _ in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, None)
 
     def update_quantizer(self, quantizer: QuantizerLike) -> None:
-        """Quantize with (a copy of) this quantizer from now on."""
+        """Quantize with a copy of this quantizer from now on."""
         self._quantizer = quantizer.copy()
 
     def copy_from_storage(self, src: "QuantizedTensorStorage") -> None:
@@ -221,7 +232,7 @@ class QuantizedTensorStorage(Flattenable):
         count_write(self)
 
     def has_form_of(self, other: "QuantizedTensorStorage") -> bool:
-        """Whether both hold the same buffers and mean the same by their bytes."""
+        """Return whether both hold the same buffers and mean the same by their bytes."""
         if type(other)._FLATTEN_TENSOR_BUFFERS != self._FLATTEN_TENSOR_BUFFERS:
             return False
         held = {name: buffer.shape for name, buffer in self._buffers()}
@@ -233,14 +244,14 @@ class QuantizedTensorStorage(Flattenable):
         return mine is None or theirs is None or mine._layout() == theirs._layout()
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> "QuantizedTensorStorage":
-        """Quantize `tensor` into these buffers, in place; nothing changes where `noop_flag` is 1."""
+        """Quantize `tensor` into these buffers, in place; nothing changes if `noop_flag` is 1."""
         if self._quantizer is None:
             raise ValueError(f"{type(self).__name__} has no quantizer: update_quantizer(q) first")
         self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
         return self
 
     def view(self, *shape: Any) -> Any:
-        """The same buffers under another logical shape with the same last dimension."""
+        """Return the same buffers under another logical shape with the same last dimension."""
         wanted = resolve_shape(shape, self.shape)
         fields = self._view(wanted)
         if fields is None:
@@ -253,24 +264,25 @@ class QuantizedTensorStorage(Flattenable):
     # Shards of rows, and other parts
 
     def _shared_buffers(self, dim: int) -> list[torch.Tensor]:
-        """The held buffers that are equal in all parts of a matrix that is cut along `dim`."""
+        """Return the held buffers that are equal in all shards of a matrix that is split along `dim`."""
         along = self._along_matrix() or {}
         return [buffer for name, buffer in self._buffers() if name in along and along[name][dim] is None]
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The held buffers that differ between shards of rows; the others are equal in all."""
+        """Return the names of the held buffers that differ between shards of rows; the others are equal in all."""
         along = self._along_rows()
         return tuple(name for name, _ in self._buffers() if name in along)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        """These buffers without their padding, to be gathered along the first dimension, and what they are."""
+        """Return the buffers that differ between shards, without their padding, and what they are: dimensions and
+        shapes."""
         along, fields = self._along_rows(), self.fsdp_buffer_fields()
         buffers = tuple(getattr(self, name).narrow(along[name][0], 0, along[name][1]) for name in fields)
         shapes = {name: tuple(buffer.shape) for name, buffer in zip(fields, buffers, strict=True)}
         return buffers, {"dims": {name: along[name][0] for name in fields}, "shapes": shapes}
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Write what was gathered of shards into the buffers of this whole tensor, in place; zeros in their padding."""
+        """Write gathered shards into the buffers of this whole tensor, in place, with zeros in their padding."""
         for (name, shape), shards in zip(meta["shapes"].items(), gathered, strict=True):
             dim, whole = meta["dims"][name], getattr(self, name)
             extent = shards.shape[0] // shape[0] * shape[dim]
@@ -280,7 +292,7 @@ class QuantizedTensorStorage(Flattenable):
             whole.narrow(dim, 0, extent).copy_(joined.reshape(*shape[:dim], extent, *shape[dim + 1 :]))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Tensors and plain values, for `torch.load(weights_only=True)`."""
+        """Return tensors and plain values alone, so that `torch.load(weights_only=True)` works."""
         buffers = {name: getattr(self, name) for name, _ in self._FLATTEN_TENSOR_BUFFERS}
         values = {
             kwarg: int(v) if isinstance(v, int) and not isinstance(v, bool) else v
@@ -292,7 +304,7 @@ class QuantizedTensorStorage(Flattenable):
         return f"{type(self).__name__}({self._described()})"
 
     def _described(self) -> str:
-        """All but the values, which may be fake."""
+        """Return all but the values, which may be fake, as text."""
         return described(self)
 
 
@@ -305,9 +317,10 @@ def rebuild_quantized_tensor(
     requires_grad: bool = False,
     is_parameter: bool = False,
 ) -> Any:
-    """Unpickle a storage or tensor: class by qualified name, tensors and plain values. Safe under weights_only.
+    """Unpickle a storage or tensor from its class by qualified name, tensors and plain values. Safe under
+    `weights_only`.
 
-    What does not fit the shape is a ValueError, before a kernel reads it.
+    Buffers that do not fit the shape raise a ValueError, before a kernel reads them.
     """
     cls: Any = class_by_name(name)
     check_header(cls.__name__, shape, dtype, buffers)
@@ -321,7 +334,7 @@ def rebuild_quantized_tensor(
 
 
 def resolve_shape(shape: tuple[Any, ...], current: torch.Size) -> tuple[int, ...]:
-    """view's arguments, with one -1 at most, → a shape."""
+    """Return the shape that the arguments of `view` mean, of which at most one is -1."""
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
     known, elements = 1, 1
     for size in sizes:
