@@ -1,1 +1,2 @@
-"""Communication between ranks: process groups, functional collectives, random numbers per rank. Tensors build on it."""
+"""Communication between ranks: process groups, functional collectives and random numbers per rank. Tensors build on
+it."""

@@ -1,7 +1,8 @@
-"""Whether the ranks of a group mean the same, before one of them waits for another that does something else.
+"""Agreement between ranks: these functions raise an error if the ranks of a group do not mean the same, before one of
+them waits for another that does something else.
 
-check_agreed   in torch.distributed's store: says what each of them has
-check_equal    in a collective of one number, which stands for the text: cheaper, where all ranks are at one place
+check_agreed   goes through torch.distributed's store, and says what each rank has
+check_equal    is one collective of a hash of the text: cheaper, if all ranks ask at the same place
 """
 
 import hashlib
@@ -17,10 +18,10 @@ from mezzotint.comm.groups import rank_in, world_size
 
 
 def check_agreed(group: Any, **values: str) -> None:
-    """The same on every rank of the group, or an error on every one of them. All must ask, in the same order.
+    """Raise ValueError on every rank of the group unless all have the same values. All must ask, in the same order.
 
-    They meet in torch.distributed's store: ranks that do something else would take a collective for one of theirs. One
-    that is alone raises after the timeout of the default group.
+    They meet in torch.distributed's store: ranks that do something else would take a collective for one of theirs. A
+    rank that asks alone raises after the timeout of the default group.
     """
     store = _store(group)
     if store is None:
@@ -42,16 +43,17 @@ def check_agreed(group: Any, **values: str) -> None:
         ) from None
     found = [json.loads(each) for each in store.multi_get(keys)]
     if number > 1:
-        store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not ask again
-    for name in dict.fromkeys(name for each in found for name in each):  # one of them may be somewhere else
+        store.delete_key(f"{number - 1}/{rank}")  # all have read it, or they would not have asked again
+    for name in dict.fromkeys(name for each in found for name in each):  # one of them may ask for other values
         _check_same(name, [each.get(name, "none") for each in found])
 
 
 def check_equal(group: Any, device: torch.device, *, waits: bool = False, **values: str) -> None:
-    """The same, asked by ranks that all ask here, between the same collectives: one all-gather of a number.
+    """Raise an error unless all ranks have the same values, by one all-gather of a number. All ranks must ask here,
+    between the same collectives.
 
-    On a GPU the host does not wait for the answer, unless it `waits`: where it is no, the kernel that finds out fails,
-    and so does what comes after it (not tried over NCCL). Else the error says what each rank has.
+    On a GPU the host does not wait for the answer, unless it `waits`: if the values differ, the kernel that finds out
+    fails, and so does what comes after it (not tried over NCCL). Otherwise the error says what each rank has.
     """
     if is_fake(group):
         return
@@ -66,22 +68,22 @@ def check_equal(group: Any, device: torch.device, *, waits: bool = False, **valu
 
 
 def without_addresses(value: Any) -> str:
-    """The repr, less what differs between ranks."""
+    """Return the repr without addresses of objects, which differ between ranks."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def is_fake(group: Any) -> bool:
-    """Whether there are no other ranks: nobody answers."""
+    """Return whether the group's backend is "fake": there are no other ranks, and nobody answers."""
     return torch.distributed.get_backend(group) == "fake"
 
 
 def nobody_answers(group: Any) -> bool:
-    """Whether other ranks are not to be asked: they are fake, or one process exports a model alone."""
+    """Return whether other ranks must not be asked: they are fake, or one process exports a model alone."""
     return torch.compiler.is_exporting() or is_fake(group)
 
 
 def _store(group: Any) -> Any:
-    """Where the ranks of a group meet; None where they are fake, and nobody answers."""
+    """Return the store in which the ranks of a group meet, or None if they are fake, since nobody answers."""
     group = torch.distributed.group.WORLD if group is None else group
     if is_fake(group):
         return None

@@ -1,10 +1,10 @@
 """PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
 
-`start_…` gives what `wait` makes into a result: what is computed in between overlaps with the communication. On the CPU
-`start_…` waits: functional collectives of gloo that are under way beside each other corrupt memory (torch 2.11, 2.13:
-three all-gathers, started and then waited for, end in SIGABRT or SIGSEGV after some thousands; one at a time does not).
-A compiler may part what starts one from what waits for it, and put another one between them: so there, on the CPU, both
-are in an operator of ours.
+`start_…` returns something that `wait` makes into a result: what is computed in between overlaps with the
+communication. On the CPU `start_…` waits: functional collectives of gloo that are under way at the same time corrupt
+memory (torch 2.11, 2.13: three all-gathers, started and then waited for, end in SIGABRT or SIGSEGV after some
+thousands; one at a time does not). A compiler may separate what starts a collective from what waits for it, and put
+another one between them. So there, on the CPU, both are in one operator of this package.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functional
 from mezzotint.comm.groups import group_by_name, world_size
 from mezzotint.kernels._lib import leaf, run_op
 
-# By the names of torch 2.13 where it has them, else by those of 2.11.
+# These are torch 2.13's names if it has them, else those of 2.11.
 _all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
@@ -34,7 +34,7 @@ def _group(group: Any) -> Any:
 
 
 def wait(started: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that was started."""
+    """Return the result of a collective that was started."""
     return started if started.is_cpu else functional.wait_tensor(started)
 
 
@@ -63,32 +63,32 @@ collective = leaf(
 
 
 def start_all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """(m, …) of each rank → (m · ranks, …), not waited for."""
+    """Start to gather (m, …) of each rank into (m · ranks, …); `wait` gives the result."""
     return _start("gather", x, group)
 
 
 def all_gather(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """(m, …) of each rank → (m · ranks, …)."""
+    """Gather (m, …) of each rank into (m · ranks, …)."""
     return x if world_size(group) == 1 else wait(start_all_gather(x, group))
 
 
 def start_all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over ranks, not waited for."""
+    """Start the sum over ranks; `wait` gives the result."""
     return _start("sum", x, group)
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over ranks."""
+    """Return the sum over ranks."""
     return x if world_size(group) == 1 else wait(start_all_reduce(x, group))
 
 
 def all_reduce_max(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest over ranks, element by element."""
+    """Return the largest values over ranks, element by element."""
     return x if world_size(group) == 1 else wait(_start("max", x, group))
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over ranks, (m, …), of which each gets its part, (m / ranks, …); not waited for."""
+    """Start the sum over ranks, (m, …), of which each rank gets its shard, (m / ranks, …); `wait` gives the result."""
     count = world_size(group)
     if x.shape[0] % count:
         raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
@@ -96,23 +96,27 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The same, waited for."""
+    """Return this rank's shard, (m / ranks, …), of the sum over ranks, (m, …)."""
     return x if world_size(group) == 1 else wait(start_reduce_scatter(x, group))
 
 
 def all_to_all(x: torch.Tensor, received: Any, sent: Any, group: Any) -> torch.Tensor:
-    """(sum of sent, …) → (sum of received, …): so many rows to, and from, each rank; None: as many to each."""
+    """Exchange rows between all ranks: (sum of sent, …) → (sum of received, …).
+
+    `sent` and `received` say how many rows go to, and come from, each rank; None means as many to each.
+    """
     received, sent = (None, None) if sent is None else (list(received), list(sent))
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), received, sent, _group(group)))
 
 
 def broadcast_(x: torch.Tensor, group: Any) -> None:
-    """In eager code: write into x what the first rank of the group has."""
+    """Write into x what the first rank of the group has. This works in eager code only."""
     torch.distributed.broadcast(x, group=group, group_src=0)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """In eager code: what each rank gives, anything that can be pickled. Ranks must trust each other."""
+    """Return what each rank gives, which is anything that can be pickled, so ranks must trust each other. Eager code
+    only."""
     found: list[Any] = [None] * world_size(group)
     torch.distributed.all_gather_object(found, value, group)
     return found

@@ -1,7 +1,7 @@
-"""Gradients that each process has a part of: of parameters that all processes hold whole, and use on some tokens.
+"""Gradients that must be summed over ranks: those of parameters that all ranks hold whole, and use on some tokens each.
 
-Plain parameters are summed by hand, after backward (`reduce_gradients`). Those that are DTensors are summed in backward
-(`local_shard`): as a DTensor that is the same everywhere, a gradient must be so, too.
+Gradients of plain parameters are summed by hand, after backward (`reduce_gradients`). Those of DTensors are summed in
+backward (`local_shard`): the gradient of a replicated DTensor must be the same on all ranks.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from mezzotint.comm.groups import world_size
 
 
 def local_shard(parameter: Any, sums_over: Any = None) -> torch.Tensor:
-    """This rank's shard of a DTensor; its gradient is the sum over a group where one is given."""
+    """Return this rank's shard of a DTensor. If a group is given as `sums_over`, its gradient is summed over that."""
     part = parameter.to_local()
     return part if sums_over is None else _SummedGradient.apply(part, sums_over)
 
 
 class _SummedGradient(torch.autograd.Function):
-    """The identity; its gradient is summed over the processes of a group."""
+    """This function is the identity; its gradient is summed over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -34,9 +34,11 @@ class _SummedGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def reduce_gradients(model: nn.Module, group: Any) -> None:
-    """Sum over the group, in place, the gradients (`main_grad` where there is one) of parameters whose attribute
-    `sequence_parallel` is true: norms and row-parallel biases in sequence parallelism. After backward, before the step;
-    one collective for each dtype."""
+    """Sum over the group, in place, the gradients of parameters whose attribute `sequence_parallel` is true.
+
+    These are norms and row-parallel biases in sequence parallelism. A parameter's `main_grad` is summed if it has one.
+    Call this after backward and before the optimizer's step; it takes one collective for each dtype.
+    """
     if world_size(group) == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What is asked of a process group: how many there are, which one this is."""
+"""Process groups: these functions say how many ranks a group has, which one this is, and what its share is."""
 
 from typing import Any
 
@@ -7,45 +7,46 @@ import torch.distributed
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is in use."""
+    """Return whether torch.distributed is in use."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def world_size(group: Any) -> int:
-    """Processes of the group; 1 where torch.distributed is not in use. None is the default group."""
+    """Return how many ranks the group has; 1 if torch.distributed is not in use. None is the default group."""
     return torch.distributed.get_world_size(group) if is_initialized() else 1
 
 
 def rank_in(group: Any) -> int:
-    """The number of this process in the group; 0 where torch.distributed is not in use. None is the default group."""
+    """Return this process's rank in the group; 0 if torch.distributed is not in use. None is the default group."""
     return torch.distributed.get_rank(group) if is_initialized() else 0
 
 
 def device_of(group: Any) -> torch.device:
-    """Where the group takes tensors from; the CPU where that is one of several."""
+    """Return the device whose tensors the group takes; the CPU if it is one of several."""
     kinds = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def group_by_name(name: str) -> Any:
-    """The group that an operator in a graph is given by its name."""
+    """Return the group that an operator in a graph is given by its name."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def part_of(name: str, size: int, count: int) -> int:
-    """This process's part of a dimension that `count` processes share evenly."""
+    """Return this rank's share of a dimension that `count` ranks share evenly; raise ValueError if they cannot."""
     if size % count:
         raise ValueError(f"{name} is {size}: it must be divisible by the {count} processes of the group")
     return size // count
 
 
 def local_size(name: str, size: int, group: Any) -> int:
-    """The same, of the processes of a group."""
+    """Return this rank's share of a dimension that the ranks of a group share evenly; raise ValueError if they
+    cannot."""
     return part_of(name, size, world_size(group))
 
 
 def resolve_size(tp_group: Any, tp_size: int) -> int:
-    """Processes that share a weight: those of the group, or as many as a group that is set later will have."""
+    """Return how many ranks share a weight: those of the group, or as many as a group that is set later will have."""
     if not isinstance(tp_size, int) or tp_size < 1:
         raise ValueError(f"tp_size is {tp_size!r}: give the number of processes, 1 or more")
     if tp_group is None:
@@ -59,7 +60,7 @@ def resolve_size(tp_group: Any, tp_size: int) -> int:
 
 
 def check_group(tp_group: Any, tp_size: int) -> None:
-    """A group that a module gets later has as many processes as the module was made for."""
+    """Raise ValueError unless a group that a module gets later has as many ranks as the module was made for."""
     size = tp_size if tp_group is None else world_size(tp_group)
     if size != tp_size:
         raise ValueError(

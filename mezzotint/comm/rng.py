@@ -1,15 +1,15 @@
-"""CudaRNGStatesTracker: random numbers of several named generators, beside the default one.
+"""CudaRNGStatesTracker: it keeps several named random number generators beside the default one.
 
-Under tensor parallelism the processes of a group need the same numbers for what they all have, and others for what each
-has a part of:
+Under tensor parallelism the ranks of a group need the same numbers for what they all have, and different ones for what
+each has a shard of:
 
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", seed + 1 + tp_rank)
     with tracker.fork():                      # the default generator is that one here, and goes on from where it was
         y = dropout(x)
 
-Modules take a function that gives one, `get_rng_state_tracker`, and so does `checkpoint`. Forking reads and writes the
-state of a generator, which the compiler does not trace: it breaks the graph there.
+Modules take a function that returns one, `get_rng_state_tracker`, and so does `checkpoint`. Forking reads and writes
+the state of a generator, which the compiler does not trace: it breaks the graph there.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ import torch
 
 
 class CudaRNGStatesTracker:
-    """Named states of the default generator of a device: the current GPU where there is one, else the CPU."""
+    """A tracker holds named states of the default generator of a device: `device`, or the current GPU, or the CPU if
+    there is no GPU."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = None if device is None else torch.device(device)
@@ -32,17 +33,17 @@ class CudaRNGStatesTracker:
         self.states_, self.seeds_ = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Name → state, uint8 on the CPU: what `set_states` takes, and torch.save."""
+        """Return name → state, uint8 on the CPU, which `set_states` and `torch.save` take."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Go on from states that `get_states` gave."""
+        """Continue from states that `get_states` returned."""
         if not isinstance(states, dict) or not all(isinstance(state, torch.Tensor) for state in states.values()):
             raise TypeError("states: give what get_states gave, a dict of names and tensors")
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """A generator of its own for `name`, from `seed`. Neither may have been given before."""
+        """Add a generator called `name` with this seed; raise ValueError if the name or the seed was given before."""
         if seed in self.seeds_:
             raise ValueError(f"seed is {seed}, which another name has: two generators would give the same numbers")
         if name in self.states_:
@@ -56,7 +57,8 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Inside, random numbers are those of `name`; after, the default generator is where it was before."""
+        """Draw random numbers from the generator `name` inside; afterwards the default generator is where it was
+        before."""
         if name not in self.states_:
             raise ValueError(f"name is {name!r}, known are {sorted(self.states_)}: add(name, seed) first")
         generator = self._generator()

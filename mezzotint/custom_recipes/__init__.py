@@ -1,8 +1,9 @@
-"""Factories for `CustomRecipe`: a function of a role that gives its quantizer. Take one, or write one like it.
+"""Factories for `CustomRecipe`: a factory is a function that returns the quantizer of a role. Use one, or write your
+own.
 
     recipe = CustomRecipe(qfactory=mxfp8_factory)
 
-Each `<format>_factory` does what that format's own recipe does; the mixed ones use another format by role.
+Each `<format>_factory` does what that format's own recipe does; the mixed ones choose the format by role.
 """
 
 from mezzotint.custom_recipes.factories import (

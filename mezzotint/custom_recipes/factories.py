@@ -1,4 +1,5 @@
-"""role → quantizer, for `CustomRecipe`."""
+"""Factories of single formats, and simple mixtures: each function returns the quantizer of a role for
+`CustomRecipe`."""
 
 from typing import Any
 
@@ -23,52 +24,57 @@ from mezzotint.tensor.nvfp4 import NVFP4Quantizer
 
 
 def high_precision_factory(role: QuantizerRole) -> Any:
-    """Nothing is quantized."""
+    """Return a quantizer that leaves the tensor in high precision."""
     return IdentityQuantizer()
 
 
 def delayed_scaling_factory(role: QuantizerRole) -> DelayedScalingRequest:
-    """FP8 with a scale from past iterations, which the module keeps."""
+    """Return a request for FP8 with a scale from past iterations, which the module keeps."""
     return DelayedScalingRequest(amax_history_len=DelayedScaling().amax_history_len)
 
 
 def current_scaling_factory(role: QuantizerRole) -> Any:
-    """FP8 with one scale per tensor."""
+    """Return an FP8 quantizer with one scale per tensor."""
     return Float8CurrentScaling().quantizer(role)
 
 
 def float8_rowwise_factory(role: QuantizerRole) -> Any:
-    """FP8 with one scale per row."""
+    """Return an FP8 quantizer with one scale per row."""
     return Float8RowwiseScaling().quantizer(role)
 
 
 def float8_block_scaling_factory(role: QuantizerRole) -> Any:
-    """FP8 with one scale per block."""
+    """Return an FP8 quantizer with one scale per block."""
     return Float8BlockScaling().quantizer(role)
 
 
 def mxfp4_factory(role: QuantizerRole) -> Any:
-    """MXFP4 with its transform, stochastic rounding and 32x32 weights."""
+    """Return an MXFP4 quantizer, with the Hadamard transform, stochastic rounding and 32x32 weight tiles of its
+    recipe."""
     return MXFP4BlockScaling().quantizer(role)
 
 
 def mxfp6_factory(role: QuantizerRole) -> Any:
-    """MXFP6: E2M3 forward, E3M2 for gradients."""
+    """Return an MXFP6 quantizer: E2M3 forward, E3M2 for gradients."""
     return MXFP6BlockScaling().quantizer(role)
 
 
 def mxfp8_factory(role: QuantizerRole) -> Any:
-    """MXFP8."""
+    """Return an MXFP8 quantizer."""
     return MXFP8BlockScaling().quantizer(role)
 
 
 def nvfp4_factory(role: QuantizerRole) -> Any:
-    """NVFP4 with its transform, stochastic rounding and 16x16 weights."""
+    """Return an NVFP4 quantizer, with the Hadamard transform, stochastic rounding and 16x16 weight tiles of its
+    recipe."""
     return NVFP4BlockScaling().quantizer(role)
 
 
 def nvfp4_forward_mxfp8_backward_factory(role: QuantizerRole) -> Any:
-    """Forward multiplies NVFP4; both backward products multiply MXFP8: forward tensors hold one in each direction."""
+    """Return quantizers with which forward multiplies NVFP4 and both backward GEMMs multiply MXFP8.
+
+    Forward tensors hold NVFP4 row-wise and MXFP8 column-wise.
+    """
     if role.tensor_type in BACKWARD_TENSORS:
         return MXFP8Quantizer(DType.kFloat8E4M3)
     forward = NVFP4Quantizer(with_2d_quantization=role.tensor_type == "weight")
@@ -76,7 +82,7 @@ def nvfp4_forward_mxfp8_backward_factory(role: QuantizerRole) -> Any:
 
 
 def nvfp4_weight_mxfp8_factory(role: QuantizerRole) -> Any:
-    """Weights in NVFP4, everything else in MXFP8."""
+    """Return an NVFP4 quantizer for weights, and an MXFP8 one for everything else."""
     if role.tensor_type == "weight":
         return NVFP4Quantizer(with_2d_quantization=True)
     return MXFP8Quantizer(DType.kFloat8E4M3)

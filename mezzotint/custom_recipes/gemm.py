@@ -1,4 +1,4 @@
-"""What a user's quantizer with `custom = True` and a `qgemm` of its own is told."""
+"""The arguments of a user's own GEMM: a quantizer with `custom = True` gets these in its `qgemm`."""
 
 from mezzotint.functional.gemm import CustomGemmParams as MMParams
 from mezzotint.functional.gemm import GEMMType

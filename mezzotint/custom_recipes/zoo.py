@@ -1,9 +1,10 @@
-"""Factories for `CustomRecipe` that mix formats: more precision in one of the passes, by Transformer Engine's names.
+"""Factories for `CustomRecipe` that mix formats, to have more precision in one of the passes. They have Transformer
+Engine's names.
 
-A product reads one direction of each operand: forward the rows of input and weight; the input's gradient the columns of
-the weight and the rows of the gradient; the weight's gradient the columns of input and gradient. A `HybridQuantizer`
-holds another format in each direction; with `columnwise_source="rowwise_dequantized"` the column-wise copy is made of
-what forward has multiplied, so that backward is the derivative of that.
+A product reads one direction of each operand: forward reads the rows of input and weight; the input gradient the
+columns of the weight and the rows of the output gradient; the weight gradient the columns of input and output gradient.
+A `HybridQuantizer` holds another format in each direction. With `columnwise_source="rowwise_dequantized"` the
+column-wise copy is made from the values that forward has multiplied, so that backward is the derivative of that.
 
     factory                                            forward             backward
     high_precision_fwd_mxfp8_bwd_factory               as it is            MXFP8
@@ -30,24 +31,24 @@ _BACKWARD_OF_ATTENTION = ("do", "dp", "dqkv")
 
 
 def _tensor_of(role: QuantizerRole | None, module_types: tuple[str, ...] = _LINEAR) -> str:
-    """The tensor that a role is of, if it is one of these modules'; else an empty string."""
+    """Return the type of tensor that a role is of, or an empty string if it belongs to none of these modules."""
     return role.tensor_type if role is not None and role.module_type in module_types else ""
 
 
 def _plain_nvfp4(*, row_scaled: bool = False) -> NVFP4Quantizer:
-    """NVFP4 in blocks of 1x16, without transform and stochastic rounding."""
+    """Return an NVFP4 quantizer with blocks of 1x16, without transform and stochastic rounding."""
     return NVFP4Quantizer(row_scaled_nvfp4=row_scaled)
 
 
 def _of_forward(rowwise: Any, columnwise: Any) -> HybridQuantizer:
-    """Both formats, the column-wise copy made of the row-wise values."""
+    """Return a quantizer of both formats, whose column-wise copy is made from the row-wise values."""
     return HybridQuantizer(
         rowwise_quantizer=rowwise, columnwise_quantizer=columnwise, columnwise_source="rowwise_dequantized"
     )
 
 
 def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Forward multiplies what is not quantized, backward MXFP8."""
+    """Return quantizers with which forward multiplies unquantized tensors, and backward MXFP8."""
     role_or_any = role or QuantizerRole()
     if _tensor_of(role) == "grad_output":
         return mxfp8_factory(role_or_any)
@@ -55,7 +56,10 @@ def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Forward multiplies MXFP8, backward NVFP4: the weight's from the MXFP8 values, the input's from the input."""
+    """Return quantizers with which forward multiplies MXFP8, and backward NVFP4.
+
+    The NVFP4 weight is made from the MXFP8 values, the NVFP4 input from the original input.
+    """
     role_or_any = role or QuantizerRole()
     match _tensor_of(role):
         case "input":
@@ -70,7 +74,8 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Forward multiplies MXFP8, backward the same values without quantizing anything more."""
+    """Return quantizers with which forward multiplies MXFP8, and backward the same values without further
+    quantization."""
     match _tensor_of(role):
         case "input" | "weight":
             return _of_forward(mxfp8_factory(role or QuantizerRole()), IdentityQuantizer())
@@ -80,14 +85,18 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Any:
-    """NVFP4, whose weights have blocks of 1x16 in both directions, the second made of the first."""
+    """Return NVFP4 quantizers. Weights have blocks of 1x16 in both directions, the column-wise copy made from the
+    row-wise one."""
     if _tensor_of(role) == "weight":
         return _of_forward(_plain_nvfp4(), _plain_nvfp4())
     return nvfp4_factory(role or QuantizerRole())
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Experts (GroupedLinear): forward multiplies NVFP4, inputs with an amax per row; all else is MXFP8."""
+    """Return quantizers with which the forward of experts (GroupedLinear) multiplies NVFP4; all else is MXFP8.
+
+    Inputs have an amax per row.
+    """
     columnwise = mxfp8_factory(role or QuantizerRole())
     match _tensor_of(role, ("grouped_linear",)):
         case "input":
@@ -98,7 +107,10 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Forward multiplies NVFP4, inputs with an amax per row; backward the same values, nothing more quantized."""
+    """Return quantizers with which forward multiplies NVFP4, and backward the same values without further quantization.
+
+    Inputs have an amax per row.
+    """
     match _tensor_of(role):
         case "input":
             return _of_forward(_plain_nvfp4(row_scaled=True), IdentityQuantizer())
@@ -110,7 +122,10 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
 
 
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Any:
-    """NVFP4 for linears; for the tensors of attention FP8, with delayed scaling for the softmax and its gradient."""
+    """Return NVFP4 quantizers for linears, and FP8 ones for the tensors of attention.
+
+    The softmax and its gradient get a request for delayed scaling.
+    """
     tensor = _tensor_of(role, ("dpa",))
     if tensor in ("s", "dp"):
         return DelayedScalingRequest(Format.HYBRID, amax_history_len=1, amax_compute_algo="most_recent")

@@ -1,4 +1,5 @@
-"""What the compiler must know of us: quantizers that are constants in a graph, tensors without data, operators."""
+"""The compiler's view of this package: here it learns of quantizers that are constants in a graph, tensors without
+data, and operators."""
 
 from mezzotint.dynamo.decompositions import decompositions
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward

@@ -1,4 +1,5 @@
-"""A table that says what our operators are in PyTorch's own, for exported programs that others read, such as ONNX.
+"""Decompositions: a table says how to compute this package's operators with PyTorch's own, for exported programs that
+others read, such as ONNX.
 
     program = torch.export.export(model.eval(), inputs)
     program = program.run_decompositions(mezzotint.dynamo.decompositions())
@@ -18,11 +19,12 @@ from mezzotint.kernels._lib import composites, leaf_references
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Return a table for `ExportedProgram.run_decompositions`: an operator of ours → what it is in PyTorch's own.
+    """Return a table for `ExportedProgram.run_decompositions`: operator of this package → function in PyTorch's
+    operators.
 
-    Call it when the program is there: operators are defined as they are needed. A program of a model in high precision
-    keeps none of ours. What quantizes looks at values, as does a product of groups whose sizes are in a tensor: these
-    have no such form, and raise.
+    Call it after the program has been exported, because operators are defined as they are needed. A program of a model
+    in high precision keeps none of this package's operators. Quantization looks at values, and so does a product of
+    groups whose sizes are in a tensor: these have no such form, and raise ValueError.
     """
     references = leaf_references()
     return {**composites(), **{op: _without_writes(op, reference) for op, reference in references.items()}}

@@ -1,9 +1,10 @@
-"""The cores on prototypes: what forward gives and saves, and what backward gives, slot by slot, without data.
+"""Forward and backward on prototypes: these functions say, without data, what each returns and what forward saves.
 
     (y,), amaxes, saved = fake_linear_forward(args)      LinearFwdArgs with TensorProtos in the place of tensors
     (dx, dw, db), amaxes = fake_linear_backward(saved, dy)
 
-The real functions run, on fake tensors that the prototypes make: there is no second definition to drift from the first.
+A core is the pair of forward and backward functions of a module. The real functions run, on fake tensors that are made
+from the prototypes, so there is no second definition that could drift from the first.
 """
 
 import copy
@@ -24,7 +25,8 @@ __all__ = ["as_protos", "fake_backward", "fake_forward", "fake_linear_backward",
 
 
 def fake_forward(core: Core, args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """Arguments of a core with prototypes → outputs, extras and the arguments of its backward, of prototypes too."""
+    """Return outputs, extras and the arguments of backward, all as prototypes, of a core whose arguments have
+    prototypes."""
     with FakeTensorMode(), torch.no_grad():
         made_args = _as_tensors(args)
         y, made = core.forward(made_args)
@@ -33,8 +35,10 @@ def fake_forward(core: Core, args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...
 
 
 def fake_backward(core: Core, saved: Any, *grads: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `fake_forward` saved, and prototypes of the outputs' gradients → gradients in the order of `core.diff`, and
-    amaxes."""
+    """Return prototypes of the gradients, in the order of `core.diff`, and of the amaxes.
+
+    `saved` is what `fake_forward` returned last; `grads` are prototypes of the outputs' gradients.
+    """
     with FakeTensorMode(), torch.no_grad():
         return as_protos(core.backward(_as_tensors(saved), *_as_tensors(grads)))
 
@@ -44,7 +48,7 @@ fake_linear_backward = partial(fake_backward, LINEAR)
 
 
 def as_protos(value: Any) -> Any:
-    """The same with a prototype in the place of each tensor and storage: of arguments, tuples, or a tensor alone."""
+    """Return `value` (arguments, tuples or one tensor) with a prototype in the place of each tensor and storage."""
     return _mapped(value, (torch.Tensor, QuantizedTensorStorage), to_tensor_proto)
 
 
@@ -53,12 +57,12 @@ def _as_tensors(value: Any) -> Any:
 
 
 def _mapped(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy in which each `kind` is changed, in tuples and in the fields of argument objects."""
+    """Return a copy in which each `kind` is changed, in tuples and in the fields of argument objects."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, tuple):
         return tuple([_mapped(item, kind, change) for item in value])
-    # Frozen ones hold plain values: quantizers, numerics, how processes share a weight.
+    # Frozen dataclasses hold plain values: quantizers, numerics, how ranks share a weight.
     if not is_dataclass(value) or isinstance(value, type) or type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return value
     made = copy.copy(value)

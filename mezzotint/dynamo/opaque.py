@@ -1,4 +1,4 @@
-"""Registering quantizers as value-opaque types, so that a custom op may take one and a graph bakes it in."""
+"""Registration of quantizers as value-opaque types, so that a custom op may take one and a graph bakes it in."""
 
 import inspect
 from types import FunctionType
@@ -11,8 +11,8 @@ from mezzotint.tensor.quantizer import Quantizer, value_classes
 
 _BUILT_IN = value_classes()
 
-# Methods of ours that take or give tensors: the compiler traces into them. All others are questions, whose answer is a
-# constant to it where what they are asked with is one.
+# The compiler traces into these methods, which take or return tensors. All other methods are queries: called with
+# constants, they return what is a constant to the compiler.
 _TRACED = frozenset(
     {
         "quantize",
@@ -32,18 +32,18 @@ _QUESTIONS = frozenset(name for cls in _BUILT_IN for name in dir(cls)) - _TRACED
 
 
 def is_traced(cls: type, name: str) -> bool:
-    """Whether the compiler traces into this method of a quantizer class, whatever it is called with: one of those above
-    or, of a user's class, one that ours do not have."""
+    """Return whether the compiler traces into this method of a quantizer class, whatever it is called with: one of
+    those above or, in a user's class, one that this package's classes do not have."""
     method = inspect.getattr_static(cls, name, None)
     return isinstance(method, FunctionType) and name not in _QUESTIONS
 
 
 def register_value_opaque_quantizer(cls: type) -> type:
-    """Make a quantizer class one of values; usable as a decorator. Two instances are then equal where all attributes
-    are, and a graph bakes one in. Attributes must be plain: ints, bools, floats, strings, enums, quantizers that are
-    values.
+    """Make the instances of a quantizer class values, and return the class; this can be used as a decorator.
 
-    On a PyTorch without the API the class has its value semantics in eager code.
+    Two instances are then equal if all attributes are, and a graph bakes one in. Attributes must be plain: ints, bools,
+    floats, strings, enums, or quantizers that are values. On a PyTorch without the API for opaque types, the class is
+    one of values in eager code alone.
     """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
         raise TypeError(f"cls is {cls!r}: give a subclass of Quantizer")
@@ -54,7 +54,7 @@ def register_value_opaque_quantizer(cls: type) -> type:
 
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
-    """Whether the compiler takes `quantizer` as a constant."""
+    """Return whether the compiler takes `quantizer` as a constant."""
     return isinstance(quantizer, Quantizer) and quantizer._is_constant()
 
 

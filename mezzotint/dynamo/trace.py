@@ -1,12 +1,13 @@
-"""Gaps in how Dynamo traces value-opaque objects, closed for quantizers and recipes (seen in torch 2.11 to 2.15).
+"""Fixes for how Dynamo traces value-opaque objects: this module closes gaps for quantizers and recipes (seen in torch
+2.11 to 2.15).
 
 - `q(x)` dies in an internal assertion, because the variable of an opaque object forgets the source of its class.
 - A method of an opaque object that was made inside the graph becomes a graph node instead of being traced, which fails
-  for a method that gives a quantized tensor.
-- A method that is no traced one is run while tracing, which fails where it is called with a symbolic size or a tensor.
-  In these three cases the method is there, in plain Python: we have Dynamo inline it.
-- The quantizer of a tensor that was made inside the graph is nothing that Dynamo knows.
-- 2.11 cannot give back an object, like a storage, that holds an opaque one which was made inside the graph.
+  for a method that returns a quantized tensor.
+- A method that is not to be traced is run while tracing, which fails if it is called with a symbolic size or a tensor.
+  In these three cases the method exists in plain Python: Dynamo is made to inline it.
+- Dynamo knows nothing of the quantizer of a tensor that was made inside the graph.
+- torch 2.11 cannot return an object, like a storage, that holds an opaque one which was made inside the graph.
 - The graph holds the very object that it was traced with, and its guard compares with that by identity first: after an
   assignment to the object the graph would run, with the old value or the new one. Both get a snapshot instead.
 - An assignment inside the graph is done while tracing, and never again. One to an object from outside is refused.
@@ -32,7 +33,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 _OBJECTS, _TENSORS, _GUARDS = (
     f"torch._dynamo.{name}" for name in ("variables.script_object", "variables.tensor", "guards")
 )
-# As torch 2.15 calls them, and as those before it do.
+# These are the names in torch 2.15, and the ones before it.
 _VARIABLES = ("CustomClassObjectVariable", "TorchScriptObjectVariable")
 _GETATTRS = ("tp_getattro_impl", "var_getattr")
 _PATCHED = ("call_function", "call_method", "reconstruct", "as_proxy", "as_python_constant")
@@ -45,8 +46,11 @@ _OTHERS = {
 
 
 def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
-    """Have Dynamo trace methods of quantizers wherever the quantizer comes from: those of a class that `is_traced`
-    says, and all others where they are called with what is no constant. And have it see assignments to quantizers."""
+    """Have Dynamo trace methods of quantizers wherever the quantizer comes from, and notice assignments to quantizers.
+
+    Methods for which `is_traced` is true are always traced, all others if they are called with something that is no
+    constant.
+    """
 
     def close(module: ModuleType) -> None:
         for name in _VARIABLES:
@@ -60,7 +64,7 @@ def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return what an opaque object's variable stands for: not as_python_constant(), which raises for those that are no
+    """Return what an opaque object's variable stands for. `as_python_constant()` would raise for those that are no
     values."""
     return getattr(variable.value, "real_obj", variable.value)
 
@@ -71,7 +75,7 @@ def _quantizer_of(variable: Any) -> Quantizer | None:
 
 
 def _is_assignable_value(value: Any) -> bool:
-    """Return whether this is compared by what it holds, and that can be assigned."""
+    """Return whether the object is compared by its attributes, and these can be assigned."""
     return isinstance(value, Recipe) or (isinstance(value, Quantizer) and value._is_value())
 
 
@@ -118,12 +122,12 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
                 return LambdaVariable(lambda *args, **kwargs: inline(self, name, tx, args, kwargs))
             return LambdaVariable(lambda *args, **kwargs: ask(self, name, tx, args, kwargs))
         if quantizer._is_value() and isinstance(getattr(quantizer, name, object), _PLAIN):
-            return VariableTracker.build(tx, getattr(quantizer, name))  # guarded with the quantizer as a whole
+            return VariableTracker.build(tx, getattr(quantizer, name))  # the guard is on the whole quantizer
         return var_getattr(self, tx, name)
 
     def ask(self: Any, name: str, tx: Any, args: Any, kwargs: Any) -> Any:
         quantizer = _quantizer_of(self)
-        is_value = quantizer is not None and quantizer._is_value()  # else its answers may hold tensors
+        is_value = quantizer is not None and quantizer._is_value()  # otherwise its answers may hold tensors
         if is_value and all(arg.is_python_constant() for arg in (*args, *kwargs.values())):
             return self.call_method(tx, name, args, kwargs)
         return inline(self, name, tx, args, kwargs)
@@ -151,7 +155,7 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
         value, proxy = _value_of(self), as_proxy(self)
         if not isinstance(proxy, Quantizer | GraphConstant) or not _is_assignable_value(value):
             return proxy
-        return value._snapshot()  # of the one that assignments are done to, in torch 2.11 not that of the proxy
+        return value._snapshot()  # assignments are done to this object, in torch 2.11 not to the proxy's
 
     def traced_reconstruct(self: Any, codegen: Any) -> None:
         try:
@@ -169,8 +173,8 @@ def _close_gaps(variable: Any, is_traced: Callable[[type, str], bool]) -> None:
 
 
 def _know_quantizers(module: ModuleType) -> None:
-    """Have a tensor made inside the graph tell its quantizer. Dynamo asks a tensor's variable for `method_attr_<name>`
-    (torch 2.11, 2.13)."""
+    """Have a tensor that is made inside the graph know its quantizer. Dynamo asks a tensor's variable for
+    `method_attr_<name>` (torch 2.11, 2.13)."""
 
     def method_attr__quantizer(self: Any, tx: Any) -> Any:
         from torch._dynamo.variables.base import VariableTracker
@@ -185,7 +189,7 @@ def _know_quantizers(module: ModuleType) -> None:
 
 
 def _compare_with_snapshots(module: ModuleType) -> None:
-    """Have the guard on a quantizer or a recipe compare with what it was. Dynamo does so for lists and sets (torch
+    """Have the guard on a quantizer or a recipe compare with a snapshot of it, as Dynamo does for lists and sets (torch
     2.11, 2.13)."""
     builder: Any = getattr(module, "GuardBuilder", None)
     equals_match = getattr(builder, "EQUALS_MATCH", None)

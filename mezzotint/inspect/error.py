@@ -1,4 +1,4 @@
-"""quantization_error: what one tensor loses when it is quantized, looked at by hand."""
+"""quantization_error: this function says what one tensor loses when it is quantized."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from mezzotint.tensor.quantizer import Quantizer
 
 
 class QuantizationError:
-    """The figures of a tensor against its quantized copy (`inspect/figures.py` says how each is defined).
+    """A `QuantizationError` has the figures of a tensor against its quantized copy (`inspect/figures.py` defines each).
 
     `error.snr_db`, `error.underflow`, … are read as attributes; `exponents` is e → (elements of x, of the copy) with
-    2^e ≤ |·| < 2^(e+1), `map` 16 rows of 16 cells, each with the same figures. `table` is what was gathered on the
-    device: nothing waits for it until a figure is read.
+    2^e ≤ |·| < 2^(e+1), and `map` is 16 rows of 16 cells, each with the same figures. `table` is what was gathered on
+    the device: nothing waits for it until a figure is read.
     """
 
     def __init__(self, table: torch.Tensor, shape: tuple[int, ...], title: str) -> None:
@@ -27,7 +27,7 @@ class QuantizationError:
 
     @property
     def figures(self) -> Figures:
-        """All of the tensor at once."""
+        """Return the figures of the whole tensor."""
         return figures_of(run_op(statistics_whole, self.table))
 
     @property
@@ -59,9 +59,9 @@ class QuantizationError:
         return "\n".join([*lines, f"  not finite        {', '.join(odd) or 'none'}"])
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the exponents of x and of its copy, and the noise over the tensor; give the figure of matplotlib.
+        """Draw the exponents of x and of its copy, and the noise over the tensor; return the matplotlib figure.
 
-        `axes`: two of your own to draw on.
+        `axes` may be two axes of your own to draw on.
         """
         return draw_error(self, axes)
 
@@ -69,12 +69,13 @@ class QuantizationError:
 def quantization_error(
     x: torch.Tensor, quantizer: "Quantizer | Recipe | str", role: str = "input"
 ) -> QuantizationError:
-    """Quantize `x` and say what was lost.
+    """Quantize `x` and return what was lost.
 
         print(mz.quantization_error(x, "mxfp8"))
 
-    `quantizer` is one, or a recipe or its name, which is asked for its quantizer of a linear's `role`: "input",
-    "weight" or "grad_output". Delayed scaling has its scales from earlier tensors: give a quantizer with one.
+    `quantizer` is a quantizer, or a recipe or its name, which is asked for its quantizer of a linear's `role`: "input",
+    "weight" or "grad_output". Delayed scaling takes its scales from earlier tensors: give a quantizer with a scale
+    instead.
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__

@@ -1,13 +1,13 @@
-"""Figures: what quantization did to a tensor, as numbers that a person reads.
+"""Figures: these are numbers for people to read, which say what quantization did to a tensor.
 
 They follow from a table of sums and maxima that was gathered on the device (`kernels/statistics.py`, where each sum is
-defined). With n elements, of which x̂ is what the quantized copy of x stands for:
+defined). There are n elements x, and x̂ is what the quantized copy of x stands for:
 
     amax                 max |x|, NaN left out
-    smallest_scale, largest_scale    of what the codes of elements are multiplied with
+    smallest_scale, largest_scale    of the factors that the codes of elements are multiplied with
     underflow            share of the n elements that are finite, not 0, and became 0
     saturated            share that lay more than half a step beyond the largest value under their scale
-    snr_db               10 · log10(Σ x² / Σ (x - x̂)²), infinite where nothing was lost
+    snr_db               10 · log10(Σ x² / Σ (x - x̂)²), infinite if nothing was lost
     mse                  Σ (x - x̂)² / number of elements that are compared: x and x̂ are finite
     relative_error       max |x - x̂| / |x| where x is not 0
     nan, posinf, neginf  how many there are in x
@@ -24,16 +24,17 @@ import torch
 from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS
 
 _ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
-FIRST_EXPONENT = -127  # of bin 0, which holds all that is below 2^-126
+FIRST_EXPONENT = -127  # the exponent of bin 0, which holds all that is below 2^-126
 
-# The figures that are shares, sizes and ratios, and those that are counts.
+# These are the figures that are shares, sizes and ratios, and then those that are counts.
 MEASURED = (*("amax", "smallest_scale", "largest_scale", "underflow", "saturated", "snr_db", "mse", "relative_error"),)
 COUNTED = ("nan", "posinf", "neginf", "hidden", "broken")
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one tensor, or of one cell of its map; None where there was nothing to take a figure of."""
+    """A `Figures` has the figures of one tensor, or of one cell of its map; a figure is None if there was nothing to
+    measure."""
 
     count: int
     amax: float | None
@@ -52,7 +53,7 @@ class Figures:
 
     @property
     def nonfinite(self) -> int:
-        """How many elements are NaN or an infinity."""
+        """Return how many elements are NaN or infinite."""
         return self.nan + self.posinf + self.neginf
 
 
@@ -84,15 +85,15 @@ def figures_of(whole: torch.Tensor) -> Figures:
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    """Return 10 · log10(signal / noise): infinite without noise, None where there is no signal."""
+    """Return 10 · log10(signal / noise), which is infinite without noise, or None without signal."""
     if signal == 0:
         return None
     return math.inf if noise == 0 else 10 * (math.log10(signal) - math.log10(noise))
 
 
 def exponents_of(table: torch.Tensor) -> dict[int, tuple[int, int]]:
-    """Return e → how many elements of x, and of x̂, have 2^e ≤ |·| < 2^(e+1), from the first such e to the last; under
-    -127, all that is smaller."""
+    """Return e → how many elements of x, and of x̂, have 2^e ≤ |·| < 2^(e+1), from the first such e to the last. The
+    exponent -127 counts all that is smaller."""
     before, after = table[_ROW["exponents"]].tolist(), table[_ROW["quantized"]].tolist()
     used = [b for b in range(len(before)) if before[b] or after[b]]
     bins = range(used[0], used[-1] + 1) if used else range(0)
@@ -106,7 +107,7 @@ def map_of(table: torch.Tensor) -> list[list[Figures]]:
 
 
 def as_plain(figures: Figures) -> dict[str, Any]:
-    """Return the figures by name as JSON has them: what is not finite is None there."""
+    """Return the figures by name as JSON has them: a number that is not finite becomes None."""
     made: dict[str, Any] = {"count": figures.count}
     for name in (*MEASURED, *COUNTED):
         value = getattr(figures, name)

@@ -1,4 +1,4 @@
-"""Coarse maps of tensors as a file holds them: whole numbers of 16 bits in base64.
+"""Coarse maps of tensors in a file: this module packs them as 16-bit integers in base64.
 
 A map has 256 cells, and an inspected step has a map of several figures for each tensor. Text of rounded numbers would
 take longer to write than the step that is inspected.
@@ -12,7 +12,7 @@ import torch
 from mezzotint.kernels.statistics import MAXIMA, SUMS
 
 _ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
-# Figure → how many units make up 1: tenths of a decibel, ten-thousandths of all elements of a cell.
+# This maps a figure to how many units make up 1: tenths of a decibel, ten-thousandths of all elements of a cell.
 UNITS = {"snr_db": 10, "underflow": 10_000, "saturated": 10_000}
 _NONE = -(1 << 15)  # a cell without this figure
 
@@ -33,7 +33,7 @@ def _pack(values: np.ndarray) -> str:
 
 
 def unpack_map(packed: dict[str, str]) -> dict[str, list[float | None]]:
-    """Return the figures that `pack_map` has packed; None where a cell has none."""
+    """Return the figures that `pack_map` has packed; None for a cell without the figure."""
     return {name: _unpack(text, UNITS[name]) for name, text in packed.items()}
 
 

@@ -1,7 +1,7 @@
-"""The page of an inspected run: one HTML file that needs nothing else, no server and no network.
+"""The page of an inspected run: it is one HTML file that needs nothing else, no server and no network.
 
-It holds the figures of every tensor at every inspected step, as FP32 in base64, and the details of the last step. Runs
-of more steps than `COLUMNS` are put together: a column is then several steps, and shows the worst of them.
+It holds the figures of every tensor at every inspected step, as FP32 in base64, and the details of the last step. If a
+run has more steps than `COLUMNS`, a column stands for several steps, and shows the worst of them.
 """
 
 import base64
@@ -18,7 +18,7 @@ from mezzotint.inspect.store import FIGURES, read_details, read_records
 TEMPLATE = Path(__file__).with_name("page.html")
 COLUMNS = 512
 
-# Figure → how several steps become one, the worst of them; NaN is no figure.
+# This maps a figure to how several steps become one: by the worst of them, where NaN means no figure.
 WORST: dict[str, Any] = {
     "snr_db": np.fmin,
     "underflow": np.fmax,
@@ -41,7 +41,7 @@ def write_page(folder: Path, page: Path, title: str) -> int:
     return len(steps)
 
 
-Rows = tuple["array[int]", "array[float]"]  # numbers of tensors; of each, the figures in the order of `WORST`
+Rows = tuple["array[int]", "array[float]"]  # indices of tensors; for each, the figures in the order of `WORST`
 
 
 def gather_figures(records: Iterable[dict[str, Any]]) -> tuple[dict[str, tuple[str, str]], dict[int, Rows]]:
@@ -70,7 +70,7 @@ def page_data(
         part = np.full((len(grouped), len(tensors), len(WORST)), np.nan)
         for i, step in enumerate(grouped):
             places, values = steps[step]
-            part[i, np.array(places)] = np.array(values).reshape(-1, len(WORST))  # of one that is there twice, the last
+            part[i, np.array(places)] = np.array(values).reshape(-1, len(WORST))  # the last one of duplicates counts
         for row, worst in enumerate(WORST.values()):
             whole[row, :, column] = worst.reduce(part[:, :, row], axis=0)
     packed = {
@@ -94,7 +94,7 @@ def in_columns(steps: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _figure(record: dict[str, Any], figure: str) -> float:
-    """A figure of a record; NaN where there is none."""
+    """Return a figure of a record, or NaN if it has none."""
     if figure == "nonfinite":
         return float(sum(record.get(name) or 0 for name in ("nan", "posinf", "neginf")))
     value = record.get(figure)

@@ -1,4 +1,4 @@
-"""The picture of a quantization error. matplotlib is imported when one is drawn."""
+"""The picture of a quantization error; matplotlib is imported when one is drawn."""
 
 import importlib
 import math
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def draw_error(error: Any, axes: Any = None) -> Any:
-    """Draw exponents and map of a `QuantizationError`; give the figure."""
+    """Draw exponents and map of a `QuantizationError`; return the figure."""
     if axes is None:
         try:
             pyplot = importlib.import_module("matplotlib.pyplot")
@@ -30,5 +30,5 @@ def draw_error(error: Any, axes: Any = None) -> Any:
 
 
 def _height(value: float | None) -> float:
-    """What is not there, and what has no noise, has no colour."""
+    """Return the value, or NaN, which has no colour, for a cell without a value or without noise."""
     return math.nan if value is None or math.isinf(value) else value

@@ -1,4 +1,5 @@
-"""Tables of many tensors, read at once: reduced over ranks, copied to the host, and turned into records.
+"""The reading of many tensors' tables at once: they are reduced over ranks, copied to the host, and turned into
+records.
 
 The copy is the one place where an inspector waits for the device.
 """
@@ -22,7 +23,8 @@ _ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
-    """What was seen of one tensor in one step: its figures, its table (16, 256), and its figures in other formats."""
+    """A `SeenTensor` has what was seen of one tensor in one step: its figures, its table (16, 256), and its figures in
+    other formats."""
 
     name: str
     module: str
@@ -32,13 +34,13 @@ class SeenTensor:
     what_if: dict[str, Figures]
 
     def as_record(self, step: int, stats: Sequence[str]) -> dict[str, Any]:
-        """A line of the file of figures, with these of them."""
+        """Return a line of the file of figures, with those that `stats` names."""
         plain = as_plain(self.figures)
         kept = {name: plain[name] for name in plain if name in stats}
         return {"step": step, "tensor": self.name, "module": self.module, "role": self.role, **kept}
 
     def details(self, stats: Sequence[str]) -> dict[str, Any]:
-        """Return histogram, map and other formats, as the file of details has them."""
+        """Return histogram, map and figures in other formats, as the file of details has them."""
         made: dict[str, Any] = {"figures": as_plain(self.figures)}
         if "exponents" in stats:
             made["exponents"] = [[e, *counts] for e, counts in exponents_of(self.table).items()]
@@ -52,8 +54,10 @@ class SeenTensor:
 def read_probes(
     names: Sequence[tuple[str, str, str]], probes: Sequence[Probe], trials: Sequence[tuple[str, ...]], group: Any
 ) -> list[SeenTensor]:
-    """Return what was seen of each tensor (name, module, role), over all ranks of the group; those of which nothing
-    was, are left out. `trials`: the names of other formats of each."""
+    """Return what was seen of each tensor (name, module, role), over all ranks of the group.
+
+    Tensors of which nothing was seen are left out. `trials` has the names of each tensor's other formats.
+    """
     if not probes:
         return []
     tables = _reduced(torch.stack([probe.table for probe in probes if probe.table is not None]), group).cpu()
@@ -69,7 +73,7 @@ def read_probes(
 
 
 def _reduced(tables: torch.Tensor, group: Any) -> torch.Tensor:
-    """(n, 16, …) over the ranks of a group: sums of the sums, the largest of the maxima."""
+    """Reduce tables (n, 16, …) over the ranks of a group: add the sums, and take the largest of the maxima."""
     if world_size(group) == 1:
         return tables
     sums, maxima = all_reduce(tables[:, :_COUNT], group), all_reduce_max(tables[:, _COUNT:], group)

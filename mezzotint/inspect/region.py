@@ -1,8 +1,8 @@
-"""inspect: the region around a training step that looks at what its modules quantize.
+"""inspect: this region around a training step looks at what its modules quantize.
 
 On an inspected step each module of the model has probes (`functional/observation.py`), which make its configuration
-another value: in a graph, the one guard that is there already chooses a second graph, in which what was quantized is
-compared with what it was. On all other steps a module is what it is without an inspector.
+another value. In compiled code the guard that exists already then chooses a second graph, in which each tensor is
+compared with its quantized copy. On all other steps a module is what it is without an inspector.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,20 +29,21 @@ STATS = ("count", *MEASURED, *COUNTED, "exponents", "map")
 
 
 class inspect:
-    """A region around each training step, forward and backward; every so many steps it says what quantization did.
+    """This region goes around each training step, forward and backward; every so many steps it says what quantization
+    did.
 
         inspector = mz.inspect(model, every=50, out="runs/x/inspect")
         for batch in batches:
             with inspector:
                 train_step(batch)
 
-    `tensors` is a pattern, or several, for names such as "layers.3.mlp.fc1.weight": path of the module, the linear in
-    it where it has several, and "input", "weight" or "grad_output". `stats` are the figures that are written
+    `tensors` is a pattern, or several, for names such as "layers.3.mlp.fc1.weight": the path of the module, the linear
+    in it if it has several, and "input", "weight" or "grad_output". `stats` are the figures that are written
     (`mezzotint.inspect.figures` defines them), "exponents" for histograms, "map" for a coarse map of each tensor.
-    `what_if` tries every tensor in the formats of all recipes, too. `tensorboard` writes scalars. `check_finite` raises
-    FloatingPointError at the end of an inspected step in which a tensor had NaN or an infinity. `group`: processes
-    over which figures are taken, all of them by default; they hold the same modules. Without `out` nothing is written;
-    `last` has what was seen in the last inspected step.
+    `what_if` also tries every tensor in the formats of all recipes. `tensorboard` writes scalars. `check_finite` raises
+    FloatingPointError at the end of an inspected step in which a tensor had NaN or an infinity. `group` has the ranks
+    over which figures are taken, by default all; they hold the same modules. `step` is the number of the first step.
+    Without `out` nothing is written; `last` has what was seen in the last inspected step.
 
     A weight that is kept quantized has no original to compare with, and is left out.
     """
@@ -79,7 +80,7 @@ class inspect:
 
     @property
     def is_inspected(self) -> bool:
-        """Whether the current step, or the next one, is looked at."""
+        """Return whether the current step, or the next one if none has begun, is inspected."""
         return self.step % self.every == 0
 
     def __enter__(self) -> "inspect":
@@ -101,7 +102,7 @@ class inspect:
             self.step += 1
 
     def _watch(self) -> None:
-        """Give each module its probes, in which nothing was seen yet. They are made once: graphs hold on to them."""
+        """Give each module its probes, emptied. They are made once, because graphs hold on to them."""
         for each in self._watched:
             if each.probe is None:
                 each.probe = _make_probe(each, self.what_if)
@@ -115,7 +116,8 @@ class inspect:
             module._probes = tuple([Probes(*[found.get((gemm, role)) for role in WATCHED_ROLES]) for gemm in gemms])
 
     def _read(self) -> None:
-        """Take what was seen, write it, and raise where it must not be."""
+        """Take what was seen, write it, and raise FloatingPointError if `check_finite` is set and a value is not
+        finite."""
         names = [(each.name, each.name.removesuffix(f".{each.role}"), each.role) for each in self._watched]
         trials = [trials_of(each.role)[0] if self.what_if else () for each in self._watched]
         self.last = read_probes(names, self._probes, trials, self.group)
@@ -134,7 +136,7 @@ class inspect:
 
 
 def check_finite(seen: Sequence[SeenTensor], step: int) -> None:
-    """Raise FloatingPointError where a tensor has NaN or an infinity, or got one by its quantization."""
+    """Raise FloatingPointError if a tensor has NaN or an infinity, or got one when it was quantized."""
     odd = [each for each in seen if each.figures.nonfinite or each.figures.broken]
     if not odd:
         return
@@ -150,7 +152,7 @@ def _told(seen: SeenTensor) -> str:
 
 @dataclass(slots=True)
 class _Watched:
-    """One tensor: the role that it has in one of a layer's GEMMs."""
+    """A `_Watched` is one tensor: the role that it has in one of a layer's GEMMs."""
 
     name: str
     layer: Layer
@@ -160,7 +162,7 @@ class _Watched:
 
 
 def _find_watched(model: nn.Module, patterns: Sequence[str]) -> list[_Watched]:
-    """Return the tensors whose names match one of the patterns."""
+    """Return the tensors whose names match one of the patterns; raise ValueError if a pattern matches none."""
     tensors = list(_name_tensors(model))
     for pattern in patterns:
         if not any(fnmatchcase(each.name, pattern) for each in tensors):

@@ -1,10 +1,10 @@
-"""The files of an inspected run.
+"""The files of an inspected run: this module writes and reads them.
 
     <out>/figures.jsonl   a line for each tensor of each inspected step: step, tensor, module, role, figures
           details.json    of the last inspected step: histograms, maps, other formats
-          tensorboard/    the same figures as scalars, where they are asked for
+          tensorboard/    the same figures as scalars, if they are asked for
 
-A run that is resumed writes lines of steps again that it had written: the last one counts.
+A run that is resumed writes again lines of steps that it had written: the last one counts.
 """
 
 import importlib
@@ -22,7 +22,7 @@ FIGURES, DETAILS, SCALARS = "figures.jsonl", "details.json", "tensorboard"
 
 
 class Store:
-    """Writes what was seen into a folder."""
+    """A `Store` writes what was seen into a folder."""
 
     def __init__(self, folder: Path, stats: Sequence[str], has_scalars: bool) -> None:
         self.folder, self.stats = folder, tuple(stats)
@@ -38,7 +38,7 @@ class Store:
             self.scalars = writer(str(folder / SCALARS))
 
     def write(self, step: int, seen: Sequence[SeenTensor]) -> None:
-        """Add a step."""
+        """Append a step to the figures, and replace the details by its own."""
         records = [each.as_record(step, self.stats) for each in seen]
         with (self.folder / FIGURES).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

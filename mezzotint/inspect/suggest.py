@@ -1,12 +1,12 @@
-"""suggest_rules: which linears of an inspected run to keep in higher precision.
+"""suggest_rules: this function says which linears of an inspected run to keep in higher precision.
 
-What is optimised. The noise of a linear is the sum over its input, weight and output gradient of Σ (x - x̂)² / Σ x², the
-mean of the inspected steps; in another recipe it is that of the last inspected step (`what_if`), and in high precision
-0. The time of a linear is that of its three products, 2 · tokens · in · out operations each, of which FP8 and FP6 have
-two and FP4 four in the time of one of BF16; what it takes to quantize is left out. Of all moves of a linear to a recipe
-with less noise, the one that takes away the most noise for each second more is made first, as long as a move is asked
-for and the budget pays for it. A linear asks for one while one of its tensors has a lower signal-to-noise ratio than
-the bound; without a bound all do.
+It optimises the following. The noise of a linear is the sum over its input, weight and output gradient of Σ (x - x̂)² /
+Σ x², averaged over the inspected steps; in another recipe it is that of the last inspected step (`what_if`), and in
+high precision it is 0. The time of a linear is that of its three products of 2 · tokens · in · out operations each; in
+the time of one BF16 operation there are two in FP8 and FP6 and four in FP4. The time to quantize is left out. Of all
+moves of a linear to a recipe with less noise, the one that removes the most noise for each second more is made first,
+as long as a move is asked for and the budget pays for it. A linear asks for a move while one of its tensors has a lower
+signal-to-noise ratio than the bound; without a bound all linears do.
 """
 
 import math
@@ -19,12 +19,13 @@ from mezzotint.kernels.statistics import ELEMENTS
 from mezzotint.recipe import RECIPES, RULED_TENSORS, QuantizerRole, Rules
 from mezzotint.recipe.tables import NO_RECIPE
 
-_SPEEDS = {4: 4.0, 6: 2.0, 8: 2.0}  # products in the time of one of BF16, by the bits of an element
+_SPEEDS = {4: 4.0, 6: 2.0, 8: 2.0}  # products in the time of one in BF16, by the bits of an element
 
 
 @dataclass(slots=True)
 class LinearChoice:
-    """One linear: noise of its tensors in each recipe, and the recipe that was chosen, with the reason."""
+    """A `LinearChoice` is one linear: the noise of its tensors in each recipe, and the recipe that was chosen, with the
+    reason."""
 
     name: str
     operations: float
@@ -37,27 +38,27 @@ class LinearChoice:
         self.base = self.recipe
 
     def total(self, recipe: str) -> float:
-        """The noise of all tensors."""
+        """Return the noise of all tensors together."""
         return sum(self.noise[recipe].values())
 
     def worst(self, recipe: str) -> tuple[str, float]:
-        """The tensor with the lowest signal-to-noise ratio, and that ratio in dB."""
+        """Return the tensor with the lowest signal-to-noise ratio, and that ratio in dB."""
         tensor = max(self.noise[recipe], key=lambda each: self.noise[recipe][each])
         noise = self.noise[recipe][tensor]
         return tensor, math.inf if noise == 0 else -10 * math.log10(noise)
 
     def time(self, recipe: str) -> float:
-        """Of its products, in operations of BF16."""
+        """Return the time of the linear's products, in BF16 operations."""
         return self.operations / speed_of(recipe)
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """What `suggest_rules` has found: each linear with its recipe, and what they cost together."""
+    """A `Suggestion` is what `suggest_rules` has found: each linear with its recipe, and what they cost together."""
 
     base: str
     linears: tuple[LinearChoice, ...]
-    extra_time: float  # of the products, as a part of their time in the base recipe
+    extra_time: float  # of the products, as a fraction of their time in the base recipe
 
     def rules(self) -> Rules:
         """Return one rule for each linear that is kept in another recipe than the run's, and one for all others."""
@@ -66,19 +67,19 @@ class Suggestion:
 
 
 def speed_of(recipe: str) -> float:
-    """Return how many products of a recipe there are in the time of one of BF16."""
+    """Return how many products of a recipe take the time of one in BF16."""
     if recipe == NO_RECIPE:
         return 1.0
     made: Any = RECIPES[recipe]().quantizer(QuantizerRole("linear", "input"))
-    bits = ELEMENTS[int(made.dtype)][1] if hasattr(made, "dtype") else 8  # delayed scaling is of FP8
+    bits = ELEMENTS[int(made.dtype)][1] if hasattr(made, "dtype") else 8  # delayed scaling, without a dtype, is FP8
     return _SPEEDS[bits]
 
 
 def suggest_rules(
     linears: Sequence[LinearChoice], *, min_snr: float | None = None, budget: float | None = None
 ) -> Suggestion:
-    """Choose a recipe for each linear: so that no tensor is below `min_snr` dB, and the products take at most `budget`
-    more time, 0.05 for 5 %. The budget comes first; without a bound it is spent where it takes away the most noise."""
+    """Choose a recipe for each linear so that no tensor is below `min_snr` dB and the products take at most `budget`
+    more time, 0.05 for 5 %. The budget comes first; without `min_snr` it is spent where it removes the most noise."""
     if min_snr is None and budget is None:
         raise ValueError("suggest_rules needs a bound: give min_snr in dB, budget as a part of the time, or both")
     if budget is not None and not 0 <= budget < math.inf:
@@ -113,13 +114,13 @@ def _asks(linear: LinearChoice, min_snr: float | None) -> bool:
 
 
 def _better(linear: LinearChoice, min_snr: float | None) -> list[str]:
-    """Recipes with less noise; where there is a bound, those that hold it."""
+    """Return the recipes with less noise; if there is a bound, only those that meet it."""
     found = [each for each in linear.noise if linear.total(each) < linear.total(linear.recipe)]
     return found if min_snr is None else [each for each in found if linear.worst(each)[1] >= min_snr]
 
 
 def _gain(linear: LinearChoice, other: str) -> float:
-    """Noise that a move takes away for each operation's time; a move that takes none comes first."""
+    """Return the noise that a move removes per operation's time, which is infinite for a move that takes no time."""
     less, more = linear.total(linear.recipe) - linear.total(other), linear.time(other) - linear.time(linear.recipe)
     return math.inf if more <= 0 else less / more
 
@@ -136,8 +137,11 @@ def _reason(linear: LinearChoice, min_snr: float | None) -> str:
 def read_linears(
     records: Iterable[Mapping[str, Any]], details: Mapping[str, Any], recipe: str, allowed: Iterable[str]
 ) -> list[LinearChoice]:
-    """Return the linears of an inspected run in `recipe`: of the lines of its figures (`read_records`), and of the
-    other formats that the last step was tried in (`read_details`). `allowed`: recipes that they may move to."""
+    """Return the linears of an inspected run in `recipe`.
+
+    `records` are the lines of its figures (`read_records`), `details` has the other formats that the last step was
+    tried in (`read_details`), and `allowed` names the recipes that linears may move to.
+    """
     others = set(allowed) - {recipe}
     noise: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     counts: dict[str, dict[str, int]] = defaultdict(dict)
@@ -146,7 +150,7 @@ def read_linears(
         if missing:
             raise ValueError(f"the figures of the run lack {missing[0]!r}: inspect with stats that have it")
         name, role = record["module"], record["role"]
-        noise[name][role][record["step"]] = _noise_of(record["snr_db"])  # of two of one step the last counts
+        noise[name][role][record["step"]] = _noise_of(record["snr_db"])  # the last one of a step counts
         counts[name][role] = record["count"]
     found: list[LinearChoice] = []
     for name, tensors in noise.items():
@@ -165,12 +169,13 @@ def read_linears(
 
 
 def _noise_of(snr_db: float | None) -> float:
-    """Return Σ (x - x̂)² / Σ x²; nothing where the ratio is infinite, which JSON has as null."""
+    """Return Σ (x - x̂)² / Σ x², which is 0 if the ratio is infinite, null in JSON."""
     return 0.0 if snr_db is None else 10 ** (-snr_db / 10)
 
 
 def _operations(counts: Mapping[str, int]) -> float:
-    """Return those of three products, of the sizes of their operands: (tokens · in) · (out · in) · (tokens · out) is
-    the square of tokens · in · out. A tensor that was not seen is taken to be as large as the others."""
+    """Return the operations of the three products, from the sizes of their operands: (tokens · in) · (out · in) ·
+    (tokens · out) is the square of tokens · in · out. A tensor that was not seen is taken to be as large as the
+    others."""
     sizes = [counts[role] for role in RULED_TENSORS if role in counts]
     return 6 * math.prod(sizes) ** (3 / (2 * len(sizes)))

@@ -1,4 +1,5 @@
-"""What if: the quantizers that an inspected tensor is tried out with, one for each recipe that can do without state."""
+"""Trials of other formats: this module has the quantizers that an inspected tensor is tried with, one for each recipe
+that needs no state."""
 
 from functools import lru_cache
 
@@ -13,8 +14,8 @@ from mezzotint.tensor.quantizer import Quantizer
 def trials_of(role: str) -> tuple[tuple[str, ...], Others]:
     """Return names of recipes, and their quantizers of a linear's "input", "weight" or "grad_output".
 
-    Delayed scaling is not among them: its scales come from earlier tensors. Where a gradient would be rounded by random
-    numbers the input's quantizer stands for it, since to draw them would change what the model computes.
+    Delayed scaling is not among them, because its scales come from earlier tensors. If a gradient would be rounded by
+    random numbers, the input's quantizer stands for it, since drawing them would change what the model computes.
     """
     found: dict[str, Quantizer] = {}
     for name, kind in RECIPES.items():

@@ -1,10 +1,10 @@
-"""Recipes say, for every tensor of a module, how it is quantized.
+"""Recipes: a recipe says, for every tensor of a module, how it is quantized.
 
     recipe.quantizer(role)    the quantizer of a tensor, or a request for state (delayed scaling)
     recipe.products()         how the three GEMMs of a linear accumulate
 
 Equal recipes are interchangeable: a compiled module does not recompile for an equal one. To change an option assign it,
-or make another recipe (`dataclasses.replace`); the next region sees it, in compiled code too.
+or make another recipe (`dataclasses.replace`); the next region of `autocast` sees it, in compiled code as well.
 """
 
 from mezzotint.recipe.base import Recipe, check_recipe
@@ -57,6 +57,6 @@ __all__ = [
 ]
 
 # Pickles, and PyTorch's list of classes that a file may name (`torch.serialization.add_safe_globals`), know a class by
-# the name of its module. It is this one, so that files can be read wherever in this folder a class is defined.
+# the name of its module. The name is set to this package, so that files can be read wherever in it a class is defined.
 for _class in [value for value in globals().values() if isinstance(value, type)]:
     _class.__module__ = __name__

@@ -1,7 +1,7 @@
-"""Recipe: the base class of all recipes, and what modules ask of one.
+"""Recipe: the base class of all recipes, which says what modules ask of one.
 
-A recipe can be changed, `recipe.margin = 1`. What regions, plans and graphs hold is `recipe.frozen()`: an equal recipe
-that cannot be. It is made once and kept until the next assignment, so that equal regions have the very same one.
+A recipe can be changed, `recipe.margin = 1`. Regions, plans and graphs hold `recipe.frozen()`, an equal recipe that
+cannot be changed. It is made once and kept until the next assignment, so that equal regions have the very same object.
 """
 
 import copy
@@ -17,32 +17,36 @@ from mezzotint.recipe.roles import QuantizerRole
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantizer import Quantizer
 
-# The methods `quantizer` that go by the fields of the recipe and the type of the tensor alone; `names.py` fills it.
+# These `quantizer` methods depend on the fields of the recipe and the type of the tensor alone; `names.py` fills the
+# set.
 ANSWERS: set[Callable] = set()
 
-# Former options of Transformer Engine's recipes, which its users still give and it ignores; and what Megatron-LM adds.
+# These are former options of Transformer Engine's recipes, which its users still give and it ignores, and options that
+# Megatron-LM adds.
 _IGNORED = ("interval", "override_linear_precision", "params_dtype", "device")
 
 _R = TypeVar("_R", bound="Recipe")
 
 
 class Recipe(GraphConstant):
-    """Base of all recipes. A user's own is a dataclass, `@dataclass(eq=False)`, or derived from one of ours."""
+    """This is the base class of all recipes. A user's own recipe is a dataclass, `@dataclass(eq=False)`, or derived
+    from one of this package's."""
 
-    # In figures. Those of ours are Okabe and Ito's, which colour-blind readers can tell apart.
+    # This is the colour in plots. This package's recipes have Okabe and Ito's colours, which colour-blind readers can
+    # tell apart.
     colour: ClassVar[str] = "grey"
-    # What the questions below, which are upstream's, go by: a class and those that are derived from it have one.
+    # The class methods below, which are Transformer Engine's, go by this name; subclasses inherit it.
     _family: ClassVar[str] = ""
 
-    _value: "Recipe | None" = None  # what `frozen` gave since the last assignment
-    _options: dict[str, Any] | None = None  # of one that is frozen: all that it was made of
+    _value: "Recipe | None" = None  # what `frozen` returned since the last assignment
+    _options: dict[str, Any] | None = None  # set if it is frozen: all its options
 
     def __post_init__(self) -> None:
-        """Fill in what was left out, and check the options. It is called again after each assignment."""
+        """Fill in options that were left out, and check all of them. This is called again after each assignment."""
 
     def frozen(self) -> Self:
-        """Return an equal recipe that cannot be changed. Options that exclude each other are an error here, not when
-        they are assigned one after the other."""
+        """Return an equal recipe that cannot be changed. Options that exclude each other raise an error here, and not
+        when they are assigned one after the other."""
         if self._value is None and self._options is None:
             self.__post_init__()
         return self._snapshot()
@@ -51,7 +55,7 @@ class Recipe(GraphConstant):
         if self._options is not None:
             return self
         if self._value is None:
-            if type(self).__hash__ is None:  # a user's dataclass that compares its fields
+            if type(self).__hash__ is None:  # a user's dataclass with eq=True has no hash
                 type(self).__hash__ = Recipe.__hash__  # type: ignore[method-assign]
             made = object.__new__(type(self))
             options = {name: value for name, value in self.__dict__.items() if name != "_value"}
@@ -60,14 +64,14 @@ class Recipe(GraphConstant):
         return self._value  # type: ignore[return-value]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign an option: the recipe is then as if made so, or, where that is an error, as it was."""
+        """Assign an option. The recipe is then as if it had been made with it, or unchanged if that raises an error."""
         if self._options is not None:
             raise FrozenInstanceError(
                 f"cannot assign {name}: this {type(self).__name__} is what a region works with. Change the recipe that "
                 f"the region was given, for the next region, or make another: dataclasses.replace(recipe, {name}=...)"
             )
         held = self.__dict__
-        if name not in held:  # the constructor's, which checks at its end
+        if name not in held:  # the constructor assigns, and checks at its end
             if name not in vars(type(self)).get("__dataclass_fields__", {name}):
                 names = ", ".join(field.name for field in fields(self))  # type: ignore[arg-type]
                 raise AttributeError(f"{type(self).__name__} has no option {name}: it has {names}")
@@ -80,7 +84,7 @@ class Recipe(GraphConstant):
         try:
             self.__post_init__()
         except OptionsConflictError:
-            pass  # another assignment may end it, and `frozen` raises it
+            pass  # another assignment may resolve it, and `frozen` raises it
         except Exception:
             held.clear()
             held.update(before)
@@ -95,7 +99,8 @@ class Recipe(GraphConstant):
         return self is other or self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Go by the class alone: a recipe that is a key of a dictionary keeps its hash when it is changed."""
+        """Return a hash of the class alone: a recipe that is a key of a dictionary keeps its hash when it is
+        changed."""
         return hash(type(self))
 
     def _key(self) -> dict[str, Any]:
@@ -121,36 +126,44 @@ class Recipe(GraphConstant):
         return super().__fx_repr__() if self._options is not None else self._snapshot().__fx_repr__()
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
-        """How the tensor of this role is quantized."""
+        """Return how the tensor of this role is quantized: a quantizer, or a request for state that the module
+        keeps."""
         raise NotImplementedError(f"{type(self).__name__} does not say how tensors are quantized")
 
     def of(self, gemm: int, tensor_type: str) -> "Recipe | None":
-        """Return the recipe of one tensor of a module: this one, unless it is mixed of several (`rules.py`)."""
+        """Return the recipe of one tensor of a module: this one, unless it mixes several (`rules.py`)."""
         return self
 
     def answers_once(self) -> bool:
-        """Return whether `quantizer` goes by the fields of the recipe and the type of the tensor alone. A factory, or a
-        user's own recipe, may go by the name of the module, or by what changes: it is asked at each run."""
+        """Return whether `quantizer` depends on the fields of the recipe and the type of the tensor alone.
+
+        A factory, or a user's own recipe, may go by the name of the module or by changing state, so it is asked at each
+        run.
+        """
         return type(self).quantizer in ANSWERS
 
     def products(self) -> tuple[bool, bool, bool]:
-        """Whether forward, input-gradient and weight-gradient GEMM may accumulate fast, with fewer bits."""
+        """Return whether the forward, the input-gradient and the weight-gradient GEMM may accumulate fast, with fewer
+        bits."""
         return True, False, False
 
     def override(self) -> str | None:
-        """None, or how backward computes without quantizing: on the original tensors, or on what forward made."""
+        """Return how backward computes without quantizing, or None if it quantizes.
+
+        "high_precision" takes the original tensors, "dequantized" the values that forward multiplied.
+        """
         return getattr(self, "backward_override", None)
 
     def quantizes_attention(self) -> bool:
-        """Whether it asks for attention in low precision."""
+        """Return whether the recipe asks for attention in low precision."""
         return bool(getattr(self, "fp8_dpa", False) or getattr(self, "fp8_mha", False))
 
     def keeps_wgrad(self) -> bool:
-        """Whether the weight gradient alone is computed in high precision."""
+        """Return whether the weight gradient alone is computed in high precision."""
         return False
 
     def alignment(self) -> int:
-        """Rows of a group of tokens are padded to a multiple of this by `Fp8Padding`."""
+        """Return the multiple to which `Fp8Padding` pads the rows of a group of tokens."""
         return 16
 
     @classmethod
@@ -188,7 +201,8 @@ class Recipe(GraphConstant):
 
 @dataclass_transform(eq_default=False)
 def recipe_class(cls: type[_R]) -> type[_R]:
-    """Make a dataclass of a recipe whose constructor drops, with a warning, what Transformer Engine's ignore."""
+    """Make a dataclass of a recipe whose constructor drops, with a warning, the options that Transformer Engine
+    ignores."""
     made = dataclass(eq=False)(cls)
     init: Any = made.__init__
 
@@ -204,7 +218,7 @@ def recipe_class(cls: type[_R]) -> type[_R]:
 
 
 def check_recipe(recipe: Any) -> None:
-    """What is given for a recipe is one, not its class or its name."""
+    """Raise TypeError unless `recipe` is a recipe, and not its class or its name."""
     if not isinstance(recipe, Recipe):
         kind = "type" if isinstance(recipe, type) else type(recipe).__name__
         raise TypeError(f"recipe is {kind}: give one of mezzotint.recipe, such as DelayedScaling()")

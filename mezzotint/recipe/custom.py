@@ -1,4 +1,4 @@
-"""CustomRecipe: a user's function says how each tensor is quantized."""
+"""CustomRecipe: with this recipe a user's function says how each tensor is quantized."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,11 @@ from mezzotint.tracing import eager_only
 
 @recipe_class
 class CustomRecipe(Recipe):
-    """`qfactory(role)` gives the quantizer, or a request for state, of each tensor.
+    """This recipe asks `qfactory(role)` for the quantizer, or a request for state, of each tensor.
 
-    It is asked at every run of a module. In a graph it is asked while the graph is traced, which is traced again when
-    something has changed that it has read: so a factory may change its answer, and both follow.
+    The factory is called at every run of a module. In a graph it is called while the graph is traced, which happens
+    again when something has changed that the factory has read. So a factory may change its answer, and both follow.
+    `quantization_alignment` is the multiple to which `Fp8Padding` pads the rows of a group of tokens.
     """
 
     _family = "custom"
@@ -51,6 +52,6 @@ class CustomRecipe(Recipe):
 
 @eager_only(in_graph=False)
 def _is_something_else(made: Any) -> bool:
-    """Return whether a factory gave what is no quantizer. Inside a graph torch 2.11 does not know the class of one that
-    was made there."""
+    """Return whether a factory returned something that is no quantizer. Inside a graph the answer is False, because
+    torch 2.11 does not know the class of a quantizer that was made there."""
     return not isinstance(made, Quantizer | QuantizerRequest)

@@ -1,4 +1,4 @@
-"""DelayedScaling: FP8 with scales that are made of the maxima of past iterations."""
+"""DelayedScaling: this FP8 recipe makes scales from the amaxes of past iterations."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,13 @@ from mezzotint.recipe.roles import QuantizerRole
 
 @recipe_class
 class DelayedScaling(Recipe):
-    """FP8 with one scale per tensor, from the maxima of past iterations."""
+    """This recipe uses FP8 with one scale per tensor, made from the amaxes of past iterations.
+
+    `amax_history_len` is how many amaxes are kept. `amax_compute_algo` makes one of them: "max", "most_recent" or a
+    function. The scale leaves room of `margin` powers of two, unless `scaling_factor_compute_algo` computes it.
+    `reduce_amax` says whether amaxes are reduced over ranks. `fp8_dpa` and `fp8_mha` ask for attention in low
+    precision.
+    """
 
     colour = "#E69F00"
     _family = "delayed"

@@ -1,4 +1,4 @@
-"""Recipes in FP8 whose FP32 scales come from the tensor itself: one for a tensor, for a row or for a block."""
+"""FP8 recipes whose FP32 scales come from the tensor itself: a scale covers a tensor, a row or a block."""
 
 from typing import ClassVar
 
@@ -26,7 +26,8 @@ GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 @recipe_class
 class _Float8Scaling(Recipe):
-    """FP8 with scales from the tensor itself. GEMMs and tensors can be told apart; what is left None is filled in."""
+    """This base of FP8 recipes has scales from the tensor itself. Options may differ between GEMMs and between tensors;
+    those that are left None are filled in."""
 
     _splits: ClassVar[tuple[bool, bool, bool]] = (False, True, True)  # accumulation: forward off, backward on
 
@@ -42,7 +43,7 @@ class _Float8Scaling(Recipe):
                 raise ValueError(f"{name} is {params}: FP8 has power_2_scale and amax_epsilon; leave the others out")
 
     def _has_power_2_scales(self) -> bool:
-        """Where a tensor's options do not say it."""
+        """Return whether scales are powers of two for tensors whose own options do not say it."""
         raise NotImplementedError
 
     def products(self) -> tuple[bool, bool, bool]:
@@ -52,7 +53,12 @@ class _Float8Scaling(Recipe):
 
 @recipe_class
 class Float8CurrentScaling(_Float8Scaling):
-    """FP8 with one scale per tensor, from the tensor itself."""
+    """This recipe uses FP8 with one scale per tensor, from the amax of the tensor itself.
+
+    `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*` how each tensor is quantized. `backward_override` is
+    None, "high_precision" or "dequantized" (`Recipe.override`). `fp8_dpa` and `fp8_mha` ask for attention in low
+    precision.
+    """
 
     colour = "#56B4E9"
     _family = "float8_current_scaling"
@@ -81,7 +87,11 @@ class Float8CurrentScaling(_Float8Scaling):
 
 @recipe_class
 class Float8RowwiseScaling(_Float8Scaling):
-    """FP8 with one scale per row and per column, from the tensor itself."""
+    """This recipe uses FP8 with one scale per row and per column, from the tensor itself.
+
+    `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*` how each tensor is quantized. `backward_override` is
+    None, "high_precision" or "dequantized" (`Recipe.override`).
+    """
 
     colour = "#009E73"
     _family = "float8_rowwise_scaling"
@@ -112,7 +122,11 @@ class Float8RowwiseScaling(_Float8Scaling):
 
 @recipe_class
 class Float8BlockScaling(_Float8Scaling):
-    """FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights."""
+    """This recipe uses FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights.
+
+    `*_block_scaling_dim` is 1 for blocks of 1x128 and 2 for tiles of 128x128, of which one GEMM takes one operand only.
+    `use_f32_scales` allows scales that are no powers of two. The other options are those of `Float8CurrentScaling`.
+    """
 
     colour = "#CC79A7"
     _family = "float8_block_scaling"
@@ -163,5 +177,5 @@ class Float8BlockScaling(_Float8Scaling):
             columnwise=True,
             amax_epsilon=epsilon_of(params),
             force_pow_2_scales=params.power_2_scale,
-            block_scaling_dim=2 if dim == 2 else 1,  # a constant, where the compiler takes ints for symbols
+            block_scaling_dim=2 if dim == 2 else 1,  # a constant even where the compiler makes ints symbols
         )

@@ -1,4 +1,4 @@
-"""Recipes in the formats of OCP MX: FP8, FP6 or FP4 with one E8M0 scale, a power of two, per 32 elements."""
+"""Recipes in the OCP MX formats: they use FP8, FP6 or FP4 with one E8M0 scale, a power of two, per 32 elements."""
 
 from mezzotint.constants import DType
 from mezzotint.recipe.base import Recipe, recipe_class
@@ -14,7 +14,11 @@ from mezzotint.tensor.quantizer import Quantizer
 
 @recipe_class
 class MXFP8BlockScaling(Recipe):
-    """FP8 with one E8M0 scale per 32 elements."""
+    """This recipe uses FP8 with one E8M0 scale per 32 elements.
+
+    `enable_2d_quantization` scales weights by 32x32 tiles. `backward_override` is None, "high_precision" or
+    "dequantized" (`Recipe.override`). `fp8_dpa` and `fp8_mha` ask for attention in low precision. `margin` must be 0.
+    """
 
     colour = "#0072B2"
     _family = "mxfp8"
@@ -42,12 +46,12 @@ class MXFP8BlockScaling(Recipe):
 
 @recipe_class
 class MXFP4BlockScaling(Recipe):
-    """FP4 with one E8M0 scale per 32 elements (OCP MX v1.0).
+    """This recipe uses FP4 with one E8M0 scale per 32 elements (OCP MX v1.0).
 
     As in NVFP4BlockScaling, input and gradient go through a Hadamard transform for the weight gradient, gradients are
-    rounded stochastically, weights are scaled by square tiles, of 32x32; each can be disabled.
-    `scale_rule`: "floor" is OCP's; the top of a block saturates. Under "roundup" nothing does, so that stochastic
-    rounding keeps the mean of the largest elements, too.
+    rounded stochastically, and weights are scaled by square tiles, of 32x32; each can be disabled. `scale_rule` "floor"
+    is OCP's, with which the top of a block saturates. With "roundup" nothing saturates, so that stochastic rounding
+    keeps the mean of the largest elements as well.
     """
 
     colour = "#F0E442"
@@ -77,10 +81,11 @@ class MXFP4BlockScaling(Recipe):
 
 @recipe_class
 class MXFP6BlockScaling(Recipe):
-    """FP6 with one E8M0 scale per 32 elements (OCP MX v1.0).
+    """This recipe uses FP6 with one E8M0 scale per 32 elements (OCP MX v1.0).
 
-    `fp6_format`: "HYBRID" is E2M3, the finer one, forward and E3M2, the wider one, for gradients; or one of them for
-    all. `scale_rule`: "floor" is OCP's; the top of a block saturates. Under "roundup" nothing does.
+    `fp6_format` "HYBRID" is E2M3, the finer type, forward and E3M2, the wider one, for gradients; "E2M3" or "E3M2" is
+    for all tensors. `scale_rule` "floor" is OCP's, with which the top of a block saturates; with "roundup" nothing
+    saturates.
     """
 
     colour = "#882255"

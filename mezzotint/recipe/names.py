@@ -1,4 +1,5 @@
-"""Recipes by their short names, and what may stand for a recipe in an argument: one, or a name."""
+"""The names of recipes: this module has the recipes by their short names, and takes a recipe or a name for an
+argument."""
 
 from mezzotint.recipe.base import ANSWERS, Recipe, check_recipe
 from mezzotint.recipe.delayed import DelayedScaling
@@ -23,7 +24,8 @@ ANSWERS.update(kind.quantizer for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return the recipe, or the one with default options that a name stands for."""
+    """Return the recipe, or the recipe with default options that a name stands for; raise ValueError for an unknown
+    name."""
     if isinstance(recipe, str):
         name = recipe_short_name(recipe)
         if name is None:

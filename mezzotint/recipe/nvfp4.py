@@ -1,4 +1,4 @@
-"""NVFP4BlockScaling: FP4 with scales of 16 elements under one of the tensor."""
+"""NVFP4BlockScaling: this recipe uses FP4 with one scale per 16 elements under one scale of the tensor."""
 
 from mezzotint.recipe.base import Recipe, recipe_class
 from mezzotint.recipe.options import (
@@ -16,10 +16,12 @@ from mezzotint.tensor.quantizer import Quantizer
 
 @recipe_class
 class NVFP4BlockScaling(Recipe):
-    """FP4 with one E4M3 scale per 16 elements under one scale per tensor.
+    """This recipe uses FP4 with one E4M3 scale per 16 elements under one scale per tensor.
 
-    Input and gradient go through a Hadamard transform for the weight gradient, gradients are rounded
-    stochastically, weights are scaled by 16x16 tiles; each can be disabled.
+    Input and gradient go through a Hadamard transform for the weight gradient, gradients are rounded stochastically,
+    and weights are scaled by 16x16 tiles; each can be disabled. `row_scaled_activation` gives each row of an activation
+    its own amax. `nvfp4_4over6` says for which tensors each block chooses whether its amax becomes 4 or 6, by the error
+    that `nvfp4_4over6_err_mode` measures. `fp4_quant_*` say it for each tensor instead of the switches.
     """
 
     colour = "#D55E00"
@@ -62,7 +64,7 @@ class NVFP4BlockScaling(Recipe):
         self._check_params()
 
     def _check_params(self) -> None:
-        """Options given tensor by tensor must make sense together."""
+        """Raise an error unless the options that are given tensor by tensor make sense together."""
         x, weight, grad = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad
         assert x is not None
         assert weight is not None

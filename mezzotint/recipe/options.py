@@ -1,4 +1,5 @@
-"""Options that recipes share: element types, how a GEMM accumulates, how one tensor is quantized; and their checks."""
+"""Options that recipes share: element types, how a GEMM accumulates and how one tensor is quantized. This module also
+checks them."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +14,7 @@ OVERRIDES = (None, "high_precision", "dequantized")
 
 
 class OptionsConflictError(ValueError):
-    """Two options of a recipe exclude each other, each of which is right by itself."""
+    """This error says that two options of a recipe exclude each other, each of which is right by itself."""
 
 
 class _Maxima(NamedTuple):
@@ -22,7 +23,8 @@ class _Maxima(NamedTuple):
 
 
 class Format(Enum):
-    """Element types of forward and backward tensors, by their largest values. HYBRID: E4M3 forward, E5M2 backward."""
+    """A `Format` has the element types of forward and backward tensors, given by their largest values. HYBRID is E4M3
+    forward and E5M2 backward."""
 
     E2M1 = _Maxima(6, 6)
     E4M3 = _Maxima(448, 448)
@@ -32,14 +34,14 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams(GraphConstant):
-    """How a GEMM accumulates: `use_split_accumulator` promotes partial sums to full FP32."""
+    """These parameters say how a GEMM accumulates: `use_split_accumulator` promotes partial sums to full FP32."""
 
     use_split_accumulator: bool = True
 
 
 @dataclass(frozen=True)
 class QParams(GraphConstant):
-    """How a tensor is quantized, where a recipe lets it be said per tensor."""
+    """These parameters say how a tensor is quantized, in recipes that allow it to be said for each tensor."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
@@ -47,8 +49,8 @@ class QParams(GraphConstant):
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
-    _is_filled: ClassVar[bool] = False  # by a recipe, from its switches: a changed copy of the recipe fills it again
-    _epsilon: ClassVar[str] = "0.0"  # amax_epsilon as text: see `epsilon_of`
+    _is_filled: ClassVar[bool] = False  # set if a recipe made it from its switches; a changed copy makes it again
+    _epsilon: ClassVar[str] = "0.0"  # amax_epsilon as text, for `epsilon_of`
 
     def __post_init__(self) -> None:
         check_epsilon(self.amax_epsilon)
@@ -56,7 +58,7 @@ class QParams(GraphConstant):
 
 
 def element(fp8_format: Format, forward: bool) -> DType:
-    """The element type of a format's forward, or backward, tensors."""
+    """Return the element type of a format's forward, or backward, tensors."""
     is_e5m2 = fp8_format is Format.E5M2 or (fp8_format is Format.HYBRID and not forward)
     return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
 
@@ -73,14 +75,14 @@ def params_of(recipe: Any, prefix: str, role: QuantizerRole) -> QParams:
 
 
 def epsilon_of(params: QParams) -> float:
-    """Return `amax_epsilon`. Under `torch.compile(dynamic=True)` a float that is read is a symbol, of which no
-    quantizer can be made: that is a constant of the graph. Text is one, too."""
+    """Return `amax_epsilon`, from its text. Under `torch.compile(dynamic=True)` a float that is read becomes a symbol,
+    and no quantizer, which is a constant of the graph, can be made of that; text stays a constant."""
     return float(params._epsilon)
 
 
 def set_default(recipe: Any, name: str, default: Any) -> bool:
-    """Fill in a field that was left None, and return whether it was. (torch 2.11 does not trace a field whose default
-    is an instance.)"""
+    """Fill in a field that was left None, and return whether it was. (The field has no default instance, because torch
+    2.11 does not trace that.)"""
     given = getattr(recipe, name)
     if given is None:
         object.__setattr__(recipe, name, default)
@@ -99,20 +101,20 @@ def set_params(recipe: Any, name: str, default: QParams) -> None:
 
 
 def check_format_and_override(recipe: Any, formats: tuple[Format, ...] = (Format.E4M3, Format.HYBRID)) -> None:
-    """Raise a ValueError unless `fp8_format` is one of `formats` and `backward_override` is one that there is."""
+    """Raise ValueError unless `fp8_format` is one of `formats` and `backward_override` is one that exists."""
     check_format(recipe, formats)
     check_override(recipe)
 
 
 def check_format(recipe: Any, allowed: tuple[Format, ...]) -> None:
-    """Raise a ValueError unless `fp8_format` is one of `allowed`."""
+    """Raise ValueError unless `fp8_format` is one of `allowed`."""
     if recipe.fp8_format not in allowed:
         names = " or ".join(f"Format.{fmt.name}" for fmt in allowed)
         raise ValueError(f"fp8_format is {recipe.fp8_format}: {type(recipe).__name__} takes {names}")
 
 
 def check_override(recipe: Any) -> None:
-    """Raise a ValueError unless `backward_override` is one that there is."""
+    """Raise ValueError unless `backward_override` is one that exists."""
     if recipe.backward_override not in OVERRIDES:
         raise ValueError(
             f"backward_override is {recipe.backward_override!r}: give None, 'high_precision' or 'dequantized'"

@@ -1,4 +1,5 @@
-"""What a recipe may answer in the place of a quantizer: a request for state that the module keeps (delayed scaling)."""
+"""Requests for state: a recipe may return one in place of a quantizer, and the module keeps the state (delayed
+scaling)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,17 +10,17 @@ from mezzotint.tensor.float8 import Float8ScaledQuantizer
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantizer import Quantizer
 
-MAX_MARGIN = 100  # of delayed scaling: the largest value of a format · 2^-margin is a normal number of FP32
+MAX_MARGIN = 100  # with it, the largest value of a format · 2^-margin is still a normal number of FP32
 
 
 @dataclass(frozen=True)
 class QuantizerRequest(GraphConstant):
-    """What a factory may return in the place of a quantizer: state that the module keeps for it."""
+    """A factory may return a request in place of a quantizer: the module then keeps state for the tensor."""
 
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """A scale from the maxima of past iterations."""
+    """This request asks for a scale from the amaxes of past iterations. Its fields are those of `DelayedScaling`."""
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0
@@ -32,12 +33,13 @@ class DelayedScalingRequest(QuantizerRequest):
         check_delayed(self)
 
     def scaled_quantizer(self, forward: bool) -> Quantizer:
-        """What quantizes a forward, or backward, tensor by the scale that is kept for it."""
+        """Return the quantizer of a forward, or backward, tensor, which takes the scale that is kept for it with each
+        call."""
         return Float8ScaledQuantizer(element(self.fp8_format, forward))
 
 
 def check_delayed(recipe: Any) -> None:
-    """Raise a ValueError where an option of delayed scaling, in the recipe or in a request, makes no sense."""
+    """Raise ValueError if an option of delayed scaling, in the recipe or in a request, makes no sense."""
     length = recipe.amax_history_len
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ValueError(f"amax_history_len is {length!r}: give 1 or more")

@@ -1,4 +1,5 @@
-"""What a tensor of a module is (`QuantizerRole`), and where it stands among the tensors of its module (`slot`)."""
+"""Roles of tensors: a `QuantizerRole` says what a tensor of a module is, and `slot` where it stands among the
+others."""
 
 from dataclasses import dataclass
 
@@ -9,14 +10,16 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 def slot(gemm: int, tensor_type: str) -> int:
-    """The place of a GEMM's tensor among those of its direction: the tensors of GEMM 0, then of GEMM 1, …."""
+    """Return the place of a GEMM's tensor among those of its pass (forward or backward): the tensors of GEMM 0, then of
+    GEMM 1, …."""
     types = BACKWARD_TENSORS if tensor_type in BACKWARD_TENSORS else FORWARD_TENSORS
     return len(types) * gemm + types.index(tensor_type)
 
 
 @dataclass(frozen=True)
 class QuantizerRole(GraphConstant):
-    """What a tensor is: the kind of module, "input" | "weight" | "output" | "grad_output" | "grad_input", its name."""
+    """A role says what a tensor is: the kind of module, the kind of tensor ("input" | "weight" | "output" |
+    "grad_output" | "grad_input"), and the name of the module."""
 
     module_type: str = ""
     tensor_type: str = ""

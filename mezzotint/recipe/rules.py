@@ -1,10 +1,10 @@
-"""Rules: a recipe for each linear of a model, chosen by its name.
+"""Rules: they choose a recipe for each linear of a model by its name.
 
     Rules([("layers.0.*", None), ("*.mlp.fc2", NVFP4BlockScaling()), ("*", MXFP8BlockScaling())])
 
 The first rule whose pattern matches decides. A module learns once what rules give it (`layer/bind.py`), and runs with
-that recipe as if an `autocast` of its own were around it. `MixedRecipe` is what a module gets whose tensors have
-several.
+that recipe as if an `autocast` of its own were around it. A module whose tensors have several recipes gets a
+`MixedRecipe`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,13 +35,14 @@ RULED_TENSORS = ("input", "weight", "grad_output")
 
 @recipe_class
 class MixedRecipe(Recipe):
-    """The recipes of one module whose tensors have several: `parts` has for each of its GEMMs those of input, weight
-    and output gradient; None is high precision. `Rules` makes it."""
+    """This recipe is for one module whose tensors have several: `parts` has, for each of its GEMMs, those of input,
+    weight and output gradient; None is high precision. `Rules` makes it."""
 
     parts: tuple[tuple[Recipe | None, ...], ...]
 
     def of(self, gemm: int, tensor_type: str) -> Recipe | None:
-        """Return the recipe of a tensor. An output is quantized as an input, and its gradient as an output gradient."""
+        """Return the recipe of a tensor. An output is quantized as an input is, and an input gradient as an output
+        gradient is."""
         place = 1 if tensor_type == "weight" else 2 if tensor_type in BACKWARD_TENSORS else 0
         return self.parts[gemm][place]
 
@@ -69,12 +70,13 @@ class MixedRecipe(Recipe):
 
 @recipe_class
 class Rules(Recipe):
-    """Pairs of a pattern and a recipe, or its short name; None leaves what matches in high precision.
+    """Rules are pairs of a pattern and a recipe, or its short name; None leaves what matches in high precision.
 
     A pattern is matched with the name of each linear, its path in the model ("layers.3.mlp.fc1"), and with the path of
     the module that it is a part of ("layers.3.mlp"); `*`, `?` and `[0-3]` mean what they mean for file names. It may
-    end with a tensor: "*.fc2:grad_output" is for the output gradients of these linears alone, ":input" and ":weight"
-    for the others. The first match decides, and a linear that no pattern matches is an error: end with `("*", ...)`.
+    end with a tensor: "*.fc2:grad_output" is for the output gradients of these linears alone, and ":input" and
+    ":weight" are for the others. The first match decides, and a linear that no pattern matches raises an error: end
+    with `("*", ...)`.
 
     The recipes are taken as they are when the rules are made.
     """
@@ -92,11 +94,14 @@ class Rules(Recipe):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__post_init__()  # what a pickle holds of a recipe can be changed again
+        self.__post_init__()  # an unpickled recipe can be changed, so it is frozen again
 
     def resolve(self, path: str, linears: Sequence[str], *, is_group: bool = False) -> Recipe | None:
-        """Return what these rules give a module: one recipe, None for high precision, or a `MixedRecipe`. `linears`:
-        the names of its GEMMs behind its path; `is_group`: they are multiplied together, in one format."""
+        """Return what these rules give a module: one recipe, None for high precision, or a `MixedRecipe`.
+
+        `linears` are the names of the module's GEMMs after its `path`. `is_group` says that they are multiplied
+        together, so that they must have one format.
+        """
         names = [f"{path}.{linear}" if path and linear else path or linear for linear in linears]
         parts = tuple([tuple([self._choose(path, name, role) for role in RULED_TENSORS]) for name in names])
         first = parts[0][0]
@@ -127,7 +132,8 @@ class Rules(Recipe):
         )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
-        """How the tensor of a role is quantized, by the role's name. Modules ask the recipe that they were bound to."""
+        """Return how the tensor of a role is quantized, by the role's name. Modules ask the recipe that they were bound
+        to."""
         tensor_type = "weight" if role.tensor_type == "weight" else "input"
         tensor_type = "grad_output" if role.tensor_type in BACKWARD_TENSORS else tensor_type
         recipe = self._choose(role.name, role.name, tensor_type)
@@ -148,7 +154,7 @@ class Rules(Recipe):
         Path(path).write_text(self.as_toml(), encoding="utf-8")
 
     def recipes(self) -> list[Recipe]:
-        """Return the recipes, in order."""
+        """Return the recipes of all rules that have one, in order."""
         return [recipe for _, recipe in self.rules if recipe is not None]
 
     def override(self) -> str | None:
@@ -172,7 +178,7 @@ def choose_recipe(recipe: Recipe | None, config: Any) -> Recipe | None:
 
 
 def rules_of_tables(tables: Sequence[Table], source: str) -> Rules:
-    """Return the rules that tables of TOML describe; `source` is what errors call them."""
+    """Return the rules that TOML tables describe; error messages call them `source`."""
     made = []
     for number, table in enumerate(tables, 1):
         where = f"rule {number} of {source}"
@@ -190,7 +196,7 @@ def tables_of_rules(rules: Rules) -> list[Table]:
 
 
 def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
-    """Return a rule as it is kept: a pattern that can match, and a recipe that does not change."""
+    """Return a rule as it is kept: a pattern that can match, and a frozen recipe or None."""
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != 2:
         raise TypeError(f"rule {number} is {given!r}: give a pair of a pattern and a recipe, or None")
     pattern, recipe = given
@@ -211,7 +217,8 @@ def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
 
 
 def _matches(pattern: str, path: str, name: str, tensor_type: str | None) -> bool:
-    """Return whether a pattern matches a linear, by its name or by its module's path, and this tensor of it, or any."""
+    """Return whether a pattern matches a linear, by its name or its module's path, and this tensor of it (None for
+    any)."""
     wanted, _, role = pattern.partition(":")
     if role and tensor_type is not None and role != tensor_type:
         return False
@@ -219,7 +226,7 @@ def _matches(pattern: str, path: str, name: str, tensor_type: str | None) -> boo
 
 
 def _check_mixture(name: str, gemm: Sequence[Recipe | None]) -> None:
-    """Raise a ValueError where the recipes of one linear's tensors do not go together."""
+    """Raise ValueError if the recipes of one linear's tensors do not go together."""
     known = [each for each in gemm if each is not None]
     if len(known) == len(gemm) and all(each == known[0] for each in known):
         return

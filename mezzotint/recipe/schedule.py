@@ -1,4 +1,4 @@
-"""Schedule: recipes that take turns over the steps of a run."""
+"""Schedule: it says which recipe is used at which steps of a run."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,8 @@ from mezzotint.recipe.tables import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pairs of a step and the recipe, its short name, `Rules`, or None for high precision, from that step on.
+    """A schedule has pairs of a step and what is used from that step on: a recipe, its short name, `Rules`, or None for
+    high precision.
 
         schedule = recipe.Schedule([(0, "mxfp8"), (9_000, None)])
         with mz.autocast(**schedule.region(step)): ...
@@ -44,7 +45,7 @@ class Schedule:
         object.__setattr__(self, "phases", made)
 
     def at(self, step: int) -> Recipe | None:
-        """Return the recipe of a step; None for high precision."""
+        """Return the recipe of a step, or None for high precision."""
         if step < 0:
             raise ValueError(f"step is {step}: give 0 or more")
         return [recipe for first, recipe in self.phases if first <= step][-1]
@@ -55,7 +56,7 @@ class Schedule:
         return {"enabled": recipe is not None, "recipe": recipe}
 
     def rules(self) -> list[Rules]:
-        """Return those of its recipes that are rules, each once: what a model is bound to."""
+        """Return those of the recipes that are rules, each once, so that a model can be bound to them."""
         found: list[Rules] = []
         for _, recipe in self.phases:
             if isinstance(recipe, Rules) and recipe not in found:
@@ -79,7 +80,7 @@ class Schedule:
 
 
 def parse_schedule(text: str, source: str) -> Schedule:
-    """Return the schedule, or the rules as a schedule of one phase, of a text in TOML."""
+    """Return the schedule that a TOML text describes; rules alone are a schedule of one phase."""
     held = parse_tables(text, source)
     if "rule" in held:
         return Schedule([(0, rules_of_tables(list_of_tables(held, "rule", source), source))])

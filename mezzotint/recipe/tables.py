@@ -1,4 +1,4 @@
-"""Recipes as text: a table of TOML with `recipe`, a short name, and `options`, those that are not the defaults.
+"""Recipes as text: a TOML table has `recipe`, a short name, and `options`, those that are not the defaults.
 
     recipe = "nvfp4"
     options = { disable_rht = true }
@@ -24,7 +24,7 @@ Table = dict[str, Any]
 
 
 def parse_tables(text: str, source: str) -> Table:
-    """Return what a text in TOML holds; `source` is what errors call it."""
+    """Return what a TOML text holds; error messages call it `source`."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -42,7 +42,7 @@ def read_source(path: str | Path) -> str:
 
 
 def list_of_tables(held: Mapping[str, Any], key: str, source: str) -> list[Table]:
-    """Return the tables [[key]], which must be there, and nothing else with them."""
+    """Return the tables [[key]]; raise ValueError if there are none, or if there is anything else."""
     found = held.get(key)
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise ValueError(f"{source} has no [[{key}]]: write one table [[{key}]] for each")
@@ -51,14 +51,14 @@ def list_of_tables(held: Mapping[str, Any], key: str, source: str) -> list[Table
 
 
 def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    """Raise a ValueError where a table has a key that nobody reads."""
+    """Raise ValueError if a table has a key that is not `known`, because nobody would read it."""
     unknown = sorted(table.keys() - set(known))
     if unknown:
         raise ValueError(f"{where} has {unknown[0]!r}: it takes {', '.join(sorted(known))}")
 
 
 def recipe_of_table(table: Mapping[str, Any], where: str) -> Recipe | None:
-    """Return the recipe that a table describes; None for high precision."""
+    """Return the recipe that a table describes, or None for high precision."""
     name, options = table.get("recipe"), table.get("options", {})
     known = f"give one of {', '.join(RECIPES)}, or {NO_RECIPE}"
     if not isinstance(name, str):
@@ -92,7 +92,7 @@ def _as_option(kind: type[Recipe], name: str, value: Any) -> Any:
 
 
 def table_of_recipe(recipe: Recipe | None) -> Table:
-    """Return the table of a recipe. One that holds functions, or is a user's own, has none."""
+    """Return the table of a recipe; raise ValueError for one that holds functions or is a user's own."""
     if recipe is None:
         return {"recipe": NO_RECIPE}
     short = next((name for name, kind in RECIPES.items() if type(recipe) is kind), None)
@@ -113,7 +113,7 @@ def table_of_recipe(recipe: Recipe | None) -> Table:
 
 
 def write_tables(key: str, tables: Iterable[Mapping[str, Any]]) -> str:
-    """Return tables as TOML, each under [[key]]; a list in one, of tables, under [[key.name]]."""
+    """Return tables as TOML text, each under [[key]]. A list of tables inside one goes under [[key.name]]."""
     lines: list[str] = []
     for table in tables:
         lines.append(f"[[{key}]]")
