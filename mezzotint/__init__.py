@@ -1,4 +1,4 @@
-"""Mezzotint: training in FP8, MXFP8 and NVFP4 on PyTorch, whole graphs, the same bits on CPU and GPU.
+"""Mezzotint trains in FP8, MXFP8 and NVFP4 on PyTorch, in whole graphs, with the same bits on CPU and GPU.
 
 The public names are in `api.py`, and are here as soon as this is imported. The command line alone begins without them:
 its help and its errors need no PyTorch, which takes seconds to import.
@@ -14,9 +14,10 @@ __version__ = "0.1.0.dev0"
 
 
 def _is_command_line() -> bool:
-    """Whether this process was started as `mezzotint …` or as `python -m mezzotint …`; then a command imports `api`."""
+    """Return whether this process was started as `mezzotint …` or as `python -m mezzotint …`; then a command imports
+    `api`."""
     name = sys.argv[0] if getattr(sys, "argv", None) else ""
-    if name == "-m":  # what Python puts there until it has found the module that it runs
+    if name == "-m":  # Python puts this there until it has found the module that it runs
         return ("-m", "mezzotint") in pairwise(sys.orig_argv)
     return PurePath(name).stem == "mezzotint"
 

@@ -1,4 +1,4 @@
-"""`python -m mezzotint`."""
+"""This module runs the command line for `python -m mezzotint`."""
 
 import sys
 

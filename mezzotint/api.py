@@ -1,4 +1,4 @@
-"""The public names: what `import mezzotint` gives, and what importing it registers with PyTorch."""
+"""The public names: this module has what `import mezzotint` provides, and registers with PyTorch what it must know."""
 
 import torch as _torch
 

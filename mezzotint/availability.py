@@ -1,4 +1,5 @@
-"""What a program may ask of this machine: which formats run here and how, the default recipe, versions.
+"""Questions about this machine: these functions say which formats run here and how, and what the default recipe and the
+versions are.
 
 `hw.py` has the table that the answers are read from.
 """
@@ -13,7 +14,7 @@ from mezzotint.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockSca
 
 
 def get_default_recipe() -> Recipe:
-    """What this machine does best: MXFP8 natively, else FP8 with one scale per tensor."""
+    """Return the recipe that this machine runs best: MXFP8 if it is native, else FP8 with one scale per tensor."""
     cc = hw.capability()
     if cc is not None and (10, 0) <= cc < (12, 0):
         return MXFP8BlockScaling()
@@ -21,9 +22,10 @@ def get_default_recipe() -> Recipe:
 
 
 class Gate(Protocol):
-    """Whether a format runs here: natively or not, or with `native` only where all of its products are the hardware's.
+    """A `Gate` says whether a format runs here, natively or not; with `native`, only if all of its products are the
+    hardware's.
 
-    With `return_reason`, also how it runs, and what native products would need.
+    With `return_reason`, it also says how the format runs, and what native products would need.
     """
 
     @overload
@@ -69,23 +71,23 @@ def is_bf16_available(return_reason: Literal[False] = False) -> bool: ...
 @overload
 def is_bf16_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """BF16 runs on the CPU and on every GPU that this package runs on."""
+    """Return True: BF16 runs on the CPU and on every GPU that this package runs on. The reason is empty."""
     return (True, "") if return_reason else True
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """(major, minor) of the current GPU; (0, 0) without one."""
+    """Return (major, minor) of the current GPU, or (0, 0) without one."""
     return hw.capability() or (0, 0)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """(major, minor, patch) of the cuDNN that PyTorch has; (0, 0, 0) without one."""
+    """Return (major, minor, patch) of the cuDNN that PyTorch has, or (0, 0, 0) without one."""
     version = (torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None) or 0
     major, rest = divmod(version, 1000 if version < 90000 else 10000)
     return major, rest // 100, rest % 100
 
 
 def is_non_tn_fp8_gemm_supported() -> bool:
-    """Whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
+    """Return whether the FP8 GEMM takes operands in either order, so that no transposed copy is needed."""
     cc = get_device_compute_capability()
     return (10, 0) <= cc < (12, 0) or cc >= (13, 0)

@@ -1,4 +1,4 @@
-"""Names and numbers that every layer shares: element types, format maxima, block sizes."""
+"""Names and numbers that the whole package shares: element types, the largest values of formats, block sizes."""
 
 from enum import IntEnum
 
@@ -6,7 +6,8 @@ import torch
 
 
 class DType(IntEnum):
-    """Element types, numbered as upstream numbers them. FP8, FP6, FP4 and scale bytes are stored as torch.uint8."""
+    """These are the element types, with Transformer Engine's numbers. FP8, FP6, FP4 and scale bytes are stored as
+    torch.uint8."""
 
     kByte = 0
     kInt32 = 2
@@ -16,7 +17,7 @@ class DType(IntEnum):
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
     kFloat4E2M1 = 10
-    kFloat6E3M2 = 32  # upstream has none
+    kFloat6E3M2 = 32  # Transformer Engine has none
     kFloat6E2M3 = 33
 
     @classmethod
@@ -26,11 +27,11 @@ class DType(IntEnum):
 
 
 def mantissa_bits(dtype: DType) -> int:
-    """Bits of mantissa of an FP8 or narrower type, as its name ends: 3 of E4M3."""
+    """Return the mantissa bits of an FP8 or narrower type, with which its name ends: 3 for E4M3."""
     return int(dtype.name[-1])
 
 
-# Plain ints for traced code: an enum member is one more guard, an int is a constant.
+# These are plain ints for traced code: an enum member is one more guard, an int is a constant.
 E4M3 = int(DType.kFloat8E4M3)
 E5M2 = int(DType.kFloat8E5M2)
 E2M1 = int(DType.kFloat4E2M1)
@@ -59,10 +60,10 @@ TE_DType = {
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division; also for symbolic ints."""
+    """Divide and round up; symbolic ints work as well."""
     return (a + b - 1) // b
 
 
 def rup(a: int, b: int) -> int:
-    """`a` rounded up to a multiple of `b`."""
+    """Round `a` up to a multiple of `b`."""
     return cdiv(a, b) * b

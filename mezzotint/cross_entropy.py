@@ -1,10 +1,10 @@
-"""Cross entropy of logits, in FP32 whatever their dtype.
+"""Cross entropy of logits, which is computed in FP32 whatever their dtype.
 
     loss = (1 - e) · (log Σ exp(x) - x[target]) + e · (log Σ exp(x) - mean(x))        e: label smoothing
     dx   = softmax(x) - (1 - e) · onehot(target) - e / V
 
-Only the logits are saved: the gradient computes the softmax again. Where the vocabulary is split over processes, each
-has columns of the logits: they exchange the largest value of a row, and its sums.
+Only the logits are saved: backward computes the softmax again. If the vocabulary is split over ranks, each has columns
+of the logits, and they exchange the largest value of each row, and its sums.
 """
 
 import warnings
@@ -56,8 +56,10 @@ class _CrossEntropy(torch.autograd.Function):
 def _exchange(
     value: torch.Tensor, index: torch.Tensor, here: torch.Tensor, has_mean: bool, group: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """log Σ exp, the target's logit and the mean of each row, over the columns of all processes. `here`: the target is
-    among those of this one, in column `index`."""
+    """Return log Σ exp, the target's logit and the mean of each row, over the columns of all ranks.
+
+    `here` says whether the target is among this rank's columns, in column `index`.
+    """
     top = all_reduce_max(value.amax(-1), group)
     top = torch.where(torch.isfinite(top), top, 0.0)
     sums = [torch.exp(value - top[:, None]).sum(-1), torch.where(here, value.gather(1, index)[:, 0], 0.0)]
@@ -79,12 +81,13 @@ def parallel_cross_entropy(
     *,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Logits inp [.., V] and target ids [..] → FP32 loss of each token [..], or their mean with `reduce_loss`.
+    """Return the FP32 loss of each token [..] for logits inp [.., V] and target ids [..], or their mean with
+    `reduce_loss`.
 
-    A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, those too. The gradient has inp's
-    dtype. With `dist_process_group` each of its processes has an equal part of the vocabulary, in order: inp
-    [.., V / processes] and the target ids of the whole; all get the same loss. `_input` is the former name of `inp`;
-    `is_cg_capturable` changes nothing, it always is.
+    A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, including those. The gradient has
+    inp's dtype. With `dist_process_group` each of its ranks has an equal share of the vocabulary, in order: inp [.., V
+    / ranks] and the target ids of the whole; all get the same loss. `_input` is the former name of `inp`.
+    `is_cg_capturable` changes nothing: a CUDA graph can always capture this.
     """
     if _input is not None:
         warnings.warn("_input of parallel_cross_entropy is called inp", DeprecationWarning, stacklevel=2)

@@ -1,7 +1,7 @@
-"""Files and folders that are whole or not there, whatever else lies in their place.
+"""Files and folders that are written completely or not at all, whatever else lies in their place.
 
-What is written goes under another name first. Names are known beforehand, so somebody may have put a link there: it is
-removed, and never followed.
+What is written goes under another name first. These names are known beforehand, so somebody may have put a link there:
+it is removed, and never followed.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """All of it or nothing, also when the machine stops."""
+    """Write all of the data or nothing, even if the machine stops."""
     aside = path.with_name(f".{path.name}.writing")
     remove(aside)
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
@@ -30,7 +30,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """To the disk."""
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -39,7 +39,8 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all that is in it, or nothing; of a link, the link."""
+    """Remove a file, a folder with all that is in it, or nothing if there is none. Of a link, only the link is
+    removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -47,26 +48,26 @@ def remove(path: Path) -> None:
 
 
 def hash_of(path: Path) -> str:
-    """SHA-256, in hexadecimal digits."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file as it was written."""
+    """A `FileEntry` describes a file as it was written."""
 
     bytes: int
     sha256: str
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Files that have been written."""
+    """Return the entries of files that have been written."""
     return {name: FileEntry((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
 
 
 def check_files(folder: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> None:
-    """These files are as they were written, bit for bit; else a ValueError, or an OSError."""
+    """Raise a ValueError, or an OSError, unless these files are as they were written, bit for bit."""
     for name in names:
         found = (folder / name).stat().st_size
         if found != files[name].bytes:

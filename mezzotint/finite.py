@@ -1,8 +1,9 @@
-"""autocast(check_finite=True): values that are not finite are counted where they are quantized, and raised at the end.
+"""autocast(check_finite=True): values that are not finite are counted where they are quantized, and reported at the
+end.
 
 A module that runs in such a region has counters, one for each tensor that it quantizes, which its run adds to on the
-device (`functional/observation.py`). The end of the region reads the counters of all modules that ran in it: that is
-the one time that the host waits.
+device (`functional/observation.py`). The end of the region reads the counters of all modules that ran in it: this is
+the only time that the host waits.
 """
 
 from typing import Any
@@ -16,7 +17,8 @@ from mezzotint.tracing import lasting, traced_as
 
 
 def make_counters(module: Any) -> None:
-    """Give a module its counters, where its parameters are. They are made once: graphs hold on to them."""
+    """Give a module its counters, on the device of its parameters. They are made once, because graphs hold on to
+    them."""
     device, held = module.scale_fwd.device, module._counters
     if held is not None and held[0].input.counts.device == device:
         return
@@ -37,7 +39,7 @@ def _refuse_graph() -> None:
 
 @traced_as(_refuse_graph)
 def begin_check() -> None:
-    """Begin a region that checks. A graph has none."""
+    """Begin a region that checks. Inside of a compiled function this raises RuntimeError."""
 
 
 def await_check(module: Any, state: State) -> None:
@@ -48,8 +50,11 @@ def await_check(module: Any, state: State) -> None:
 
 
 def end_check(raises: bool) -> None:
-    """End of a region that checks: read and clear the counters of the modules that ran in it. Where they are not 0, and
-    it `raises`, that is a FloatingPointError which names the first tensor: as forward went, then as backward did."""
+    """End a region that checks: read and clear the counters of the modules that ran in it.
+
+    If some are not 0, and it `raises`, raise a FloatingPointError that names the first tensor, in the order of forward
+    and then of backward.
+    """
     state = current_state()
     waiting, state.counted = state.counted, None
     modules: list[Any] = []

@@ -1,9 +1,9 @@
-"""`make_graphed_callables`: modules whose forward and backward replay CUDA graphs, under a recipe.
+"""`make_graphed_callables`: with it the forward and backward of modules replay CUDA graphs, under a recipe.
 
-It stands on `torch.cuda.make_graphed_callables`. What a module does at each step beside its kernels is captured with
-them: the autocast region is entered inside, so delayed scaling's update is part of the graph, and kept weights are
-updated, or not, as a flag on the GPU says, so one graph serves every micro-batch. Warming up leaves no trace in the
-module's buffers. Where there is no GPU the modules run as they are, under the same recipe.
+It uses `torch.cuda.make_graphed_callables`. What a module does at each step besides its kernels is captured with them:
+the autocast region is entered inside, so delayed scaling's update is part of the graph, and kept weights are updated,
+or not, as a flag on the GPU says, so one graph serves every microbatch. Warming up leaves no trace in the module's
+buffers. Without a GPU the modules run as they are, under the same recipe.
 
     layer = make_graphed_callables(layer, (x,), enabled=True, recipe=recipe, cache_quantized_params=True)
     y = layer(x, is_first_microbatch=True)
@@ -26,7 +26,7 @@ __all__ = ["make_graphed_callables"]
 
 
 class _Region:
-    """How the modules run: what `autocast` is given, or nothing."""
+    """A `_Region` says how the modules run: it has the arguments of `autocast`, or is off."""
 
     def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe | None, group: Any) -> None:
         self.is_on = enabled or calibrating
@@ -37,15 +37,16 @@ class _Region:
 
 
 class _Captured(nn.Module):
-    """What is captured: tensors alone come in, the last argument a dict of those that are given by name.
+    """This module is what is captured: only tensors come in, and the last argument is a dict of those that are given by
+    name.
 
-    `flag`, FP32 [1], where weights are kept: they are quantized again where it is not 1.
+    `flag`, FP32 [1], exists if weights are kept: they are quantized again unless it is 1.
     """
 
     def __init__(self, module: nn.Module, region: _Region, caches: bool) -> None:
         super().__init__()
         self.module, self.region = module, region
-        self.forward_of = module.forward  # before it is replaced
+        self.forward_of = module.forward  # the original, before it is replaced
         device = next((p.device for p in module.parameters()), None)
         self.flag = torch.zeros(1, dtype=torch.float32, device=device) if caches else None
         self.more = {"is_first_microbatch": True} if caches else {}
@@ -87,11 +88,14 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Any = None,
 ) -> Any:
-    """The module, or tuple of modules, with a forward that replays a graph.
+    """Return the module, or tuple of modules, with a forward that replays a graph.
 
-    `sample_args`: the tensors of a call, a tuple of such tuples for several modules; `sample_kwargs` likewise, dicts.
-    Real inputs must have their shapes. With `cache_quantized_params` a call takes `is_first_microbatch`. The
-    arguments `fp8_…` are older names of those after them.
+    `sample_args` has the tensors of a call, or a tuple of such tuples for several modules; `sample_kwargs` likewise, as
+    dicts. Real inputs must have the same shapes. The region's arguments `enabled`, `calibrating`, `recipe` and
+    `amax_reduction_group` are those of `autocast`. With `cache_quantized_params` weights are kept quantized between
+    microbatches, and a call takes `is_first_microbatch`. `num_warmup_iters`, `allow_unused_input` and `pool` are those
+    of `torch.cuda.make_graphed_callables`; the warm-up hooks are called before and after. The arguments `fp8_…` are
+    older names of those after them.
     """
     for name, value in (
         ("_order", _order),
@@ -160,10 +164,11 @@ def _capture(
 ) -> tuple[Callable[..., Any], ...]:
     buffers = [(buffer, buffer.clone()) for each in captured for buffer in each.buffers()]
     with warnings.catch_warnings():
-        # Of PyTorch's own warm-up, on another stream than the capture; gradients are not accumulated in either.
+        # PyTorch's own warm-up runs on another stream than the capture, and warns; gradients are not accumulated in
+        # either.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
         made = torch.cuda.make_graphed_callables(captured, inputs, warmups, allow_unused, pool)
-    with torch.no_grad():  # as before the warm-up: capturing itself runs nothing
+    with torch.no_grad():  # restore the buffers; capturing itself runs nothing
         for buffer, value in buffers:
             buffer.copy_(value)
     return made
@@ -174,7 +179,7 @@ def _replace_forward(captured: _Captured, run: Callable[..., Any], names: tuple[
     was_training = module.training
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if module.training != was_training:  # another graph than was captured
+        if module.training != was_training:  # the graph was captured in the other mode
             with captured.region.enter():
                 return captured.forward_of(*args, **kwargs)
         if flag is not None:

@@ -1,4 +1,5 @@
-"""What this machine can do natively, what it emulates, and why. Lazy: importing touches no device.
+"""Abilities of this machine: this module says what runs natively, what is emulated, and why. Importing it touches no
+device.
 
 `gemm_backends()` is the one table of matrix products, made of the formats' records: `kernels/gemm.py` dispatches on it
 and `report()` prints it, so that what is said is what runs.
@@ -25,44 +26,46 @@ def _multiplies_bf16_slowly() -> bool:
     return not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# PyTorch has no fast BF16 product for an ARM CPU without BF16 instructions: one of FP32 copies, rounded once, takes a
-# hundredth of its time (Neoverse N1, torch 2.13). A constant, for code that is traced.
+# PyTorch has no fast BF16 product for an ARM CPU without BF16 instructions: a product of FP32 copies, rounded once,
+# takes a hundredth of its time (Neoverse N1, torch 2.13). This is a constant, so that traced code can use it.
 SLOW_BF16 = _multiplies_bf16_slowly()
 
 
 def multiplies_slowly(x: torch.Tensor) -> bool:
-    """Whether products of such a tensor are to be made of FP32 copies."""
+    """Return whether products of such a tensor should be made from FP32 copies."""
     return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
 
 
 class EmulationWarning(UserWarning):
-    """A GPU without products of a format computes them in another way: the same numbers, more time than BF16."""
+    """This warning says that a GPU without products of a format computes them another way: the same numbers, slower
+    than BF16."""
 
 
 def is_rocm() -> bool:
-    """Whether this PyTorch runs on AMD GPUs, which it calls CUDA devices, too."""
+    """Return whether this PyTorch runs on AMD GPUs, which it calls CUDA devices as well."""
     return torch.version.hip is not None
 
 
 @cache
 def capability(device: int | None = None) -> CC | None:
-    """(major, minor) of the CUDA device, or None without one.
+    """Return (major, minor) of the CUDA device, or None without one.
 
-    An AMD GPU has none, whatever number PyTorch gives for it (gfx942: 9.4): it takes the reference, in plain torch.
+    An AMD GPU has none, whatever number PyTorch reports for it (gfx942: 9.4): it runs the reference, in plain torch.
     """
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() and not is_rocm() else None
 
 
 @cache
 def has_triton_kernels() -> bool:
-    """Triton's FP8 conversions need compute capability 8.9; below it the reference runs on the GPU."""
+    """Return whether Triton kernels run here. Its FP8 conversions need compute capability 8.9; below it the reference
+    runs on the GPU."""
     cc = capability()
     return cc is not None and cc >= (8, 9)
 
 
 @cache
 def cuda_version() -> tuple[int, int]:
-    """(major, minor) of the CUDA that this PyTorch was built with; (0, 0) without."""
+    """Return (major, minor) of the CUDA that this PyTorch was built with, or (0, 0) without."""
     if torch.version.cuda is None:
         return 0, 0
     major, minor = torch.version.cuda.split(".")[:2]
@@ -72,7 +75,7 @@ def cuda_version() -> tuple[int, int]:
 UNTRIED = "not run on real hardware"
 _DEQUANTIZED = "dequantized to the other operand's dtype, torch.mm"
 
-# The functions of these are in `kernels/gemm.py`, those of the formats' own rows in the rows.
+# The functions of these rows are in `kernels/gemm.py`; the rows of formats hold their own.
 _PLAIN = (
     Backend(kind_a=HIGH, kind_b=HIGH, cc=EVERY, name="plain", why="torch.mm in the operands' dtype"),
     Backend(kind_a=HIGH, kind_b=ANY, cc=EVERY, name="plain", how="emulated", why=_DEQUANTIZED),
@@ -97,13 +100,13 @@ REFERENCE = Backend(
 
 
 def gemm_backends() -> tuple[Backend, ...]:
-    """Every row. The first that fits is taken."""
+    """Return every row of the table. The first one that fits is used."""
     return (*_PLAIN, *(row for made in FORMATS.values() for row in made.backends), EMULATED, REFERENCE)
 
 
 @cache
 def gemm_backend(kind_a: str, kind_b: str, cc: CC | None, cuda: tuple[int, int] | None = None) -> Backend:
-    """The row that serves these kinds at this compute capability; None is the CPU."""
+    """Return the row that serves these kinds at this compute capability; None is the CPU."""
     cuda = cuda_version() if cuda is None else cuda
     if cc is None:
         return REFERENCE
@@ -118,13 +121,13 @@ _PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 
 def _format_kinds() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Format → the kinds that each of its products multiplies, as D = A·Bᵀ takes them."""
+    """Return format → the kinds that each of its products multiplies, as D = A·Bᵀ takes them."""
     return {"high_precision": ((HIGH, HIGH),) * 3, **{name: made.products for name, made in FORMATS.items()}}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the report."""
+    """A `Row` is one line of the report."""
 
     format: str
     operation: str  # "quantize", "fprop", "dgrad", "wgrad"
@@ -134,10 +137,10 @@ class Row:
 
 
 def report(cc: CC | str | None = "current", cuda: tuple[int, int] | None = None) -> list[Row]:
-    """How every operation of every format runs here, or at a given compute capability (None: the CPU)."""
+    """Return how every operation of every format runs here, or at a given compute capability (None is the CPU)."""
     at = capability() if isinstance(cc, str) else cc
     if at is not None and cuda is None and capability() is None:
-        cuda = FOREVER  # asked about a GPU from a machine without one: of a PyTorch that has everything
+        cuda = FOREVER  # without a GPU here, assume a PyTorch that has everything
     device = "rocm" if isinstance(cc, str) and is_rocm() and torch.cuda.is_available() else _name(at)
     rows = []
     for name, pairs in _format_kinds().items():
@@ -164,8 +167,10 @@ def _name(cc: CC | None) -> str:
 def available(
     name: str, cc: CC | str | None = "current", *, native: bool = False, cuda: tuple[int, int] | None = None
 ) -> tuple[bool, str]:
-    """Whether the format runs here, and how its forward product does; with `native`, whether all three of its products
-    are those of the hardware, and else what they would need."""
+    """Return whether the format runs here, and how its forward product does.
+
+    With `native`, return whether all three of its products are those of the hardware, and if not, what they would need.
+    """
     kinds = _format_kinds()
     if name not in kinds:
         return False, f"unknown format {name!r}: one of {', '.join(kinds)}"
@@ -179,7 +184,7 @@ def available(
 
 
 def _native_needs(kind_a: str, kind_b: str) -> str:
-    """Which hardware multiplies operands of these kinds."""
+    """Return, as text, which hardware multiplies operands of these kinds."""
     spans = []
     for row in gemm_backends():
         if row.how == "native" and (row.kind_a, row.kind_b) == (kind_a, kind_b):
@@ -198,8 +203,10 @@ def _title(kind: str) -> str:
 
 @cache
 def tell_emulated(kind_a: str, kind_b: str, cc: CC | None) -> None:
-    """Warn, once in a process, that a GPU has no product of these kinds. Of code that runs, never of code that is
-    traced: a product calls it, not a module."""
+    """Warn, once in a process, that a GPU has no product of these kinds.
+
+    Products call this when they run, and modules do not, since traced code must never warn.
+    """
     title = " by ".join(dict.fromkeys(map(_title, (kind_a, kind_b))))
     where = f"{'rocm' if cc is None else _name(cc)}: {gemm_backend(kind_a, kind_b, cc).why}"
     warnings.warn(

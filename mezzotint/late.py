@@ -1,4 +1,5 @@
-"""Changes to the compiler, which the first `torch.compile` imports, with Triton: nothing here imports it."""
+"""Late changes to the compiler: they are made when the first `torch.compile` imports it, with Triton. Nothing here
+imports it."""
 
 import importlib.abc
 import importlib.util
@@ -21,7 +22,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls each of its `actions` with the module of that name, once, right after it was imported."""
+    """This finder calls each of its `actions` with the module of that name, once, right after it was imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""What layers save for backward, kept in the host's memory until backward comes for it.
+"""CPU offload: what layers save for backward is kept in the host's memory until backward needs it.
 
     context, sync = get_cpu_offload_context(enabled=True, num_layers=3, model_layers=4)
     for layer in layers:
@@ -6,9 +6,10 @@
             x = layer(x)
         x = sync(x)
 
-Forward: at the end of a layer its saved tensors are copied to pinned memory on a stream of their own, while the next
-layer computes; at the end of that one the GPU's copies are let go. Backward: a layer's tensors are copied back while
-the layer behind it computes. The first `num_layers` of a model's layers are offloaded: those that wait longest.
+In forward, the saved tensors of a layer are copied to pinned memory at its end, on a stream of their own, while the
+next layer computes; at the end of that one the GPU's copies are released. In backward, a layer's tensors are copied
+back while the layer behind it computes. The first `num_layers` of a model's layers are offloaded, since they wait
+longest.
 
 Parameters, small tensors and tensors that are marked (`mark_not_offload`) stay. Values are copied bit by bit.
 """
@@ -22,12 +23,12 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "mark_not_offload"]
 
-SMALL = 256 * 1024  # elements: what is smaller stays where it is
+SMALL = 256 * 1024  # in elements; smaller tensors stay where they are
 _MARK = "_mezzotint_not_offloaded"
 
 
 def mark_not_offload(*tensors: Any) -> None:
-    """These tensors, or the buffers of quantized ones, are left on the GPU."""
+    """Leave these tensors, or the buffers of quantized ones, on the GPU."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -37,7 +38,8 @@ def mark_not_offload(*tensors: Any) -> None:
 
 
 def may_leave(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is worth the way: on a GPU, large, no parameter or view of one, not marked."""
+    """Return whether a saved tensor is worth copying: it is on a GPU, large, no parameter or view of one, and not
+    marked."""
     return tensor.is_cuda and tensor.numel() >= SMALL and _is_free(tensor)
 
 
@@ -48,7 +50,7 @@ def _is_free(tensor: torch.Tensor) -> bool:
 
 
 class _Kept:
-    """A saved tensor: on the GPU, in the host's memory, or on its way."""
+    """A `_Kept` is a saved tensor, which is on the GPU, in the host's memory, or on its way."""
 
     __slots__ = ("device", "device_copy", "free", "host_copy", "version")
 
@@ -57,10 +59,11 @@ class _Kept:
         self.device = tensor.device
         self.device_copy: torch.Tensor | None = tensor
         self.host_copy: torch.Tensor | None = None
-        self.free = free  # where the host buffer goes when nobody can ask for the tensor any more
+        self.free = free  # where the host buffer goes when nobody can ask for the tensor again
 
     def check(self) -> None:
-        """Raise where the tensor was written since it was saved, as autograd does of what it keeps itself."""
+        """Raise RuntimeError if the tensor was written since it was saved, as autograd does for what it keeps
+        itself."""
         if self.device_copy is not None and self.device_copy._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.device_copy.shape)} that was saved for backward was written in place "
@@ -74,16 +77,17 @@ class _Kept:
 
 
 class _Layer:
-    """What was saved between two calls of `sync`. `before`: the layer in front of it, copied back after it."""
+    """A `_Layer` has what was saved between two calls of `sync`. `before` is the layer in front of it, copied back
+    after it."""
 
     def __init__(self, before: "_Layer | None") -> None:
         self.before = before
         self.kept: dict[Any, _Kept] = {}
-        self.copied: Any = None  # events of the copies: to the host, back
+        self.copied: Any = None  # the event of the copies to the host; below, of those back
         self.loaded: Any = None
 
     def keep(self, tensor: torch.Tensor, free: Any) -> _Kept:
-        """One for each tensor: a second op that saves it shares the copy."""
+        """Return what keeps this tensor. There is one for each tensor: a second op that saves it shares the copy."""
         key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         if key not in self.kept:
             self.kept[key] = _Kept(tensor, free)
@@ -91,14 +95,14 @@ class _Layer:
 
 
 class _Transfers:
-    """Copies between the two memories, on one stream; where there is no GPU, at once."""
+    """This class copies between the two memories, on one stream; without a GPU, it copies at once."""
 
     def __init__(self, stream: Any, retains: bool) -> None:
         self.stream = stream
         self.free: dict[Any, list[torch.Tensor]] | None = {} if retains else None  # host buffers, by what they hold
 
     def to_host(self, layer: _Layer) -> None:
-        """Start to copy."""
+        """Start to copy a layer's tensors to the host."""
         pairs = []
         for kept in layer.kept.values():
             if kept.host_copy is None and kept.device_copy is not None:
@@ -109,7 +113,8 @@ class _Transfers:
             layer.copied = self._copy(pairs)
 
     def release(self, layer: _Layer) -> None:
-        """Let the GPU's copies go, once they are copied: what is launched from here on may write their memory."""
+        """Release the GPU's copies once they are copied: kernels that are launched from here on may write to their
+        memory."""
         if layer.copied is not None:
             self._wait(layer.copied)
             layer.copied = None
@@ -118,7 +123,7 @@ class _Transfers:
                 kept.device_copy = None
 
     def to_device(self, layer: _Layer) -> None:
-        """Start to copy back what has been let go."""
+        """Start to copy back what has been released."""
         pairs = []
         for kept in layer.kept.values():
             if kept.device_copy is None and kept.host_copy is not None:
@@ -128,7 +133,7 @@ class _Transfers:
             layer.loaded = self._copy(pairs)
 
     def take(self, layer: _Layer, kept: _Kept) -> torch.Tensor:
-        """The tensor, for backward."""
+        """Return the tensor for backward, and copy it back first if that has not begun."""
         if kept.device_copy is None:
             self.to_device(layer)
         if layer.loaded is not None:
@@ -144,7 +149,7 @@ class _Transfers:
         return free.pop() if free else torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """(Destination, source) each. An event to wait for, or True: done."""
+        """Copy each (destination, source); return an event to wait for, or True if it is done."""
         if not any(a.is_cuda or b.is_cuda for a, b in pairs):
             for destination, source in pairs:
                 destination.copy_(source)
@@ -167,13 +172,13 @@ def _form(tensor: torch.Tensor) -> Any:
 
 
 class _Offload:
-    """The context, and the function at the end of a layer."""
+    """This is the context, with the function that is called at the end of a layer."""
 
     def __init__(self, num_layers: int, model_layers: int, transfers: _Transfers, is_manual: bool) -> None:
-        # The last layer's tensors are asked for as soon as they are saved: they stay.
+        # The last layer's tensors stay, because they are needed as soon as they are saved.
         self.count = model_layers if is_manual else min(num_layers, model_layers - 1)
         self.model_layers, self.transfers, self.is_manual = model_layers, transfers, is_manual
-        self.layers: list[_Layer] = [_Layer(None)]  # of the forward that is under way, the current one last
+        self.layers: list[_Layer] = [_Layer(None)]  # of the current forward, the current layer last
         self.ended: list[_Layer] = []  # of the last forward, for a synchronizer
         self.hooks: list[Any] = []
 
@@ -188,21 +193,21 @@ class _Offload:
 
     @property
     def inside_context(self) -> bool:
-        """Whether the context is entered, which programs ask by this name."""
+        """Return whether the context is entered; programs ask for it by this name."""
         return bool(self.hooks)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if len(self.layers) > self.count or not may_leave(tensor):
             return tensor
         layer = self.layers[-1]
-        # Detached: what is kept would otherwise hold the graph that holds it.
+        # It is detached, because it would otherwise hold the graph that holds it.
         return layer, layer.keep(tensor.detach(), self.transfers.free)
 
     def take(self, packed: Any) -> torch.Tensor:
         return packed if isinstance(packed, torch.Tensor) else self.transfers.take(*packed)
 
     def end_layer(self, x: torch.Tensor) -> torch.Tensor:
-        """Called with a layer's output: its copies start, those of the layer before are let go."""
+        """End a layer, given its output: start its copies, and release those of the layer before."""
         layer = self.layers[-1]
         if not self.is_manual:
             self.transfers.to_host(layer)
@@ -215,13 +220,13 @@ class _Offload:
         return _EndOfLayer.apply(x, layer, self)
 
     def begin_backward(self, layer: _Layer) -> None:
-        """Backward comes to a layer: the one in front of it is copied back meanwhile."""
+        """Begin to copy back the layer in front of this one, while backward computes this one."""
         if not self.is_manual and layer.before is not None:
             self.transfers.to_device(layer.before)
 
 
 class _EndOfLayer(torch.autograd.Function):
-    """The identity, which sees backward come to the layer in front of it."""
+    """This function is the identity, and notices when backward reaches the layer in front of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: _Layer, offload: _Offload) -> torch.Tensor:
@@ -235,15 +240,16 @@ class _EndOfLayer(torch.autograd.Function):
 
 
 class ManualOffloadSynchronizer:
-    """Copies that the caller starts, layer by layer, in the order of the calls of `sync`."""
+    """A synchronizer lets the caller start the copies, layer by layer; layers are numbered in the order of the calls of
+    `sync`."""
 
     def __init__(self, offload: _Offload, enabled: bool) -> None:
         self._offload, self._enabled = offload, enabled
 
     def _layer(self, layer_id: int) -> _Layer:
-        """Of the forward that is under way, or of the last one."""
+        """Return a layer of the current forward, or of the last one."""
         if not self._enabled:
-            return _Layer(None)  # which has nothing to copy
+            return _Layer(None)  # a layer with nothing to copy
         ended = self._offload.layers[:-1] or self._offload.ended
         if not 0 <= layer_id < len(ended):
             raise ValueError(f"layer_id is {layer_id}: {len(ended)} layers have ended; count them from 0")
@@ -254,7 +260,7 @@ class ManualOffloadSynchronizer:
         self._offload.transfers.to_host(self._layer(layer_id))
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let a layer's tensors on the GPU go, once they are copied."""
+        """Release a layer's tensors on the GPU once they are copied."""
         self._offload.transfers.release(self._layer(layer_id))
 
     def start_reload_layer(self, layer_id: int) -> None:
@@ -273,10 +279,12 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
 ) -> Any:
-    """(context, sync), or (context, sync, synchronizer) with `manual_synchronization`.
+    """Return (context, sync), or (context, sync, synchronizer) with `manual_synchronization`.
 
-    `double_buffering` needs no buffers of ours: the caching allocator hands one layer's memory to the next but one.
-    Not `enabled`, the context and `sync` do nothing, whatever the other arguments are.
+    `num_layers` of the `model_layers` are offloaded. `retain_pinned_cpu_buffers` keeps host buffers for reuse, and
+    `offload_stream` is the stream of the copies, by default a new one. `double_buffering` needs no buffers here: the
+    caching allocator hands one layer's memory to the next but one. If not `enabled`, the context and `sync` do nothing,
+    whatever the other arguments are; the same holds without `offload_activations`. `offload_weights` is not supported.
     """
     if enabled:
         _check_arguments(num_layers, model_layers, offload_weights)

@@ -1,7 +1,7 @@
-"""Where quantization is switched on: `autocast` and `quantized_model_init`, which set the thread's state.
+"""Regions with quantization: `autocast` and `quantized_model_init` switch it on by setting the thread's state.
 
-Delayed scaling: a module that ran in a region waits in `pending`; when the outermost region ends, every one of them
-updates its forward scales in one op, in eager code or inside the graph that the region lies in
+With delayed scaling, a module that ran in a region waits in `pending`. When the outermost region ends, all such modules
+update their forward scales in one op, in eager code or inside the graph that the region lies in
 (`functional/delayed.py`).
 """
 
@@ -74,11 +74,14 @@ __all__ = [
 
 
 def _check_recipe(recipe: Recipe | None, group: Any) -> None:
-    """All ranks that amaxes are taken over have this recipe, or all of them raise: one with another recipe would take
-    none, and the others wait for it. They are asked once for each recipe of a group."""
+    """Raise ValueError on all ranks that amaxes are reduced over unless they have the same recipe. They are asked once
+    for each recipe of a group.
+
+    A rank with another recipe would not reduce, and the others would wait for it.
+    """
     if world_size(None) == 1:
         return
-    group = group_by_name(group.group_name)  # itself: in a graph Dynamo has something in its place
+    group = group_by_name(group.group_name)  # the real one: in a graph Dynamo has a stand-in
     state, text = current_state(), f"{without_addresses(recipe)} in autocast"  # modules compare without these words
     if world_size(group) > 1 and not nobody_answers(group) and (group.group_name, text) not in state.agreed:
         check_agreed(group, recipe=text)
@@ -86,21 +89,22 @@ def _check_recipe(recipe: Recipe | None, group: Any) -> None:
 
 
 class autocast:
-    """Modules that run inside quantize as `recipe` says.
+    """An `autocast` is a region in which modules quantize as `recipe` says.
 
         with mz.autocast(recipe=recipe.MXFP8BlockScaling()): ...
         with mz.autocast("mxfp8"): ...         # a recipe, or its short name, may come first
 
     `calibrating` without `enabled` computes in high precision and gathers statistics. `amax_reduction_group` is the
-    process group over which delayed scaling takes its maxima. `memory` says how much modules hold for backward:
-    "default", "lean" or "compressed" (`mezzotint/memory.py`); None: as the region around this one says.
+    process group over which delayed scaling reduces its amaxes. `memory` says how much modules hold for backward:
+    "default", "lean" or "compressed" (`mezzotint/memory.py`); None means what the region around this one says.
 
     `check_finite=True` has modules count the values that are NaN or infinite in what they quantize, and raises
-    FloatingPointError at the end of the region where there are some: with module, tensor and step, which counts such
-    regions. Have the region around backward too, or what it finds in gradients is raised by the next region.
+    FloatingPointError at the end of the region if there are some, with module, tensor and step, which counts such
+    regions. Have the region around backward as well, or what is found in gradients is raised by the next region.
 
     A region works with the recipe as it is when the region is entered: what is assigned to it after that is seen by the
-    next one. A region is its thread's own. Regions nest, an object can be entered again, and it decorates functions.
+    next one. A region belongs to its thread. Regions nest, an object can be entered again, and it can decorate
+    functions.
     """
 
     def __init__(
@@ -127,7 +131,7 @@ class autocast:
         if self.check_finite:
             begin_check()
         recipe = None if recipe is None else recipe.frozen()
-        if group is not None and torch.is_grad_enabled():  # without gradients no maxima are taken
+        if group is not None and torch.is_grad_enabled():  # without gradients no amaxes are reduced
             call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
         state.opened = Opened(self, get_autocast_state(), state.opened)
@@ -158,7 +162,7 @@ class autocast:
 
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            # Made here: Dynamo enters no region that was made outside of its graph.
+            # The region is made here, because Dynamo enters no region that was made outside of its graph.
             with autocast(*arguments, memory=memory, check_finite=check_finite):
                 return function(*args, **kwargs)
 
@@ -166,7 +170,8 @@ class autocast:
 
 
 def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Recipe | None]:
-    """Return whether a region is on, and its recipe, of the first argument, which may be either, and `recipe`."""
+    """Return whether a region is on, and its recipe. The first argument `enabled` may be either, and `recipe` comes
+    after it."""
     if isinstance(enabled, (Recipe, str)):  # torch 2.11 does not trace a union with an opaque class
         if recipe is not None:
             raise TypeError(f"{caller} got two recipes, {enabled!r} first and recipe={recipe!r}: give one")
@@ -175,18 +180,19 @@ def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Rec
 
 
 def as_bool(caller: str, name: str, value: Any) -> bool:
-    """Return a flag as a bool; anything that is only truthy is an error, since it may be meant as something else."""
+    """Return a flag as a bool; raise TypeError for anything that is only truthy, since it may be meant as something
+    else."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{caller}({name}={value!r}): give True or False, and the recipe as recipe=...")
     return bool(value)
 
 
 def update_pending(updates: bool) -> None:
-    """End of a region: every module that ran in it takes its new forward scales, if it `updates`, and waits no more."""
+    """End a region: every module that ran in it gets its new forward scales, if it `updates`, and waits no more."""
     state = current_state()
     waiting, state.pending = state.pending, None
     modules: list[tuple[Any, Any]] = []
-    while waiting is not None:  # all of them before anything can go wrong
+    while waiting is not None:  # first all of them, before anything can go wrong
         waiting.module._run_status.is_pending = waiting.module._run_status.has_backward = False
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
@@ -205,8 +211,8 @@ def update_pending(updates: bool) -> None:
 
 
 def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:
-    """Over which processes the maxima of a module are taken: `amax_reduction_group`, and those that share its weight,
-    whose parts are quantized by one scale. None is no group."""
+    """Return the groups over which the amaxes of a module are reduced: `amax_reduction_group`, and the ranks that share
+    its weight, whose shards are quantized by one scale. Groups that are None or have one rank are left out."""
     group = current_state().group
     groups = [group] if group is not None and request.reduce_amax else []
     if tp_group is not None and not (groups and groups[0].group_name == tp_group.group_name):
@@ -215,22 +221,22 @@ def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any
 
 
 def update_rule(request: DelayedScalingRequest, *, forward: bool) -> tuple[float, bool, Any]:
-    """How scales follow from histories: the format's largest value · 2^-margin, whether the most recent maximum alone
-    counts, and a user's functions where they take the place of both."""
+    """Return how scales follow from histories: the format's largest value · 2^-margin, whether only the most recent
+    amax counts, and a user's functions if they replace both."""
     top = request.fp8_format.value.max_fwd if forward else request.fp8_format.value.max_bwd
     update = partial(apply_own_rule, request=request, forward=forward) if has_own_rule(request) else None
     return float(top) * 2.0**-request.margin, request.amax_compute_algo == "most_recent", update
 
 
 def has_own_rule(request: DelayedScalingRequest) -> bool:
-    """Whether a user's function says how scales follow from histories, or what of them counts."""
+    """Return whether a user's function says how scales follow from histories, or which amax of them counts."""
     return callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
 
 
 def apply_own_rule(
     history: torch.Tensor, scale: torch.Tensor, request: DelayedScalingRequest, *, forward: bool
 ) -> None:
-    """The update with a user's `amax_compute_algo(history)` or `scaling_factor_compute_algo(amax, scale, max, …)`."""
+    """Update by a user's `amax_compute_algo(history)` or `scaling_factor_compute_algo(amax, scale, max, …)`."""
     value = request.fp8_format.value
     _amax_and_scale_update(history, scale, value.max_fwd if forward else value.max_bwd, request)
 
@@ -248,7 +254,8 @@ def _default_sf_compute(
     margin: int,
     _fp32_max: float = torch.finfo(torch.float32).max,
 ) -> torch.Tensor:
-    """(fp8_max / amax) / 2^margin; as it was for 0, infinity and NaN; the largest FP32 where it overflows."""
+    """Return (fp8_max / amax) / 2^margin; the old scale if amax is 0, infinite or NaN; the largest FP32 if it
+    overflows."""
     fresh = torch.full_like(amax, float(fp8_max)).div(amax) / (2.0**margin)
     fresh = torch.where(amax > 0.0, fresh, scale)
     fresh = torch.where(torch.isfinite(amax), fresh, scale)
@@ -256,7 +263,8 @@ def _default_sf_compute(
 
 
 def _amax_and_scale_update(amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any) -> None:
-    """In plain torch, in place, with functions of the user's in it; it rolls every column."""
+    """Update history and scale in plain torch, in place, with the user's functions; every column of the history is
+    rolled."""
     amax = _default_amax(amax_history, recipe.amax_compute_algo)
     if recipe.scaling_factor_compute_algo is None:
         fresh = _default_sf_compute(amax, scale, fp8_max, recipe.margin)
@@ -275,12 +283,13 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:
-    """`autocast` by its former name."""
+    """Return an `autocast`, by its former name."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
 class quantized_model_init:
-    """Modules made inside keep their weights quantized, as `recipe` says, without a copy in high precision.
+    """A `quantized_model_init` is a region in which modules are made with quantized weights, as `recipe` says, without
+    a copy in high precision.
 
     `preserve_high_precision_init_val` keeps the initial values on the CPU: `param.get_high_precision_init_val()`.
     """
@@ -313,21 +322,21 @@ fp8_model_init = quantized_model_init
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Rows of a group of tokens are padded to a multiple of this."""
+    """Return the multiple to which the rows of a group of tokens are padded."""
     return recipe.alignment()
 
 
 def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
-    """The element type of a recipe's forward, or backward, tensors."""
+    """Return the element type of a recipe's forward, or backward, tensors."""
     return element(fp8_recipe.fp8_format, fprop_tensor)
 
 
 def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dtype:
-    """As torch names it."""
+    """Return the torch dtype of a recipe's forward, or backward, tensors."""
     is_e5m2 = get_fp8_te_dtype(fp8_recipe, fprop_tensor) == DType.kFloat8E5M2
     return torch.float8_e5m2 if is_e5m2 else torch.float8_e4m3fn
 
 
 def get_fp8_max(fp8_recipe: Any, fprop_tensor: bool = True) -> float:
-    """The largest value of that type."""
+    """Return the largest value of the element type of a recipe's forward, or backward, tensors."""
     return 57344.0 if get_fp8_te_dtype(fp8_recipe, fprop_tensor) == DType.kFloat8E5M2 else 448.0

@@ -1,9 +1,9 @@
-"""Short names of recipes, where a name is enough: `autocast("mxfp8")`, the command line.
+"""Short names of recipes, for places where a name is enough: `autocast("mxfp8")`, the command line.
 
-Nothing is imported here: the command line's help does not wait for PyTorch.
+Nothing is imported here, so that the command line's help does not wait for PyTorch.
 """
 
-# Name → class in `recipe/`.
+# This maps a name to a class in `recipe/`.
 RECIPE_CLASSES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",
@@ -18,5 +18,6 @@ _NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known
 
 
 def recipe_short_name(asked: str) -> str | None:
-    """Return the short name of a recipe that is asked for by it, or by its class, in any case; None for no recipe."""
+    """Return the short name of a recipe, given that or the name of its class, in any case; None if there is no such
+    recipe."""
     return _NAMES.get(asked.strip().lower())

@@ -1,7 +1,7 @@
-"""`checkpoint`: torch's activation checkpointing for code with quantized modules in it.
+"""`checkpoint`: this is torch's activation checkpointing for code with quantized modules in it.
 
-The recomputation runs under the recipe of the first run, wherever backward is called, with the scales of the first
-run; it enters no maximum a second time and keeps no workspace. Random numbers are the same again.
+The recomputation runs under the recipe of the first run, wherever backward is called, with the scales of the first run.
+It records no amax a second time and keeps no quantized weights. Random numbers are the same again.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,11 @@ SavedScales = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 class _Recomputation:
-    """The scales of delayed scaling that the modules of one region used, in order; also those of a checkpoint inside.
+    """A `_Recomputation` has the scales of delayed scaling that the modules of one checkpoint used, in order, including
+    those of a checkpoint inside.
 
-    `outer`: of the checkpoint around this one. When that runs again, this one is made anew, and runs with its scales.
+    `outer` is that of the checkpoint around this one. When that runs again, this one is made anew, and runs with its
+    scales.
     """
 
     __slots__ = ("has_backward", "has_run", "is_second", "outer", "position", "scales")
@@ -34,12 +36,14 @@ class _Recomputation:
         self.scales: list[SavedScales] = []
 
     def start(self) -> None:
-        """A run. It is a second one, too, in the first run of a checkpoint that is inside of a second run."""
+        """Start a run. It counts as a second one also in the first run of a checkpoint that is inside of a second
+        run."""
         self.is_second = self.has_run or (self.outer is not None and self.outer.is_second)
         self.position = 0
 
     def keep_scales(self, scales: SavedScales) -> None:
-        """Those of this call, those that kept weights were quantized with, and whether its backward is the last."""
+        """Keep the scales of this call, those that kept weights were quantized with, and whether its backward is the
+        last."""
         self.scales.append(scales)
         if self.outer is not None:
             self.outer.keep_scales(scales)
@@ -53,9 +57,9 @@ class _Recomputation:
 
 
 class _Run:
-    """The function, run once under the state that it met, and again under the same.
+    """A `_Run` calls the function once under the state that it met, and again under the same.
 
-    The tracker's generators go on from where the first run ended, however often it is run again.
+    The tracker's generators continue from where the first run ended, however often it is run again.
     """
 
     def __init__(self, function: Callable[..., Any], get_rng_state_tracker: Callable[[], Any] | None) -> None:
@@ -93,10 +97,11 @@ def checkpoint(
     get_rng_state_tracker: Callable[[], Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
+    """Return `function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
 
-    `get_rng_state_tracker` gives the `CudaRNGStatesTracker` that the function forks, so that it draws the same numbers
-    again. Further keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to it.
+    `get_rng_state_tracker` returns the `CudaRNGStatesTracker` that the function forks, so that it draws the same
+    numbers again. Keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to that, all others to
+    the function.
     """
     if distribute_saved_activations:
         raise NotImplementedError(
@@ -111,6 +116,6 @@ def checkpoint(
         made = torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         state.recomputes_in_graph = outer
         return made
-    if use_reentrant:  # torch takes no keyword arguments of the function then
+    if use_reentrant:  # torch then takes no keyword arguments for the function
         function = partial(function, **{name: kwargs.pop(name) for name in [*kwargs] if name not in TORCH_OPTIONS})
     return torch_checkpoint(_Run(function, get_rng_state_tracker), *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,7 +1,7 @@
-"""The one mutable state: what `autocast` and `quantized_model_init` set, and what modules leave for their ends.
+"""The one mutable state: it has what `autocast` and `quantized_model_init` set, and what modules leave for their ends.
 
-Each thread has its own, as `torch.autocast` has: a region that one thread enters is none of another's business.
-`current_state` finds it, in eager code and in graphs; modules ask once per call.
+Each thread has its own, as with `torch.autocast`: a region that one thread enters does not concern another.
+`current_state` returns it, in eager code and in graphs; modules ask once per call.
 """
 
 import ctypes
@@ -20,13 +20,14 @@ from mezzotint.tracing import backward_task
 
 @dataclass(frozen=True)
 class RegionOptions(GraphConstant):
-    """What a region asks of all modules in it, beside its recipe. One value, on which a graph has one guard."""
+    """These options are what a region asks of all modules in it, besides its recipe. They are one value, on which a
+    graph has one guard."""
 
-    memory: str  # what modules that say nothing of it hold for backward (`memory.py`)
-    checks_finite: bool  # they count what is not finite (`finite.py`)
+    memory: str  # what modules without an own mode hold for backward (`memory.py`)
+    checks_finite: bool  # modules count values that are not finite (`finite.py`)
 
     def changed(self, memory: str | None, checks_finite: bool | None) -> "RegionOptions":
-        """Return what is asked for in a region inside of this one; None: as here."""
+        """Return the options of a region inside of this one; None leaves an option as it is."""
         return region_options(
             self.memory if memory is None else memory, self.checks_finite if checks_finite is None else checks_finite
         )
@@ -42,8 +43,9 @@ NO_OPTIONS = region_options("default", False)
 
 
 class Pending:
-    """A module that waits for its update, the groups that it shares its maxima with, and those before it. A chain, not
-    a list: a graph that adds to it does not look at, and so does not guard on, how many there are."""
+    """A `Pending` is a module that waits for its update, with the groups over which its amaxes are reduced, and the one
+    before it. It is a chain and no list: a graph that adds to it does not look at how many there are, and so does not
+    guard on it."""
 
     __slots__ = ("before", "groups", "module")
 
@@ -52,13 +54,16 @@ class Pending:
 
 
 class RunStatus:
-    """Whether a module is `Pending`, or counted (`finite.py`), whether one of its runs since has a backward, and the
-    recipe and options of its last run outside of backward; and what the ranks that share its weights were found to have
-    alike (recipe, input, module). Of its own: to set an attribute of an `nn.Module` is slow.
+    """A `RunStatus` records the runs of one module. It is an object of its own because setting an attribute of an
+    `nn.Module` is slow.
 
-    In shards (`tensor/fsdp_directions.py`): which copies of weights, (row-wise, column-wise), are in what FSDP2 has
-    gathered; whether backward reads the row-wise ones too, None where no run has said so; and whether all ranks were
-    found to quantize them alike.
+    It has whether the module is `Pending`, or counted (`finite.py`); whether one of its runs since has a backward; the
+    recipe and options of its last run outside of backward; and what the ranks that share its weights were found to have
+    in common (recipe, input, module).
+
+    For sharded weights (`tensor/fsdp_directions.py`) it has which copies, (row-wise, column-wise), are in what FSDP2
+    has gathered; whether backward reads the row-wise ones as well, None if no run has said so; and whether all ranks
+    were found to quantize them alike.
     """
 
     __slots__ = (
@@ -74,7 +79,7 @@ class RunStatus:
     )
 
     def __init__(self, request: Any = None) -> None:
-        self.request = request  # of delayed scaling, which the module keeps state for
+        self.request = request  # the delayed-scaling request that the module keeps state for
         self.is_pending = self.has_backward = self.is_alike = self.is_counted = False
         self.settings: tuple[Recipe | None, RegionOptions] = None, NO_OPTIONS
         self.held = True, True
@@ -83,7 +88,8 @@ class RunStatus:
 
 
 class Opened:
-    """An entry into a region that has not been left: the region, what was in force before, and the entry below it."""
+    """An `Opened` is an entry into a region that has not been left: the region, what was in force before, and the entry
+    below."""
 
     __slots__ = ("below", "outer", "region")
 
@@ -93,7 +99,7 @@ class Opened:
 
 @dataclass(slots=True)
 class State:
-    """What `autocast` and `quantized_model_init` set in one thread."""
+    """A `State` has what `autocast` and `quantized_model_init` set in one thread."""
 
     enabled: bool = False
     calibrating: bool = False
@@ -108,27 +114,27 @@ class State:
     init_opened: Opened | None = None  # the last `quantized_model_init` that was entered
     pending: Any = None
     counted: Any = None  # a chain of modules whose counters the end of the region reads (`finite.py`)
-    num_checked: int = field(default=0, compare=False)  # regions that have read counters: it only grows
+    num_checked: int = field(default=0, compare=False)  # how many regions have read counters; it only grows
     recomputation: Any = None
     recomputes_in_graph: bool = False
     skip_weight_update: torch.Tensor | None = None  # FP32 [1]: 1 leaves weights that modules keep as they are
-    agreed: frozenset[tuple[str, str]] = frozenset()  # (group, recipe) of regions that all ranks of the group had
-    entered: tuple[Any, ...] = ()  # regions that were opened by hand: `FP8GlobalStateManager.autocast_enter`
+    agreed: frozenset[tuple[str, str]] = frozenset()  # (group, recipe) of regions that all ranks of it agreed on
+    entered: tuple[Any, ...] = ()  # regions opened by hand (`FP8GlobalStateManager.autocast_enter`)
 
 
-# PyTorch hands objects that are stashed under a key on to the threads in which autograd runs a backward.
+# PyTorch passes objects that are stashed under a key to the threads in which autograd runs a backward.
 _KEY = "mezzotint_state"
 
 
 class _Thread(threading.local):
-    """The state of the current thread, which Dynamo can read. `own` differs from `state` in a thread of autograd's,
-    where `state` is that of the thread that called backward."""
+    """This is the state of the current thread, in a form that Dynamo can read. `own` differs from `state` in a thread
+    of autograd's, where `state` is that of the thread that called backward."""
 
     own: State
     state: State
 
     def __init__(self) -> None:
-        """Called once in each thread, by its first look at the state."""
+        """Initialize the state of a thread; this is called once in each thread, by its first look at the state."""
         self.own = self.state = State()
         if torch._C._is_key_in_tls(_KEY):
             self.state = torch._C._get_obj_in_tls(_KEY)
@@ -138,7 +144,7 @@ class _Thread(threading.local):
 
 def _stash(state: State) -> None:
     """Have PyTorch keep the state of this thread. It drops a reference when the thread ends, but torch 2.11 takes none:
-    there it is given one, or it would free what is still in use."""
+    there one is added, because PyTorch would otherwise free what is still in use."""
     references = sys.getrefcount(state)
     torch._C._stash_obj_in_tls(_KEY, state)
     if sys.getrefcount(state) == references:
@@ -150,21 +156,21 @@ THREAD = _Thread()
 
 def current_state() -> State:
     """Return the state of this thread. In a backward it is that of the thread which called it, wherever autograd runs
-    it: `torch.utils.checkpoint` computes again there what a region asked for."""
+    it, because `torch.utils.checkpoint` computes again there what a region asked for."""
     if backward_task() != -1:
-        own = THREAD.own  # first of all: a thread without a state makes one
+        own = THREAD.own  # this comes first: a thread without a state makes one
         THREAD.state = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else own
     return THREAD.state
 
 
 def recipe_in_force() -> Recipe | None:
-    """Return the recipe of the region around this, or None where nothing is quantized."""
+    """Return the recipe of the region around this, or None if nothing is quantized."""
     state = current_state()
     return state.recipe if state.enabled else None
 
 
 def recipe_for(module: Any) -> Recipe | None:
-    """Return the recipe in force for one module, which rules may choose; None where it computes in high precision."""
+    """Return the recipe in force for one module, which rules may choose, or None if it computes in high precision."""
     return choose_recipe(recipe_in_force(), module._config)
 
 
@@ -178,7 +184,7 @@ def get_autocast_state() -> AutocastState:
 
 
 def set_autocast_state(given: AutocastState) -> None:
-    """Set what `get_autocast_state` gave."""
+    """Set what `get_autocast_state` returned."""
     state = current_state()
     state.enabled, state.calibrating, state.recipe, state.group, state.options = given
 
@@ -186,9 +192,9 @@ def set_autocast_state(given: AutocastState) -> None:
 def leave(opened: Opened | None, region: Any) -> tuple[Opened | None, tuple[Any, ...] | None]:
     """Take the last entry into `region` out of the chain that ends with `opened`.
 
-    Return the chain without it, and what to put in force: what was before it, or None where other regions were entered
+    Return the chain without it, and what to put in force: what was before it, or None if other regions were entered
     after it and are still open (generators and coroutines of one thread may leave in any order). Those stay in force,
-    and the one above it will restore what this one would have.
+    and the one above it will restore what this one would have restored.
     """
     if opened is not None and opened.region is region:
         return opened.below, opened.outer

@@ -1,15 +1,15 @@
-"""TransformerLayer: attention and an MLP, each added to what came in.
+"""TransformerLayer: attention and an MLP, each of which is added to its input.
 
     x = x + dropout(self_attention(norm(x)))
     x = x + dropout(inter_attention(norm(x), encoder_output))      layer_type="decoder"
     x = x + dropout(mlp(norm(x)))
 
 `output_layernorm` moves the norm from before the self-attention to behind the layer,
-`apply_residual_connection_post_layernorm` adds to the norm's output instead of its input, and
-`parallel_attention_mlp` gives attention and MLP the same input: x + dropout(attention(norm(x)) + mlp(norm(x))).
+`apply_residual_connection_post_layernorm` adds to the norm's output instead of its input, and `parallel_attention_mlp`
+gives attention and MLP the same input: x + dropout(attention(norm(x)) + mlp(norm(x))).
 
-Where nothing comes between a sum and the norm behind it, the norm takes the sum in (`_branch`), and the gradient of the
-residual stream is added where that of the norm is made.
+If nothing comes between a sum and the norm behind it, the norm computes the sum as well (`_branch`), and the gradient
+of the residual stream is added where that of the norm is made.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ from mezzotint.tensor.graph_constant import GraphConstant
 
 
 class DropPath(nn.Module):
-    """Leaves samples (of the first dimension) out with probability `drop_prob`, and scales up the others."""
+    """This module drops samples (along the first dimension) with probability `drop_prob`, and scales up the others."""
 
     def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
-        if not 0.0 <= drop_prob < 1.0:  # what is left is divided by the rest
+        if not 0.0 <= drop_prob < 1.0:  # the kept samples are divided by 1 - drop_prob
             raise ValueError(f"drop_path_rate is {drop_prob}: give a probability less than 1")
         self.drop_prob = drop_prob
 
@@ -56,7 +56,7 @@ class DropPath(nn.Module):
         return hidden_state * (keeps / (1.0 - self.drop_prob)).to(hidden_state.dtype)
 
 
-# Arguments of a layer that its attentions and its MLP take as they are, and those that its attentions take.
+# These arguments of a layer go to its attentions and its MLP as they are, and the second list to its attentions.
 _OF_BOTH = (
     "bias",
     "device",
@@ -92,7 +92,7 @@ _OF_ATTENTION = (
 
 
 def _check_arguments(given: dict[str, Any]) -> None:
-    """Refuse arguments of a layer that are wrong, or that do not go together."""
+    """Raise an error for arguments of a layer that are wrong, or that do not go together."""
     check_choice("layer_type", given["layer_type"], ("encoder", "decoder"))
     check_probability("hidden_dropout", given["hidden_dropout"])
     # The other ub_ arguments say how to overlap, this one whether to.
@@ -112,7 +112,7 @@ def _check_arguments(given: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TransformerConfig(GraphConstant):
-    """What of a `TransformerLayer` its forward reads."""
+    """This config has what the forward of a `TransformerLayer` reads of its options."""
 
     hidden_size: int
     hidden_dropout: float
@@ -123,10 +123,13 @@ class TransformerConfig(GraphConstant):
 
 
 class TransformerLayer(PlainAttributes, Configured, Named):
-    """One layer of a transformer, an encoder's (or of a language model) or a decoder's.
+    """A `TransformerLayer` is one layer of a transformer: an encoder's (or a language model's) or a decoder's.
 
-    Submodules: `self_attention`, `inter_attention` (decoder), `layernorm_mlp`, `layernorm` (`output_layernorm`).
-    Options of attention as of `MultiheadAttention`, of the MLP as of `LayerNormMLP`.
+    Its submodules are `self_attention`, `inter_attention` (in a decoder), `layernorm_mlp`, and `layernorm` (with
+    `output_layernorm`). `hidden_dropout` is the probability of dropout before each sum, and `drop_path_rate` that of
+    leaving a branch out for a sample. Options of attention are those of `MultiheadAttention`, options of the MLP those
+    of `LayerNormMLP`; `self_attn_mask_type` and `window_size` are for the self-attention, `enc_dec_…` for the attention
+    to the encoder. The `ub_…` arguments are Transformer Engine's; overlap (`ub_tp_comm_overlap`) is not supported.
     """
 
     _CONFIG = TransformerConfig
@@ -254,7 +257,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
             )
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        """Share the weights of a whole layer out over processes, as `set_parallel_mode` does."""
+        """Split the weights of a whole layer over ranks, as `set_parallel_mode` does."""
         if modes:
             raise ValueError("TransformerLayer has several weights: use TensorParallel, which splits each its way")
         for name in ("self_attention", "inter_attention", "layernorm_mlp", "layernorm"):
@@ -262,17 +265,17 @@ class TransformerLayer(PlainAttributes, Configured, Named):
                 getattr(self, name).split_over(tp_group, sequence_parallel, place)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """The group of processes that share the weights, for every module in this one."""
+        """Set the group of ranks that share the weights, for every module in this one."""
         set_groups(self, tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """The group of context parallelism; one of a single process changes nothing."""
+        """Set the group of context parallelism; a group of one rank changes nothing."""
         self.self_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def reset_fp8_meta_tensors(self) -> None:
-        """Delayed scaling starts over in every module."""
+        """Reset delayed scaling in every module to its initial state."""
         for module in self.modules():
             if isinstance(module, TransformerEngineBaseModule):
                 module.reset_fp8_meta_tensors()
@@ -305,10 +308,11 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> torch.Tensor:
-        """hidden_states [s, b, hidden], or as `attn_input_format` says → the same.
+        """Return the layer's output for hidden_states [s, b, hidden], or as `attn_input_format` says, in the same
+        shape.
 
-        Arguments of the self-attention as of `MultiheadAttention.forward`; those with `enc_dec` and `encoder_output`
-        are of the cross-attention.
+        Arguments of the self-attention are those of `MultiheadAttention.forward`; those with `enc_dec`, and
+        `encoder_output`, are for the cross-attention.
         """
         own = self._config.read()
         check_module_input(hidden_states, own.hidden_size, "hidden_states")
@@ -365,9 +369,10 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         __call__ = forward
 
     def _sums_in_norm(self, block: nn.Module) -> bool:
-        """Whether the block's norm can add what the block before has made, and give the sum out for the one behind.
+        """Return whether the block's norm can add what the block before has made, and return the sum for the one
+        behind.
 
-        Nothing may change that before, and nobody may look at what blocks are given.
+        Nothing may change that before, and no hook may look at what blocks are given.
         """
         own = self._config.read()
         if own.apply_residual_connection_post_layernorm or own.parallel_attention_mlp or self.drop_path is not None:
@@ -386,19 +391,21 @@ class TransformerLayer(PlainAttributes, Configured, Named):
     def _enter(
         self, block: nn.Module, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What the next block is given: the sum of x and what the block before has made, or both for its norm."""
+        """Return what the next block is given: the sum of x and what the block before has made, or both, for its norm
+        to add."""
         if self._sums_in_norm(block):
             return made[2] if len(made) == 3 else x, {"_branch": made[:2]}
         return self._add(made, x, drop_path), {}
 
     def _add(self, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None) -> torch.Tensor:
-        """(output, bias), added to x, or (output, bias, norm's output or residual stream), added to the last."""
+        """Add (output, bias) to x, or, of (output, bias, norm's output or residual stream), the first two to the
+        last."""
         return self._bias_dropout_add(made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
 
     def _bias_dropout_add(
         self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, drop_path: DropPath | None
     ) -> torch.Tensor:
-        """residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
+        """Return residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
         total = y if bias is None else y + bias.float()
         dropout = self._config.read().hidden_dropout
         if dropout > 0.0 and self.training:

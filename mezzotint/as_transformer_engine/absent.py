@@ -1,4 +1,4 @@
-"""Placeholders for names that Transformer Engine has and Mezzotint lacks: to import, not to use."""
+"""Placeholders for names that Transformer Engine has and Mezzotint lacks: they can be imported, and not used."""
 
 import tomllib
 from fnmatch import fnmatchcase
@@ -10,11 +10,13 @@ REASONS = Path(__file__).with_name("absent.toml")
 
 
 class AbsentError(NotImplementedError, AttributeError):
-    """A name of Transformer Engine that Mezzotint lacks was used. An AttributeError too: `hasattr` is False."""
+    """This error says that a name of Transformer Engine was used that Mezzotint lacks. It is an AttributeError as well,
+    so that `hasattr` is False."""
 
 
 class Absent(type):
-    """The type of placeholders, which are classes: `isinstance(x, placeholder)` is False, and annotations take it."""
+    """This is the type of placeholders, which are classes: `isinstance(x, placeholder)` is False, and annotations may
+    use one."""
 
     _sentence: str
 
@@ -22,7 +24,7 @@ class Absent(type):
         raise AbsentError(cls._sentence)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("_"):  # what Python and tools ask of any object
+        if name.startswith("_"):  # Python and tools look these up on any object
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         raise AbsentError(f"{cls._sentence} ({name!r} of it was asked for)")
 

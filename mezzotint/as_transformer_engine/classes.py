@@ -1,4 +1,4 @@
-"""Questions of Transformer Engine's about its classes, which only what is above them all can answer."""
+"""Transformer Engine's functions about its classes: they must know all modules, so they are here, above them all."""
 
 from typing import Any
 
@@ -20,7 +20,8 @@ def get_te_classes() -> tuple[type, ...]:
 
 
 def has_te_modules(network: Any) -> bool:
-    """Whether there is one of these modules in a network; of what is no module nobody knows, and it is True."""
+    """Return whether a network contains one of these modules; True for anything that is no module, since nobody can
+    know."""
     if not isinstance(network, torch.nn.Module):
         return True
     return any(isinstance(module, get_te_classes()) for module in network.modules())

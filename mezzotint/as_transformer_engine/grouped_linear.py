@@ -1,4 +1,4 @@
-"""GroupedLinear as Megatron-Core takes it: it splits `_extra_state` into that of each expert, and puts it together."""
+"""GroupedLinear for Megatron-Core, which splits `_extra_state` into that of each expert, and joins it again."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mezzotint.recipe import DelayedScaling
 
 
 class GroupedLinear(grouped_linear.GroupedLinear):
-    """`mezzotint.GroupedLinear` whose `_extra_state` is in Transformer Engine's form: bytes, none where it has learnt
+    """This is `mezzotint.GroupedLinear` with `_extra_state` in Transformer Engine's form: bytes, none if it has learnt
     nothing. State dicts of either form load into both."""
 
     def get_extra_state(self) -> torch.Tensor:
@@ -22,7 +22,8 @@ class GroupedLinear(grouped_linear.GroupedLinear):
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """As of other modules, with the recipe that is saved; `fp8_checkpoint` says whether there are bytes."""
+        """Return what other modules return, with the recipe that is saved; `fp8_checkpoint` says whether there are
+        bytes."""
         meta, recipe = super().fp8_meta, self._learnt_recipe()
         if recipe is not None:
             dict.__setitem__(meta, "recipe", recipe)
@@ -30,7 +31,8 @@ class GroupedLinear(grouped_linear.GroupedLinear):
         return meta
 
     def _learnt_recipe(self) -> DelayedScaling | None:
-        """The recipe of the scales and histories; a graph does not say what it ran with, but for the history."""
+        """Return the recipe of the scales and histories, or None if nothing was learnt. After a compiled run only the
+        length of the history is known."""
         if self._is_fresh():
             return None
         if isinstance(self._recipe, DelayedScaling):

@@ -1,4 +1,4 @@
-"""An answer to `importlib.metadata.version("transformer-engine")`, which clients ask before they import it."""
+"""The answer to `importlib.metadata.version("transformer-engine")`, which programs ask for before they import it."""
 
 import sys
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "transformer-engine"
-LOCAL = "+mezzotint"  # the local part of the version of the alias and of the shim: no build of upstream's has it
+LOCAL = "+mezzotint"  # the local part of the alias's and the shim's version; no Transformer Engine build has it
 
 
 class AliasDistribution(metadata.Distribution):
-    """A distribution without files: a name, a version, and who provides it."""
+    """This distribution has no files: it has a name, a version, and who provides it."""
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -28,7 +28,7 @@ class AliasDistribution(metadata.Distribution):
 
 
 class AliasFinder:
-    """Finds that distribution, and no module."""
+    """This finder finds that distribution, and no module."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -42,12 +42,12 @@ class AliasFinder:
 
 
 def is_ours(distribution: metadata.Distribution) -> bool:
-    """Whether a distribution is the alias or the shim, and not Transformer Engine itself."""
+    """Return whether a distribution is the alias or the shim, and not Transformer Engine itself."""
     return distribution.version.endswith(LOCAL)
 
 
 def announce(version: str) -> None:
-    """Let `importlib.metadata` know the distribution, unless the shim is installed, which has files of its own."""
+    """Let `importlib.metadata` find the distribution, unless the shim is installed, which has files of its own."""
     if any(isinstance(each, AliasFinder) for each in sys.meta_path):
         return
     if not any(is_ours(each) for each in metadata.distributions(name=DISTRIBUTION)):

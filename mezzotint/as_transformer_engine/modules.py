@@ -1,7 +1,7 @@
-"""The modules of Transformer Engine's names: plain module objects, whose attributes are found when they are asked for.
+"""The modules with Transformer Engine's names: they are plain module objects, whose attributes are found when used.
 
-All of them are made at once, which takes no time, and put into `sys.modules`; none imports a counterpart before a
-name of it is used.
+All of them are made at once, which takes no time, and put into `sys.modules`; none imports a counterpart before one of
+its names is used.
 """
 
 import json
@@ -38,7 +38,7 @@ def all_paths() -> list[str]:
 def find(path: str, name: str) -> Any:
     """Return what a module of Transformer Engine's has under a name: Mezzotint's object, or a placeholder.
 
-    AttributeError where Transformer Engine has no such name either.
+    Raise AttributeError if Transformer Engine has no such name either.
     """
     if (found := counterpart(path, name)) is not _MISSING:
         return found
@@ -50,7 +50,7 @@ def find(path: str, name: str) -> Any:
 
 
 def counterpart(path: str, name: str) -> Any:
-    """Return Mezzotint's object of a name, or `_MISSING`."""
+    """Return Mezzotint's object for a name, or `_MISSING`."""
     if (renamed := RENAMED.get(f"{path}.{name}")) is not None:
         return getattr(import_module(renamed[0]), renamed[1])
     for source in PATHS.get(path, ()):
@@ -63,7 +63,7 @@ def counterpart(path: str, name: str) -> Any:
 
 
 def is_absent(path: str, name: str) -> bool:
-    """Whether Mezzotint has no object under a name of Transformer Engine's."""
+    """Return whether Mezzotint has no object under a name of Transformer Engine's."""
     return counterpart(path, name) is _MISSING
 
 
@@ -72,7 +72,7 @@ def _attributes(module: ModuleType) -> tuple[Callable[[str], Any], Callable[[], 
     path = module.__name__
 
     def __getattr__(name: str) -> Any:
-        if name == "__all__":  # for `import *`: what Transformer Engine names and is here
+        if name == "__all__":  # `import *` takes Transformer Engine's names that exist here
             return [each for each in upstream_names().get(path, {}) if not is_absent(path, each)]
         found = find(path, name)
         setattr(module, name, found)
@@ -85,7 +85,7 @@ def _attributes(module: ModuleType) -> tuple[Callable[[str], Any], Callable[[], 
 
 
 def _fill(module: ModuleType) -> None:
-    """Make an empty module, or the one of the shim's that is being imported, a module of these names."""
+    """Make an empty module, or the shim's module that is being imported, a module of these names."""
     path = module.__name__
     if getattr(module, "__spec__", None) is None:
         module.__spec__ = ModuleSpec(path, None, origin="mezzotint", is_package=True)
@@ -97,7 +97,8 @@ def _fill(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Put the modules into `sys.modules`. A second call does nothing; another `transformer_engine` is refused."""
+    """Put the modules into `sys.modules`. A second call does nothing; raise ImportError if Transformer Engine is
+    imported."""
     roots = [path for path in all_paths() if "." not in path]
     for root in roots:
         present = sys.modules.get(root)
@@ -109,7 +110,7 @@ def install() -> None:
                 f"{root} is already imported, from {where}: Mezzotint cannot take its place in this process. Import "
                 "mezzotint.as_transformer_engine first, or run the program by python -m mezzotint.as_transformer_engine"
             )
-        refuse_the_real_one()  # the shim's, which is being imported
+        refuse_the_real_one()  # the shim, which is being imported, has the mark
     for path in all_paths():
         module = sys.modules.setdefault(path, ModuleType(path))
         if "__getattr__" in vars(module):
@@ -125,7 +126,7 @@ def install() -> None:
 
 
 def refuse_the_real_one() -> None:
-    """Raise ImportError where Transformer Engine itself is installed beside the shim, whose files it would share."""
+    """Raise ImportError if Transformer Engine itself is installed beside the shim, since both write the same files."""
     parts = [f"{DISTRIBUTION}-{part}" for part in ("torch", "jax", "cu12", "cu13", "rocm")]
     for name in (DISTRIBUTION, *parts):
         for found in metadata.distributions(name=name):

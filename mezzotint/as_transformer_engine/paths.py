@@ -1,10 +1,10 @@
-"""Which modules of Mezzotint answer for a module of Transformer Engine: the one table that the aliases read.
+"""The table of aliases: it says which modules of Mezzotint answer for a module of Transformer Engine.
 
-A name is looked for in the modules of its line, in their order. Packages on the way to a path are there without a line
-of their own. A path that has no line and leads to none, such as `transformer_engine.jax`, cannot be imported.
+A name is looked up in the modules of its line, in their order. Packages on the way to a path exist without a line of
+their own. A path that has no line and leads to none, such as `transformer_engine.jax`, cannot be imported.
 """
 
-VERSION = "2.20.0.dev0"  # of Transformer Engine at the commit in names.json: what clients compare `__version__` with
+VERSION = "2.20.0.dev0"  # Transformer Engine's at the commit in names.json, which programs compare with
 
 _TE = "transformer_engine"
 _PT = "transformer_engine.pytorch"
@@ -149,7 +149,7 @@ PATHS: dict[str, tuple[str, ...]] = {
     },
 }
 
-# Names that are called otherwise here: path of Transformer Engine → module and name.
+# These names differ here: path of Transformer Engine → module and name.
 RENAMED: dict[str, tuple[str, str]] = {
     f"{_PT}.GroupedLinear": ("mezzotint.as_transformer_engine.grouped_linear", "GroupedLinear"),
     f"{_PT}.module.GroupedLinear": ("mezzotint.as_transformer_engine.grouped_linear", "GroupedLinear"),
@@ -158,5 +158,6 @@ RENAMED: dict[str, tuple[str, str]] = {
     f"{_PT}.quantization.get_default_fp8_recipe": ("mezzotint", "get_default_recipe"),
 }
 
-# Paths whose last part is also a name of the package above it, which an attribute gives: there, and here.
+# The last part of these paths is also a name in the package above, and the attribute is that name, as in Transformer
+# Engine.
 BEHIND_A_NAME = {f"{_PT}.newton_schulz"}

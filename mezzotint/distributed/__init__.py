@@ -1,6 +1,7 @@
-"""More than one process, on torch.distributed: groups, collectives, shards of quantized tensors.
+"""Training on more than one rank, on top of torch.distributed: this package has groups, collectives and shards of
+quantized tensors.
 
-What stands on DTensor, whose import takes seconds, is imported when it is first asked for.
+Modules that need DTensor, whose import takes seconds, are imported when they are first used.
 """
 
 import importlib

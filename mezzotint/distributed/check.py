@@ -1,4 +1,4 @@
-"""`check_same`: whether the ranks that share weights mean the same by them."""
+"""`check_same`: this function checks that ranks which share weights mean the same by them."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ def check_same(model: nn.Module, recipe: Recipe | str | None = None) -> None:
 
     The ranks of a group compare by themselves when a module first runs with the group, and when they trace a graph.
     They do not when a recipe changes in the middle of a run: call this after it has, or whenever you are in doubt. All
-    ranks must call it, outside of compiled code. It takes no collective, and waits for the other ranks of each group.
+    ranks must call it, outside of compiled code. It uses no collective, and waits for the other ranks of each group.
 
     Args:
         model: its modules that were made with `tp_group`, or split by a style, are compared with those of the other
             ranks of their group: sizes, how they are split, dtype, `sequence_parallel`. Modules that are whole are not.
-        recipe: what the model runs with; a Recipe or its short name. None: that of the region around this call.
+        recipe: what the model runs with; a Recipe or its short name. None means that of the region around this call.
 
     Raises:
         ValueError: on every rank of the group, with what each of them has; on a rank that asks alone, after the timeout

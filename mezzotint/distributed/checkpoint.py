@@ -1,16 +1,18 @@
-"""Checkpoints with torch.distributed.checkpoint (DCP), of plain tensors only: read at any world size, bit for bit.
+"""Checkpoints with torch.distributed.checkpoint (DCP): they hold plain tensors only, and can be read at any world size,
+bit for bit.
 
     save(folder, model, optimizer, extra={"step": torch.tensor(100)})
     extra = load(folder, model, optimizer)
 
-What is written is `plain_state(model)`: parameters as they are, shards as DTensors; in the place of a quantized weight
-its buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, which hold at every world size the
-same bytes; delayed scaling's state under `…_extra_state`. Parts of weights (modules made with `tp_group`, and gated
-ones that a style has split) are written where they lie in the whole (`parts.py`), and read by any number of processes
-that share them; quantized ones where no block is cut, with scales of the whole once. With torch.save or safetensors:
-`full_state(model)` gathers shards, and `load_full_state` gives it back, to a model in shards or to a whole one.
+`plain_state(model)` is written: parameters as they are, FSDP2's shards as DTensors; in place of a quantized weight its
+buffers (`weight.data`, `weight.fp8_scale_inv`, …) without the padding of scales, so that they have the same bytes at
+every world size; delayed scaling's state under `…_extra_state`. Tensor-parallel shards of weights (modules made with
+`tp_group`, and gated ones that a style has split) are written where they lie in the whole (`parts.py`), and read by any
+number of ranks that share them. Quantized shards are written if no block is cut, with scales of the whole once. For
+torch.save or safetensors, `full_state(model)` gathers shards, and `load_full_state` loads that into a model, sharded or
+whole.
 
-A checkpoint is there when all of it is: DCP writes `.metadata` last.
+A checkpoint counts once all of it is written: DCP writes `.metadata` last.
 """
 
 from collections.abc import Mapping
@@ -50,7 +52,7 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Whether a checkpoint was written there to its end."""
+    """Return whether a checkpoint was written there to its end."""
     return (Path(folder) / METADATA).is_file()
 
 
@@ -63,10 +65,10 @@ def save(
     process_group: Any = None,
     is_async: bool = False,
 ) -> Future[Any] | None:
-    """Write model, optimizer and `extra` (equal on all processes) to a new folder. All processes call it.
+    """Write model, optimizer and `extra` (equal on all ranks) to a new folder. All ranks call it.
 
-    `is_async` copies everything, writes it in a thread and gives its future. It needs a `process_group` of its own that
-    serves the CPU: `torch.distributed.new_group(backend="gloo")`.
+    `is_async` copies everything, writes it in a thread and returns its future. It needs a `process_group` of its own
+    that serves the CPU: `torch.distributed.new_group(backend="gloo")`.
     """
     if is_async and process_group is None:
         raise ValueError(
@@ -92,7 +94,8 @@ def save(
 
 
 class _Copies(BlockingAsyncStager):
-    """Everything is copied to the CPU before `async_save` returns; parts of weights too, which torch does not know."""
+    """This stager copies everything to the CPU before `async_save` returns, also shards of weights, which torch does
+    not know."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return pytree.tree_map_only(torch.Tensor, _copied, state_dict)
@@ -111,9 +114,10 @@ def load(
     *,
     process_group: Any = None,
 ) -> dict[str, torch.Tensor]:
-    """Read what `save` wrote, at any world size, into model and optimizer; gives `extra`. All processes call it.
+    """Read what `save` wrote, at any world size, into model and optimizer, and return `extra`. All ranks call it.
 
-    Nothing in the files is run: they hold tensors and plain values. What has another dtype or shape is refused.
+    Nothing in the files is executed: they hold tensors and plain values. An entry of another dtype or shape raises a
+    ValueError.
     """
     if not is_complete(folder):
         raise ValueError(f"{folder} holds no checkpoint, or one that was not written to its end: give another")
@@ -130,7 +134,7 @@ def load(
     }
     state["model"].update({key.removeprefix("model."): value for key, value in learnt.items()})
     if optimizer is not None:
-        # Before the weights: without state yet, the optimizer takes a step to get one.
+        # This comes before the weights are read: an optimizer without state takes a step to get one.
         held = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state["optimizer"] = _placed_state(held, places, model)
     load_state(folder, state, metadata, process_group)
@@ -143,8 +147,11 @@ def load(
 
 
 def _placed(state: Mapping[str, Any], places: Mapping[str, ShardPlacement], model: nn.Module) -> dict[str, Any]:
-    """The state of a model with parts of weights in the places of the whole. A state dict may call a parameter by
-    another name (of operations), and has buffers of a quantized one: then it is known by its memory."""
+    """Return a model's state with shards of weights as `Parts`, which know their place in the whole.
+
+    A state dict may call a parameter by another name (of operations), and has the buffers of a quantized one. Such
+    entries are recognised by their memory.
+    """
     by_memory: dict[int, Parts] = {}
     for name, place in places.items():
         local: Any = local_of(model.get_parameter(name))
@@ -164,7 +171,8 @@ def _placed(state: Mapping[str, Any], places: Mapping[str, ShardPlacement], mode
 
 
 def _placed_state(state: Mapping[str, Any], places: Mapping[str, ShardPlacement], model: nn.Module) -> dict[str, Any]:
-    """The same of an optimizer's, `state.<parameter>.<what>`, which has the parameter's shape or none."""
+    """Return an optimizer's state, `state.<parameter>.<what>`, with shards as `Parts`. An entry must have the
+    parameter's shape or no dimensions."""
     placed = dict(state)
     for key, value in state.items():
         name = key.removeprefix("state.").rpartition(".")[0]
@@ -181,7 +189,7 @@ def _placed_state(state: Mapping[str, Any], places: Mapping[str, ShardPlacement]
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict in plain tensors, and DTensors of plain shards, over the memory of the model."""
+    """Return the state dict in plain tensors, and DTensors of plain shards, over the memory of the model."""
     plain: dict[str, Any] = {}
     for key, value in model.state_dict().items():
         local = value._local_tensor if isinstance(value, DTensor) else value
@@ -193,7 +201,8 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """As `plain_state`, in whole tensors on the CPU, on every process: what torch.save and safetensors take."""
+    """Return the same entries as `plain_state`, in whole tensors on the CPU, on every rank, for torch.save and
+    safetensors."""
     found = {}
     for key, value in plain_state(model).items():
         whole = whole_of(value) if isinstance(value, DTensor) else value
@@ -203,7 +212,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Write what `full_state` gave, the same on every process, into a model, in shards or whole."""
+    """Write what `full_state` returned, the same on every rank, into a model, sharded or whole."""
     wanted = {key: value for key, value in plain_state(model).items() if not key.endswith(_LEARNT)}
     given = {key for key in state if not key.endswith(_LEARNT)}
     if given != wanted.keys():
@@ -225,17 +234,19 @@ def load_full_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None
 
 
 def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Delayed scaling's state, or that of the start where none was learnt; kept weights are of other parameters."""
+    """Set delayed scaling's state, or the initial one if none was learnt. Quantized weights that modules kept are
+    dropped, because they were made from other parameters."""
     for module in model.modules():
         reset = getattr(module, "reset_fp8_meta_tensors", None)
         if reset is not None:
             reset()
-    # By torch's way, which knows modules that name it otherwise.
+    # Torch loads it, because it knows modules that name it differently.
     model.load_state_dict({key: value for key, value in state.items() if key.endswith(_LEARNT)}, strict=False)
 
 
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
-    """(name, tensor) of each buffer of a quantized tensor, or of a shard of rows as a DTensor, without padding."""
+    """Return (name, tensor) for each buffer of a quantized tensor, or of a shard of rows as a DTensor, without
+    padding."""
     extracted, meta = local.fsdp_extract_buffers()
     shards, along = dict(zip(meta["dims"], extracted, strict=True)), local._along_matrix() or {}
     kwargs = dict(local._FLATTEN_TENSOR_BUFFERS)
@@ -243,7 +254,7 @@ def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]
     for attribute, whole in local._buffers():
         buffer = shards.get(attribute, whole)
         columns = along[attribute][1] if attribute in along and len(local.shape) == 2 else None
-        if columns is not None:  # nor that behind the columns, which parts of a weight cut
+        if columns is not None:  # also without the padding behind columns, which shards would cut
             buffer = buffer.narrow(columns[0], 0, cdiv(local.shape[1], columns[1]))
         if attribute in shards and isinstance(value, DTensor):
             placements = [Shard(meta["dims"][attribute]) if isinstance(p, Shard) else p for p in value.placements]

@@ -1,19 +1,19 @@
-"""FSDP2: weights in high precision, gathered in low precision.
+"""FSDP2 with weights in high precision, which are gathered in low precision.
 
-    low_precision_gather(model, recipe)      # first; before or after parallelize_module with styles of ours
+    low_precision_gather(model, recipe)      # first; before or after parallelize_module with styles of this package
     for block in model.blocks:
         fully_shard(block)                   # torch's own
     fully_shard(model)
 
-Each process keeps its shard of a weight in high precision, quantizes it as the whole is quantized (the amax, where the
-format has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the
-module then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again has the amaxes,
-and the scale of delayed scaling, of the forward before it; so has the next of several micro-batches
-(`is_first_microbatch`). Which copies of a weight are sent, where it has two, is in `tensor/fsdp_directions.py`.
+Each rank keeps its shard of a weight in high precision, quantizes it as the whole is quantized (the amax, if the format
+has one for the tensor or for a column, is the largest over all shards) and sends bytes. The parameter that the module
+then finds is a quantized tensor, which the GEMMs take as it is. A backward that gathers again uses the amaxes, and the
+scale of delayed scaling, of the forward before it; so does the next of several microbatches (`is_first_microbatch`). If
+a weight has two copies, `tensor/fsdp_directions.py` says which of them are sent.
 
-A weight is gathered as it is, in high precision, where its rows do not divide evenly over the processes, where shards
-would cut blocks, where another module has it too, and in formats that do not allow it (a user's own quantizers, a
-hybrid whose column-wise copy is made of the row-wise one by an amax of the whole).
+A weight is gathered in high precision if its rows do not divide evenly over the ranks, if shards would cut blocks, if
+another module has it as well, and in formats that do not allow it (a user's own quantizers, a hybrid whose column-wise
+copy is made from the row-wise one and needs an amax of the whole).
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 _aten = torch.ops.aten
 
-# What FSDP2 and moves between devices do to a parameter; the results of everything else are plain tensors.
+# FSDP2 and moves between devices do these to a parameter; the results of everything else are plain tensors.
 _KEEPS = {
     _aten.alias.default,
     _aten.as_strided.default,
@@ -53,13 +53,14 @@ _KEEPS = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight in high precision, or its shard, that FSDP2 gathers as its module's recipe quantizes it."""
+    """A `ShardedWeight` is a weight in high precision, or its shard, which FSDP2 gathers as its module's recipe
+    quantizes it."""
 
     _tensor: torch.Tensor
     _recipe: Any
     _gemm: int
-    _used: Any  # what the last forward quantized with: a quantizer and the amaxes of the whole
-    _unit: Unit | None  # where FSDP2 has it in its books
+    _used: Any  # of the last forward: its quantizer and the amaxes of the whole
+    _unit: Unit | None  # its place in FSDP2's bookkeeping
 
     @staticmethod
     def __new__(cls: Any, tensor: torch.Tensor, recipe: Any, gemm: int) -> "ShardedWeight":
@@ -99,7 +100,7 @@ class ShardedWeight(torch.Tensor):
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable:
             for weight in found:
-                weight._used = None  # of other values
+                weight._used = None  # these were of the old values
         if func._schema.name.endswith("_") and isinstance(args[0], ShardedWeight):
             return args[0]
         if func not in _KEEPS:
@@ -112,7 +113,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """What to gather, and what `fsdp_post_all_gather` must know: None of a weight in high precision."""
+        """Return what to gather, and what `fsdp_post_all_gather` must know: None for a weight in high precision."""
         if self.shape[1:] != outer_size[1:]:
             raise ValueError(
                 f"a weight of shape {tuple(outer_size)} is in shards of shape {tuple(self.shape)}: "
@@ -126,7 +127,7 @@ class ShardedWeight(torch.Tensor):
         if which is None or outer_size[0] % count:
             missing = rows - shard.shape[0]
             return (torch.nn.functional.pad(shard, (0, 0, 0, missing)) if missing else shard,), None
-        # Rows over the mesh; the part that they are of, over the processes that share the weight.
+        # The rows are split over the mesh, and the tensor that they belong to over the ranks that share the weight.
         live, splits, parallel = quantizer, [Split(0, mesh.get_group())], module._parallel(self._gemm)
         if parallel is not None:
             splits += parallel.splits("weight")
@@ -135,7 +136,7 @@ class ShardedWeight(torch.Tensor):
         else:
             amaxes = whole_amaxes(shard, quantizer, splits)
             if self._used is not None and module._weight_scales is not None:
-                quantizer = self._used[0]  # the next micro-batch: by the scale of the first
+                quantizer = self._used[0]  # the next microbatch uses the scale of the first
             self._used = quantizer.frozen(), amaxes
         storage = quantize_storage(shard, quantizer, **amaxes)
         if not is_backward:
@@ -146,7 +147,8 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole weight and the buffers that FSDP2 frees; or into `out`, a DTensor where this process has a part."""
+        """Return the whole weight and the buffers that FSDP2 frees, or fill `out`, a DTensor if this rank has a
+        tensor-parallel shard."""
         out = out._local_tensor if isinstance(out, DTensor) else out
         if metadata is not None:
             return make_whole(all_gather_outputs, metadata, param_dtype, out)
@@ -156,17 +158,17 @@ class ShardedWeight(torch.Tensor):
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool | None = None) -> nn.Module:
     """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
 
-    `recipe` is the one that the model trains with, of `Rules` those that it was bound to (`bind_rules`); quantized
-    weights (`quantized_model_init`) need none.
+    `recipe` is the one that the model trains with; if it is `Rules`, the model must have been bound to them
+    (`bind_rules`). Quantized weights (`quantized_model_init`) need none.
 
-    `one_direction` is for formats that hold two copies of a weight of which one does not follow from the other (MXFP8
-    in blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the
-    column-wise one for backward. It sends both where FSDP2 keeps the weight for backward
-    (`reshard_after_forward=False`), and for a backward that computes forward again (activation checkpointing) or may do
-    so (compiled modules). False sends both. True sends one always, also of compiled modules: a forward that is computed
-    again is then an error in eager code, and reads NaN in a graph.
+    `one_direction` is for formats that hold two copies of a weight of which one cannot be made from the other (MXFP8 in
+    blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the column-wise
+    one for backward. It sends both if FSDP2 keeps the weight for backward (`reshard_after_forward=False`), and for a
+    backward that computes forward again (activation checkpointing) or may do so (compiled modules). False sends both.
+    True always sends one, also of compiled modules: a forward that is computed again then raises an error in eager
+    code, and reads NaN in a graph.
 
-    In the state dict weights are what they would be without this: plain tensors, in shards after `fully_shard`.
+    In the state dict weights are what they would be without this: plain tensors, sharded after `fully_shard`.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")
@@ -183,7 +185,7 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
         names = {name: gemm for name, gemm in names.items() if uses[id(getattr(module, name))] == 1}
         if names:
             module.gathers_one_direction = one_direction  # type: ignore[assignment]
-        if isinstance(recipe, Rules) and names:  # what they keep in high precision is gathered so
+        if isinstance(recipe, Rules) and names:  # weights that rules keep in high precision are gathered so
             own = of_module(module, recipe)
             chosen = {name: None if own is None else own.of(gemm, "weight") for name, gemm in names.items()}
             names = {name: gemm for name, gemm in names.items() if chosen[name] is not None}
@@ -196,12 +198,12 @@ def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction:
 
 
 def _wrap_weight(module: Any, name: str, recipe: Any, gemm: int) -> bool:
-    """Whether the weight is in high precision, which is wrapped then."""
+    """Wrap the weight if it is in high precision, and return whether it was."""
     weight = getattr(module, name)
     local = weight
     if isinstance(weight, DTensor):
         local = weight._local_tensor
-        if module._is_fully_sharded or not module._weights[gemm].is_placed:  # it is no part that a style made
+        if module._is_fully_sharded or not module._weights[gemm].is_placed:  # not made by a style
             raise ValueError(f"{name} is in shards already: call low_precision_gather first, before fully_shard")
     if isinstance(local, QuantizedTensorStorage):
         return False
@@ -214,21 +216,21 @@ def _wrap_weight(module: Any, name: str, recipe: Any, gemm: int) -> bool:
 
 
 def wrap(weight: torch.Tensor, recipe: Any, gemm: int) -> torch.Tensor:
-    """A weight, or a DTensor of which this process has a part, as one that FSDP2 gathers in low precision."""
+    """Return a weight, or a DTensor of which this rank has a shard, as one that FSDP2 gathers in low precision."""
     if isinstance(weight, DTensor):
         return _over(weight, ShardedWeight(weight._local_tensor, recipe, gemm))
     return ShardedWeight(weight, recipe, gemm)
 
 
 def _over(like: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as this process's part of a DTensor that is split as another one is."""
+    """Return `local` as this rank's shard of a DTensor that is split as `like` is."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def _unwrap(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """In a state dict weights are plain tensors, or DTensors of plain shards, over the same memory."""
+    """Replace, in a state dict, wrapped weights by plain tensors, or DTensors of plain shards, over the same memory."""
     for name in module._parameters:
         value = state_dict.get(f"{prefix}{name}")
         if isinstance(value, ShardedWeight):

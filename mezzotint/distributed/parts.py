@@ -1,12 +1,13 @@
-"""What of each parameter this process holds, in the whole model: rectangles, with where they begin.
+"""Places of shards: this module says what of each parameter of the whole model this rank holds, as rectangles and where
+they begin.
 
-Tensor parallelism (`tp_group`) gives a process some rows or columns of a weight (of a gated MLP: some of each half),
-FSDP2 shards the rows of what is then left. So a process has rows of its tensor, from some place of the whole on.
-Weights are given out by them (`copy_whole`), and DCP writes and reads them, at any world size and layout (`Parts`).
+Tensor parallelism (`tp_group`) gives a rank some rows or columns of a weight (in a gated MLP, some of each half), and
+FSDP2 shards the rows of that. So a rank has rows of its tensor, which begin at some place of the whole. Whole weights
+are distributed to these places (`copy_whole`), and DCP writes and reads them, at any world size and layout (`Parts`).
 
-DTensors (`parallelize_module`, FSDP2) say themselves what of the whole they are, but for those of gated activations,
-some of each half: DCP takes a DTensor for one rectangle, and no placements say how FSDP2 cuts the two. They are found
-by what the style made of them, a strided placement of the last dimension of their mesh.
+DTensors (`parallelize_module`, FSDP2) say themselves what of the whole they are, except those of gated activations,
+with some rows of each half: DCP takes a DTensor for one rectangle, and no placements say how FSDP2 cuts the two. They
+are recognised by what the style made of them, a strided placement on the last dimension of their mesh.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _KEEP = "Keep it in high precision (without quantized_model_init), or save full_
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `first` to `last` of this process's tensor, and where they begin in the whole."""
+    """A `Piece` is rows `first` to `last` of this rank's tensor, with the place where they begin in the whole."""
 
     first: int
     last: int
@@ -41,20 +42,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where in the whole lies what this rank holds: of a parameter, and of what an optimizer keeps for it."""
+    """A `ShardPlacement` says where in the whole lies what this rank holds of a parameter, and of its optimizer
+    state."""
 
-    name: str  # in the whole model
-    shape: tuple[int, ...]  # of the whole
+    name: str  # the parameter's name in the whole model
+    shape: tuple[int, ...]  # the whole's shape
     pieces: tuple[Piece, ...]
 
     def parts(self, value: torch.Tensor) -> "Parts":
-        """`value` is the parameter, or of its shape."""
+        """Return `value`, the parameter or a tensor of its shape, as pieces with their places."""
         local = local_of(value)
         found = [(piece.offsets, local[piece.first : piece.last]) for piece in self.pieces]
         return Parts(self.shape, local.dtype, found)
 
     def buffers(self, tensor: QuantizedTensorStorage) -> "dict[str, Parts]":
-        """Of a quantized parameter: of each of its buffers, by attribute."""
+        """Return each buffer of a quantized parameter, by attribute, as pieces with their places."""
         along = tensor._along_matrix()
         if along is None:
             raise ValueError(
@@ -65,8 +67,10 @@ class ShardPlacement:
         return {name: self._buffer(buffer, width, along[name]) for name, buffer in tensor._buffers()}
 
     def _buffer(self, buffer: torch.Tensor, width: int, along: tuple[Along, Along]) -> "Parts":
-        """`width`: columns that this process has. What is of all rows, or of all columns (`along`), is equal on all
-        processes, and written once."""
+        """Return one buffer as pieces. `width` is how many columns this rank has.
+
+        An entry that covers all rows, or all columns (`along`), is equal on all ranks, and written once.
+        """
         shape = list(buffer.shape)
         found: dict[tuple[int, ...], torch.Tensor] = {}
         for number, lies in enumerate(along):
@@ -74,7 +78,8 @@ class ShardPlacement:
                 shape[lies[0]] = cdiv(self.shape[number], lies[1])
         for piece in self.pieces:
             offsets, part = [0] * buffer.dim(), buffer
-            # Of rows and of columns: where they begin in this process's tensor, where in the whole, and how many.
+            # For rows and for columns, these are where they begin in this rank's tensor, where in the whole, and how
+            # many they are.
             spans = (piece.first, piece.offsets[0], piece.last - piece.first), (0, piece.offsets[1], width)
             for number, (lies, span) in enumerate(zip(along, spans, strict=True)):
                 if lies is not None:
@@ -84,7 +89,8 @@ class ShardPlacement:
         return Parts(tuple(shape), buffer.dtype, list(found.items()))
 
     def _entries(self, dim: int, each: int, first: int, begin: int, size: int) -> tuple[int, int, int]:
-        """Of rows or columns → of what is of `each` of them, which must not be cut."""
+        """Return a span of rows or columns as a span of entries that cover `each` of them; raise ValueError if it cuts
+        one."""
         if first % each or begin % each or (size % each and begin + size != self.shape[dim]):
             raise ValueError(
                 f"{self.name} is quantized in blocks of {each} {'columns' if dim else 'rows'}, and a part of a weight "
@@ -94,7 +100,7 @@ class ShardPlacement:
 
     @torch.no_grad()
     def copy_whole(self, value: torch.Tensor, whole: torch.Tensor) -> None:
-        """Into `value`, this process's parts of `whole`."""
+        """Copy this rank's pieces of `whole` into `value`."""
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"{self.name} has shape {tuple(whole.shape)}, the model's {self.shape}: give its own")
         for offsets, part in self.parts(value).pieces:
@@ -103,14 +109,14 @@ class ShardPlacement:
 
 
 def local_of(value: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that this process has, over the same memory."""
+    """Return the plain tensor that this rank has, over the same memory."""
     local = value.detach()
     local = local._local_tensor if isinstance(local, DTensor) else local
     return local._tensor if isinstance(local, ShardedWeight) else local
 
 
 def find_split(model: nn.Module) -> dict[str, ShardPlacement]:
-    """Of each parameter that is this process's part of one and does not say so itself, by its name."""
+    """Return, by name, the placement of each parameter that is this rank's shard and does not say so itself."""
     found = {}
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
@@ -124,8 +130,8 @@ def find_split(model: nn.Module) -> dict[str, ShardPlacement]:
 
 
 def check_shared_scales(model: nn.Module) -> None:
-    """Quantized parts are of one tensor: what they share is equal on all processes, or it is an error on each of them.
-    A collective."""
+    """Raise ValueError, on each rank, unless what quantized shards of one tensor share is equal on all ranks. This is a
+    collective."""
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, (dim, _) in split.items():
@@ -140,13 +146,13 @@ def check_shared_scales(model: nn.Module) -> None:
 
 
 def find_placements(model: nn.Module) -> dict[str, ShardPlacement]:
-    """Of each parameter, by its name."""
+    """Return the placement of each parameter, by its name."""
     split = find_split(model)
     return {name: split.get(name) or placement_of(name, parameter) for name, parameter in model.named_parameters()}
 
 
 def placement_of(name: str, value: Any) -> ShardPlacement:
-    """Of a tensor that is whole, or of a DTensor, which says what of the whole this process has."""
+    """Return the placement of a tensor that is whole, or of a DTensor, which says what of the whole this rank has."""
     if has_halves(value):
         return _placement_of_halves(name, value)
     shape, offsets = _held(value)
@@ -155,13 +161,14 @@ def placement_of(name: str, value: Any) -> ShardPlacement:
 
 
 def has_halves(value: Any) -> bool:
-    """Whether it is a DTensor of which this process has some of each half: of a gated activation, or its shard."""
+    """Return whether it is a DTensor of which this rank has some of each half: that of a gated activation, or its
+    shard."""
     return isinstance(value, DTensor) and isinstance(value.placements[-1], _StridedShard)
 
 
 def whole_of(value: DTensor) -> torch.Tensor:
-    """As `full_tensor`, also of halves: first the shards of this process's part, then the parts, of which each has its
-    own of each half."""
+    """Return what `full_tensor` returns, also for halves: first the shards of this rank's rows are gathered, then the
+    rows of all ranks, of which each has its own of each half."""
     if not has_halves(value):
         return value.full_tensor()
     mesh, part = value.device_mesh, local_of(value)
@@ -179,19 +186,20 @@ def whole_of(value: DTensor) -> torch.Tensor:
 
 
 def _held(parameter: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """What this process has of a parameter: all, or its shard; its shape, and where it begins."""
+    """Return the shape of what this rank has of a parameter (all, or its shard), and where it begins."""
     if not isinstance(parameter, DTensor):
         return parameter.shape, (0,) * parameter.dim()
     return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
 
 
 def _part_of_halves(parameter: Any) -> tuple[int, ...]:
-    """The shape of this process's part, which FSDP2 shards."""
+    """Return the shape of this rank's tensor-parallel shard, which FSDP2 shards further."""
     return parameter.shape[0] // parameter.device_mesh.size(-1), *parameter.shape[1:]
 
 
 def _placement_of_halves(name: str, parameter: Any) -> ShardPlacement:
-    """The last dimension of the mesh is that of the parts, those before it are FSDP2's."""
+    """Return the placement of halves. The last dimension of the mesh is that of tensor parallelism, those before it are
+    FSDP2's."""
     mesh, last = parameter.device_mesh, parameter.placements[-1]
     coordinate: Any = mesh.get_coordinate()
     part = _part_of_halves(parameter)
@@ -213,9 +221,11 @@ def _placement_of_shard(
     dim: int,
     stride: int,
 ) -> ShardPlacement:
-    """Of a parameter that is a part of a weight, of shape `part`, split along `dim`; this process has `held` of it (its
-    shape, where it begins). `of`: how many parts there are, which one this is. `stride`: of so many weights, one below
-    the other, of each of which this process has its part."""
+    """Return the placement of a parameter that is a shard, of shape `part`, of a weight that is split along `dim`.
+
+    This rank has `held` of it: its shape, and where it begins. `of` is how many shards there are, and which one this
+    is. `stride` is how many weights lie one below the other, of each of which this rank has its shard.
+    """
     count, rank = of
     first, last, rest = held[1][0], held[1][0] + held[0][0], held[1][1:]
     whole = tuple(size * count if number == dim else size for number, size in enumerate(part))
@@ -233,7 +243,7 @@ def _placement_of_shard(
 
 
 class Parts(torch.Tensor):
-    """A tensor that processes share, to DCP: `pieces`, with where they begin, are what this one has."""
+    """A `Parts` is to DCP a tensor that ranks share; `pieces`, with where they begin, are what this rank has."""
 
     pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 

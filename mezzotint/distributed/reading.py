@@ -1,9 +1,9 @@
-"""Reading what torch.distributed.checkpoint (DCP) wrote, without running what somebody else wrote in its place.
+"""Reading of what torch.distributed.checkpoint (DCP) wrote, which does not execute what somebody else put in its place.
 
 DCP keeps what is where in `.metadata`, a pickle, and values that are no tensors (an optimizer's learning rate) as
-pickles in its data files. A pickle may call any function. Here `.metadata` makes records, which run nothing, out of the
-names of DCP's own metadata classes, and any other name is refused; records of the right form become DCP's metadata.
-Values are read as `torch.load(weights_only=True)` reads them.
+pickles in its data files. A pickle may call any function. Here `.metadata` is unpickled into records, which execute
+nothing, for the names of DCP's own metadata classes, and any other name is refused; records of the right form become
+DCP's metadata. Values are read as `torch.load(weights_only=True)` reads them.
 
     metadata = read_metadata(folder)
     load_state(folder, state)               into the tensors of `state`, of the dtypes and shapes that were written
@@ -50,7 +50,8 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 class _Record:
-    """What a pickle makes in the place of an object of DCP's: its name, and the state that it would have."""
+    """A record stands for an object of DCP's in a pickle: it has the object's class name and the state that it would
+    have."""
 
     state: Any = None
 
@@ -61,7 +62,7 @@ class _Record:
         self.state = state
 
     def fields(self, name: str) -> dict[str, Any]:
-        """Of an object of that class, which this must be."""
+        """Return the state as fields; raise ValueError unless the record is of the class `name`."""
         state = {} if self.state is None else self.state
         if type(self).__name__ != name or not isinstance(state, dict):
             raise ValueError(f"a {type(self).__name__} where a {name} belongs")
@@ -69,11 +70,11 @@ class _Record:
 
 
 class _Records(pickle.Unpickler):
-    """Makes records of a few names, numbers, strings, lists, dictionaries; nothing of it is more than data."""
+    """This unpickler makes records of a few names, numbers, strings, lists and dictionaries: all of it is only data."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        self._made: dict[tuple[str, str], type[_Record]] = {}  # classes of this pickle alone: it may change them
+        self._made: dict[tuple[str, str], type[_Record]] = {}  # for this pickle alone, which may change the classes
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _NAMES:
@@ -86,13 +87,14 @@ class _Records(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """What a checkpoint has, and where; a file that says anything else, or of other files, is a ValueError."""
+    """Return what a checkpoint has, and where; raise ValueError if the file says anything else, or names other
+    files."""
     path = Path(folder) / METADATA
     try:
         with path.open("rb") as file:
             record = _Records(file).load()
         return _metadata_of(record, Path(folder))
-    except Exception as error:  # bytes that nobody meant fail in any way
+    except Exception as error:  # random bytes can fail in any way
         raise ValueError(f"{path} cannot be read ({_said(error)}): give the folder of another checkpoint") from None
 
 
@@ -120,7 +122,8 @@ def _metadata_of(record: Any, folder: Path) -> Metadata:
 
 
 def _tensor_of(name: str, record: Any, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
-    """With all of its data in files: what it says of its size can be believed, and allocated."""
+    """Return a tensor's metadata; raise ValueError unless all of its data is in files, so that its size can be
+    trusted."""
     fields = _of(record, "TensorStorageMetadata")
     properties = fields["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
@@ -179,7 +182,8 @@ def _ints(value: Any) -> tuple[int, ...]:
 
 
 class _Reader(FileSystemReader):
-    """Of metadata that was read already; also not of the files of single processes, which DCP would look for next."""
+    """This reader uses metadata that was read already, and ignores the files of single ranks, which DCP would look for
+    next."""
 
     def __init__(self, folder: str | Path, metadata: Metadata) -> None:
         super().__init__(str(folder))
@@ -193,7 +197,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads tensors of the dtype and shape that they are read into, and plain values."""
+    """This planner reads tensors of the dtype and shape that they are read into, and plain values."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -215,11 +219,11 @@ class _Planner(DefaultLoadPlanner):
         plain = io.BytesIO()
         torch.save(_plainly(lambda: torch.load(value, weights_only=True)), plain)
         plain.seek(0)
-        super().load_bytes(read_item, plain)  # which unpickles anything, and is given what was written here
+        super().load_bytes(read_item, plain)  # it unpickles anything, so it gets what was written here
 
 
 def _plainly(read: Callable[[], Any]) -> Any:
-    """Without torch's advice to read files that it refuses with `weights_only=False`."""
+    """Return `read()` without torch's advice to read files that it refuses with `weights_only=False`."""
     try:
         return read()
     except pickle.UnpicklingError:
@@ -229,8 +233,8 @@ def _plainly(read: Callable[[], Any]) -> Any:
 def load_state(
     folder: str | Path, state: dict[str, Any], metadata: Metadata | None = None, process_group: Any = None
 ) -> None:
-    """Read what `state` names into its tensors. All processes call it; what one of them cannot read is a ValueError on
-    all."""
+    """Read what `state` names into its tensors. All ranks call it; if one of them cannot read something, all raise
+    ValueError."""
     reader = _Reader(folder, read_metadata(folder) if metadata is None else metadata)
     with in_one_process():
         try:
@@ -248,13 +252,13 @@ def load_state(
 
 
 def _said(error: BaseException) -> str:
-    """An error of others, in one line."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """Without DCP's warning that torch.distributed is not in use, which is as well."""
+    """Silence DCP's warning that torch.distributed is not in use, which is no problem."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
         yield

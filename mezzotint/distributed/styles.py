@@ -1,16 +1,16 @@
-"""Styles for torch's `parallelize_module`: a model of whole modules, split over a device mesh from outside.
+"""Styles for torch's `parallelize_module`: they split a model of whole modules over a device mesh from outside.
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"blocks.*": TensorParallel(), "head": ColwiseParallel()})
 
-Parameters become DTensors, of which each process has its part: optimizers, `clip_grad_norm_`, checkpoints
+Parameters become DTensors, of which each rank has its shard: optimizers, `clip_grad_norm_`, checkpoints
 (`checkpoint.py`) and FSDP2 over another dimension of the mesh take them as they are. Modules compute what they compute
-when they are made with `tp_group`. What goes in and comes out are plain tensors: whole, or with `sequence_parallel`
-this process's part of the first dimension, where a weight split by column reads and one split by row writes; split
-features in between. Gradients of parameters that are whole everywhere are summed over the processes where each has a
-part of them.
+when they are made with `tp_group`. Inputs and outputs are plain tensors. They are whole; or, with `sequence_parallel`,
+the inputs of a weight that is split by column and the outputs of one that is split by row are this rank's shard of the
+first dimension. In between, features are split. Gradients of parameters that are whole everywhere are summed over the
+ranks if each rank has only a share of them.
 
-All processes must have the same weights before: those of the first are given to the others.
+All ranks must have the same weights before: those of the first rank are given to the others.
 """
 
 from typing import Any
@@ -55,30 +55,31 @@ class _Style(ParallelStyle):
 
 
 class ColwiseParallel(_Style):
-    """Linear, LayerNormLinear: each process has some of the outputs."""
+    """This style splits the outputs of a Linear or LayerNormLinear over ranks."""
 
     modes = ("column",)
 
 
 class RowwiseParallel(_Style):
-    """Linear: each process has some of the inputs; outputs are summed."""
+    """This style splits the inputs of a Linear over ranks; the outputs are summed."""
 
     modes = ("row",)
 
 
 class TensorParallel(_Style):
-    """LayerNormMLP, MultiheadAttention, TransformerLayer: the first weights by column, the last by row."""
+    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer: the first weights by column, the last
+    by row."""
 
 
 class SequenceParallel(_Style):
-    """LayerNorm, RMSNorm: each process has some of the tokens."""
+    """This style splits the tokens of a LayerNorm or RMSNorm over ranks."""
 
     def __init__(self) -> None:
         super().__init__(sequence_parallel=True)
 
 
 def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) -> nn.Parameter:
-    """A whole parameter as a DTensor, with what users have put on it."""
+    """Return a whole parameter as a DTensor, with the attributes that users have set on it."""
     if isinstance(parameter, DTensor):
         raise ValueError("a parameter is a DTensor already: split modules before FSDP2 shards them")
     given = parameter.detach()
@@ -86,7 +87,8 @@ def _placed(parameter: nn.Parameter, mesh: Any, dim: int | None, stride: int) ->
     if dim is None or stride == 1:
         made = distribute_tensor(value, mesh, [Replicate() if dim is None else Shard(dim)])
     else:
-        # `stride` weights one below the other (a gated activation's), of each of which a process has its part.
+        # There are `stride` weights one below the other (those of a gated activation), and a rank has its shard of
+        # each.
         broadcast_(value, mesh.get_group())
         rank, size = mesh.get_local_rank(), mesh.size()
         part = torch.cat([each.chunk(size, dim)[rank] for each in value.chunk(stride, dim)], dim)
