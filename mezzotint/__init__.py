@@ -14,8 +14,7 @@ __version__ = "0.1.0.dev0"
 
 
 def _is_command_line() -> bool:
-    """Return whether this process was started as `mezzotint …` or as `python -m mezzotint …`; then a command imports
-    `api`."""
+    """Return whether this process runs `mezzotint …` or `python -m mezzotint …`, whose command imports `api` itself."""
     name = sys.argv[0] if getattr(sys, "argv", None) else ""
     if name == "-m":  # Python puts this there until it has found the module that it runs
         return ("-m", "mezzotint") in pairwise(sys.orig_argv)

@@ -22,8 +22,7 @@ def get_default_recipe() -> Recipe:
 
 
 class Gate(Protocol):
-    """A `Gate` says whether a format runs here, natively or not; with `native`, only if all of its products are the
-    hardware's.
+    """A `Gate` says whether a format runs here, natively or not; with `native`, if all products are the hardware's.
 
     With `return_reason`, it also says how the format runs, and what native products would need.
     """

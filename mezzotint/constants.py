@@ -6,8 +6,8 @@ import torch
 
 
 class DType(IntEnum):
-    """These are the element types, with Transformer Engine's numbers. FP8, FP6, FP4 and scale bytes are stored as
-    torch.uint8."""
+    """These are the element types, with Transformer Engine's numbers. FP8 and narrower types are stored as torch.uint8,
+    and so are scale bytes."""
 
     kByte = 0
     kInt32 = 2

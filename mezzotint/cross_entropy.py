@@ -81,8 +81,7 @@ def parallel_cross_entropy(
     *,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the FP32 loss of each token [..] for logits inp [.., V] and target ids [..], or their mean with
-    `reduce_loss`.
+    """Return the FP32 loss of each token [..] for logits inp [.., V] and target ids [..]; with `reduce_loss`, the mean.
 
     A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, including those. The gradient has
     inp's dtype. With `dist_process_group` each of its ranks has an equal share of the vocabulary, in order: inp [.., V

@@ -39,8 +39,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with all that is in it, or nothing if there is none. Of a link, only the link is
-    removed."""
+    """Remove a file, or a folder with all that is in it, if there is one. Of a link, only the link is removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

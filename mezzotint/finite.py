@@ -17,8 +17,7 @@ from mezzotint.tracing import lasting, traced_as
 
 
 def make_counters(module: Any) -> None:
-    """Give a module its counters, on the device of its parameters. They are made once, because graphs hold on to
-    them."""
+    """Give a module its counters, on the device of its parameters. They are made once: graphs hold on to them."""
     device, held = module.scale_fwd.device, module._counters
     if held is not None and held[0].input.counts.device == device:
         return

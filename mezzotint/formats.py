@@ -21,8 +21,7 @@ HIGH = "high"  # the kind of unquantized operands
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandKind:
-    """An `OperandKind` says how one side of a product is read. Its functions take a `kernels.operand.Operand` of (rows,
-    size)."""
+    """An `OperandKind` says how one side of a product, a `kernels.operand.Operand` of (rows, size), is read."""
 
     name: str  # as in operands and in the schemas of the products
     elements: tuple[int, ...]  # numbers of the `DType`s that its codes may have
@@ -77,8 +76,7 @@ KINDS: dict[str, OperandKind] = {}
 
 
 def register_format(made: QuantizedFormat) -> QuantizedFormat:
-    """Register a format and its kinds; raise ValueError if a name is taken, or if it multiplies kinds that are not its
-    own."""
+    """Register a format and its kinds; raise ValueError if a name is taken, or if it multiplies kinds of others."""
     if made.name in FORMATS:
         raise ValueError(f"a format {made.name!r} is registered already: give the new one another name")
     for kind in made.kinds:

@@ -37,8 +37,7 @@ class _Region:
 
 
 class _Captured(nn.Module):
-    """This module is what is captured: only tensors come in, and the last argument is a dict of those that are given by
-    name.
+    """This module is what is captured. It takes tensors alone; the last argument is a dict of those given by name.
 
     `flag`, FP32 [1], exists if weights are kept: they are quantized again unless it is 1.
     """

@@ -37,8 +37,7 @@ def multiplies_slowly(x: torch.Tensor) -> bool:
 
 
 class EmulationWarning(UserWarning):
-    """This warning says that a GPU without products of a format computes them another way: the same numbers, slower
-    than BF16."""
+    """This warning says that a GPU computes a format's products in another way: the same numbers, slower than BF16."""
 
 
 def is_rocm() -> bool:
@@ -57,7 +56,7 @@ def capability(device: int | None = None) -> CC | None:
 
 @cache
 def has_triton_kernels() -> bool:
-    """Return whether Triton kernels run here. Its FP8 conversions need compute capability 8.9; below it the reference
+    """Return whether Triton kernels run here: its FP8 conversions need compute capability 8.9. Otherwise the reference
     runs on the GPU."""
     cc = capability()
     return cc is not None and cc >= (8, 9)

@@ -38,8 +38,7 @@ def mark_not_offload(*tensors: Any) -> None:
 
 
 def may_leave(tensor: torch.Tensor) -> bool:
-    """Return whether a saved tensor is worth copying: it is on a GPU, large, no parameter or view of one, and not
-    marked."""
+    """Return whether a saved tensor is worth copying: on a GPU, large, no parameter or view of one, and not marked."""
     return tensor.is_cuda and tensor.numel() >= SMALL and _is_free(tensor)
 
 
@@ -62,8 +61,7 @@ class _Kept:
         self.free = free  # where the host buffer goes when nobody can ask for the tensor again
 
     def check(self) -> None:
-        """Raise RuntimeError if the tensor was written since it was saved, as autograd does for what it keeps
-        itself."""
+        """Raise RuntimeError if the tensor was written since it was saved, as autograd does for what it keeps."""
         if self.device_copy is not None and self.device_copy._version != self.version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(self.device_copy.shape)} that was saved for backward was written in place "
@@ -77,8 +75,7 @@ class _Kept:
 
 
 class _Layer:
-    """A `_Layer` has what was saved between two calls of `sync`. `before` is the layer in front of it, copied back
-    after it."""
+    """A `_Layer` has what was saved between two calls of `sync`. `before` is the layer in front, copied back later."""
 
     def __init__(self, before: "_Layer | None") -> None:
         self.before = before
@@ -113,8 +110,7 @@ class _Transfers:
             layer.copied = self._copy(pairs)
 
     def release(self, layer: _Layer) -> None:
-        """Release the GPU's copies once they are copied: kernels that are launched from here on may write to their
-        memory."""
+        """Release the GPU's copies once they are copied: kernels launched from here on may write to their memory."""
         if layer.copied is not None:
             self._wait(layer.copied)
             layer.copied = None
@@ -240,8 +236,7 @@ class _EndOfLayer(torch.autograd.Function):
 
 
 class ManualOffloadSynchronizer:
-    """A synchronizer lets the caller start the copies, layer by layer; layers are numbered in the order of the calls of
-    `sync`."""
+    """A synchronizer lets the caller start the copies, layer by layer, numbered in the order of the calls of `sync`."""
 
     def __init__(self, offload: _Offload, enabled: bool) -> None:
         self._offload, self._enabled = offload, enabled

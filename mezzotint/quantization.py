@@ -170,8 +170,7 @@ class autocast:
 
 
 def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Recipe | None]:
-    """Return whether a region is on, and its recipe. The first argument `enabled` may be either, and `recipe` comes
-    after it."""
+    """Return whether a region is on, and its recipe. The argument `enabled` may be either a flag or a recipe."""
     if isinstance(enabled, (Recipe, str)):  # torch 2.11 does not trace a union with an opaque class
         if recipe is not None:
             raise TypeError(f"{caller} got two recipes, {enabled!r} first and recipe={recipe!r}: give one")
@@ -180,8 +179,7 @@ def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Rec
 
 
 def as_bool(caller: str, name: str, value: Any) -> bool:
-    """Return a flag as a bool; raise TypeError for anything that is only truthy, since it may be meant as something
-    else."""
+    """Return a flag as a bool; raise TypeError for what is only truthy, since it may be meant as something else."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{caller}({name}={value!r}): give True or False, and the recipe as recipe=...")
     return bool(value)
@@ -254,8 +252,7 @@ def _default_sf_compute(
     margin: int,
     _fp32_max: float = torch.finfo(torch.float32).max,
 ) -> torch.Tensor:
-    """Return (fp8_max / amax) / 2^margin; the old scale if amax is 0, infinite or NaN; the largest FP32 if it
-    overflows."""
+    """Return (fp8_max / amax) / 2^margin; the old scale for an amax of 0, infinity or NaN; at most the largest FP32."""
     fresh = torch.full_like(amax, float(fp8_max)).div(amax) / (2.0**margin)
     fresh = torch.where(amax > 0.0, fresh, scale)
     fresh = torch.where(torch.isfinite(amax), fresh, scale)
@@ -263,8 +260,7 @@ def _default_sf_compute(
 
 
 def _amax_and_scale_update(amax_history: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: Any) -> None:
-    """Update history and scale in plain torch, in place, with the user's functions; every column of the history is
-    rolled."""
+    """Update history and scale in plain torch, in place, with the user's functions; every column is rolled."""
     amax = _default_amax(amax_history, recipe.amax_compute_algo)
     if recipe.scaling_factor_compute_algo is None:
         fresh = _default_sf_compute(amax, scale, fp8_max, recipe.margin)

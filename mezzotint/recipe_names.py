@@ -18,6 +18,5 @@ _NAMES = {known.lower(): name for name, kind in RECIPE_CLASSES.items() for known
 
 
 def recipe_short_name(asked: str) -> str | None:
-    """Return the short name of a recipe, given that or the name of its class, in any case; None if there is no such
-    recipe."""
+    """Return the short name of a recipe, given it or the name of its class, in any case; None for no recipe."""
     return _NAMES.get(asked.strip().lower())

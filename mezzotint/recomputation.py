@@ -36,14 +36,12 @@ class _Recomputation:
         self.scales: list[SavedScales] = []
 
     def start(self) -> None:
-        """Start a run. It counts as a second one also in the first run of a checkpoint that is inside of a second
-        run."""
+        """Start a run. The first run of a checkpoint that is inside of a second run counts as a second one, too."""
         self.is_second = self.has_run or (self.outer is not None and self.outer.is_second)
         self.position = 0
 
     def keep_scales(self, scales: SavedScales) -> None:
-        """Keep the scales of this call, those that kept weights were quantized with, and whether its backward is the
-        last."""
+        """Keep the call's scales, those that kept weights were quantized with, and whether its backward is the last."""
         self.scales.append(scales)
         if self.outer is not None:
             self.outer.keep_scales(scales)

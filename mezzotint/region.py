@@ -20,8 +20,7 @@ from mezzotint.tracing import backward_task
 
 @dataclass(frozen=True)
 class RegionOptions(GraphConstant):
-    """These options are what a region asks of all modules in it, besides its recipe. They are one value, on which a
-    graph has one guard."""
+    """These options are what a region asks of its modules besides the recipe: one value, guarded as one by a graph."""
 
     memory: str  # what modules without an own mode hold for backward (`memory.py`)
     checks_finite: bool  # modules count values that are not finite (`finite.py`)
@@ -54,8 +53,8 @@ class Pending:
 
 
 class RunStatus:
-    """A `RunStatus` records the runs of one module. It is an object of its own because setting an attribute of an
-    `nn.Module` is slow.
+    """A `RunStatus` records the runs of one module, apart from it, because setting an attribute of an `nn.Module` is
+    slow.
 
     It has whether the module is `Pending`, or counted (`finite.py`); whether one of its runs since has a backward; the
     recipe and options of its last run outside of backward; and what the ranks that share its weights were found to have
@@ -88,7 +87,7 @@ class RunStatus:
 
 
 class Opened:
-    """An `Opened` is an entry into a region that has not been left: the region, what was in force before, and the entry
+    """An `Opened` is an entry into a region that is still open: the region, what was in force before, the entry
     below."""
 
     __slots__ = ("below", "outer", "region")

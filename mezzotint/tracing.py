@@ -105,8 +105,7 @@ def left_to_backward() -> Iterator[None]:
 
 
 def make_again(x: torch.Tensor) -> None:
-    """Have the compiler compute `x` again in backward, which reads it, instead of holding it, if an elementwise
-    operation made it.
+    """Have the compiler compute `x` again in backward instead of holding it, if an elementwise operation made it.
 
     It would otherwise hold whatever a kernel of this package reads. (The tag is the one that selective checkpoints
     leave for the partitioner of AOTAutograd.)
@@ -160,8 +159,7 @@ def has_values_at_hand(x: Any) -> bool:
 
 @eager_only(in_graph=False)
 def in_inference_mode() -> bool:
-    """Return whether tensors that are made here are of inference mode. A graph does not know the mode that it runs
-    in."""
+    """Return whether tensors that are made here are of inference mode. A graph does not know the mode it runs in."""
     return torch.is_inference_mode_enabled()
 
 

@@ -308,8 +308,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
     ) -> torch.Tensor:
-        """Return the layer's output for hidden_states [s, b, hidden], or as `attn_input_format` says, in the same
-        shape.
+        """Return the layer's output for hidden_states [s, b, hidden], or as `attn_input_format` says, in that shape.
 
         Arguments of the self-attention are those of `MultiheadAttention.forward`; those with `enc_dec`, and
         `encoder_output`, are for the cross-attention.
@@ -369,8 +368,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         __call__ = forward
 
     def _sums_in_norm(self, block: nn.Module) -> bool:
-        """Return whether the block's norm can add what the block before has made, and return the sum for the one
-        behind.
+        """Return whether the block's norm can add what the block before has made, and return the sum for the next.
 
         Nothing may change that before, and no hook may look at what blocks are given.
         """
@@ -391,15 +389,14 @@ class TransformerLayer(PlainAttributes, Configured, Named):
     def _enter(
         self, block: nn.Module, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return what the next block is given: the sum of x and what the block before has made, or both, for its norm
-        to add."""
+        """Return what the next block gets: the sum of x and what the block before has made, or both, for its norm."""
         if self._sums_in_norm(block):
             return made[2] if len(made) == 3 else x, {"_branch": made[:2]}
         return self._add(made, x, drop_path), {}
 
     def _add(self, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None) -> torch.Tensor:
-        """Add (output, bias) to x, or, of (output, bias, norm's output or residual stream), the first two to the
-        last."""
+        """Add (output, bias) to x, or to the third of (output, bias, norm's output or residual stream) if there is
+        one."""
         return self._bias_dropout_add(made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
 
     def _bias_dropout_add(

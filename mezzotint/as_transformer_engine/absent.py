@@ -15,8 +15,7 @@ class AbsentError(NotImplementedError, AttributeError):
 
 
 class Absent(type):
-    """This is the type of placeholders, which are classes: `isinstance(x, placeholder)` is False, and annotations may
-    use one."""
+    """This is the type of placeholders. They are classes: `isinstance(x, placeholder)` is False, annotations work."""
 
     _sentence: str
 

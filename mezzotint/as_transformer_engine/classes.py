@@ -20,8 +20,7 @@ def get_te_classes() -> tuple[type, ...]:
 
 
 def has_te_modules(network: Any) -> bool:
-    """Return whether a network contains one of these modules; True for anything that is no module, since nobody can
-    know."""
+    """Return whether a network has one of these modules; True for what is no module, since nobody can know."""
     if not isinstance(network, torch.nn.Module):
         return True
     return any(isinstance(module, get_te_classes()) for module in network.modules())

@@ -22,8 +22,7 @@ class GroupedLinear(grouped_linear.GroupedLinear):
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
-        """Return what other modules return, with the recipe that is saved; `fp8_checkpoint` says whether there are
-        bytes."""
+        """Return other modules' entries, with the recipe that is saved; `fp8_checkpoint` says if there are bytes."""
         meta, recipe = super().fp8_meta, self._learnt_recipe()
         if recipe is not None:
             dict.__setitem__(meta, "recipe", recipe)

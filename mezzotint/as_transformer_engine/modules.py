@@ -97,8 +97,7 @@ def _fill(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Put the modules into `sys.modules`. A second call does nothing; raise ImportError if Transformer Engine is
-    imported."""
+    """Put the modules into `sys.modules`, once; raise ImportError if another `transformer_engine` is imported."""
     roots = [path for path in all_paths() if "." not in path]
     for root in roots:
         present = sys.modules.get(root)

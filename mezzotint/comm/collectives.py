@@ -115,8 +115,7 @@ def broadcast_(x: torch.Tensor, group: Any) -> None:
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return what each rank gives, which is anything that can be pickled, so ranks must trust each other. Eager code
-    only."""
+    """Return what each rank gives, anything that can be pickled: ranks must trust each other. For eager code only."""
     found: list[Any] = [None] * world_size(group)
     torch.distributed.all_gather_object(found, value, group)
     return found

@@ -33,15 +33,14 @@ def group_by_name(name: str) -> Any:
 
 
 def part_of(name: str, size: int, count: int) -> int:
-    """Return this rank's share of a dimension that `count` ranks share evenly; raise ValueError if they cannot."""
+    """Return this rank's share of a dimension that `count` ranks share evenly; raise ValueError otherwise."""
     if size % count:
         raise ValueError(f"{name} is {size}: it must be divisible by the {count} processes of the group")
     return size // count
 
 
 def local_size(name: str, size: int, group: Any) -> int:
-    """Return this rank's share of a dimension that the ranks of a group share evenly; raise ValueError if they
-    cannot."""
+    """Return this rank's share of a dimension that the ranks of a group share evenly; raise ValueError otherwise."""
     return part_of(name, size, world_size(group))
 
 

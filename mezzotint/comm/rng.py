@@ -20,8 +20,8 @@ import torch
 
 
 class CudaRNGStatesTracker:
-    """A tracker holds named states of the default generator of a device: `device`, or the current GPU, or the CPU if
-    there is no GPU."""
+    """A tracker holds named states of the default generator of `device`, which is by default the current GPU, or the
+    CPU without one."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         self.device = None if device is None else torch.device(device)
@@ -57,8 +57,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw random numbers from the generator `name` inside; afterwards the default generator is where it was
-        before."""
+        """Draw random numbers from the generator `name` inside; afterwards the default one is where it was before."""
         if name not in self.states_:
             raise ValueError(f"name is {name!r}, known are {sorted(self.states_)}: add(name, seed) first")
         generator = self._generator()

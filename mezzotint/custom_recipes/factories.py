@@ -49,8 +49,7 @@ def float8_block_scaling_factory(role: QuantizerRole) -> Any:
 
 
 def mxfp4_factory(role: QuantizerRole) -> Any:
-    """Return an MXFP4 quantizer, with the Hadamard transform, stochastic rounding and 32x32 weight tiles of its
-    recipe."""
+    """Return an MXFP4 quantizer, with its recipe's Hadamard transform, stochastic rounding and 32x32 weight tiles."""
     return MXFP4BlockScaling().quantizer(role)
 
 
@@ -65,8 +64,7 @@ def mxfp8_factory(role: QuantizerRole) -> Any:
 
 
 def nvfp4_factory(role: QuantizerRole) -> Any:
-    """Return an NVFP4 quantizer, with the Hadamard transform, stochastic rounding and 16x16 weight tiles of its
-    recipe."""
+    """Return an NVFP4 quantizer, with its recipe's Hadamard transform, stochastic rounding and 16x16 weight tiles."""
     return NVFP4BlockScaling().quantizer(role)
 
 

@@ -74,8 +74,7 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Return quantizers with which forward multiplies MXFP8, and backward the same values without further
-    quantization."""
+    """Return quantizers with which forward multiplies MXFP8, and backward the same values, nothing more quantized."""
     match _tensor_of(role):
         case "input" | "weight":
             return _of_forward(mxfp8_factory(role or QuantizerRole()), IdentityQuantizer())
@@ -85,8 +84,10 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Any:
-    """Return NVFP4 quantizers. Weights have blocks of 1x16 in both directions, the column-wise copy made from the
-    row-wise one."""
+    """Return NVFP4 quantizers, for weights with blocks of 1x16 in both directions.
+
+    The column-wise copy of a weight is made from the row-wise one.
+    """
     if _tensor_of(role) == "weight":
         return _of_forward(_plain_nvfp4(), _plain_nvfp4())
     return nvfp4_factory(role or QuantizerRole())
@@ -107,7 +108,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Any:
 
 
 def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Any:
-    """Return quantizers with which forward multiplies NVFP4, and backward the same values without further quantization.
+    """Return quantizers with which forward multiplies NVFP4, and backward the same values, nothing more quantized.
 
     Inputs have an amax per row.
     """

@@ -94,8 +94,7 @@ def save(
 
 
 class _Copies(BlockingAsyncStager):
-    """This stager copies everything to the CPU before `async_save` returns, also shards of weights, which torch does
-    not know."""
+    """This stager copies everything to the CPU before `async_save` returns, also `Parts`, which torch does not know."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return pytree.tree_map_only(torch.Tensor, _copied, state_dict)
@@ -201,8 +200,7 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the same entries as `plain_state`, in whole tensors on the CPU, on every rank, for torch.save and
-    safetensors."""
+    """Return `plain_state` in whole tensors on the CPU, on every rank: what torch.save and safetensors take."""
     found = {}
     for key, value in plain_state(model).items():
         whole = whole_of(value) if isinstance(value, DTensor) else value
@@ -245,8 +243,7 @@ def _set_learnt(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _buffers(value: Any, local: QuantizedTensorStorage) -> list[tuple[str, Any]]:
-    """Return (name, tensor) for each buffer of a quantized tensor, or of a shard of rows as a DTensor, without
-    padding."""
+    """Return (name, tensor) for each buffer of a quantized tensor, or of a DTensor's shard of rows, without padding."""
     extracted, meta = local.fsdp_extract_buffers()
     shards, along = dict(zip(meta["dims"], extracted, strict=True)), local._along_matrix() or {}
     kwargs = dict(local._FLATTEN_TENSOR_BUFFERS)

@@ -53,8 +53,8 @@ _KEEPS = {
 
 
 class ShardedWeight(torch.Tensor):
-    """A `ShardedWeight` is a weight in high precision, or its shard, which FSDP2 gathers as its module's recipe
-    quantizes it."""
+    """A `ShardedWeight` is a weight or shard in high precision, which FSDP2 gathers as the module's recipe quantizes
+    it."""
 
     _tensor: torch.Tensor
     _recipe: Any
@@ -147,8 +147,7 @@ class ShardedWeight(torch.Tensor):
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """Return the whole weight and the buffers that FSDP2 frees, or fill `out`, a DTensor if this rank has a
-        tensor-parallel shard."""
+        """Return the whole weight and the buffers that FSDP2 frees, or fill `out` (a DTensor in tensor parallelism)."""
         out = out._local_tensor if isinstance(out, DTensor) else out
         if metadata is not None:
             return make_whole(all_gather_outputs, metadata, param_dtype, out)

@@ -42,8 +42,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """A `ShardPlacement` says where in the whole lies what this rank holds of a parameter, and of its optimizer
-    state."""
+    """A `ShardPlacement` says where in the whole lies what this rank has of a parameter and of its optimizer state."""
 
     name: str  # the parameter's name in the whole model
     shape: tuple[int, ...]  # the whole's shape
@@ -89,8 +88,7 @@ class ShardPlacement:
         return Parts(tuple(shape), buffer.dtype, list(found.items()))
 
     def _entries(self, dim: int, each: int, first: int, begin: int, size: int) -> tuple[int, int, int]:
-        """Return a span of rows or columns as a span of entries that cover `each` of them; raise ValueError if it cuts
-        one."""
+        """Return a span of rows or columns as one of entries that cover `each`; raise ValueError if it cuts one."""
         if first % each or begin % each or (size % each and begin + size != self.shape[dim]):
             raise ValueError(
                 f"{self.name} is quantized in blocks of {each} {'columns' if dim else 'rows'}, and a part of a weight "
@@ -130,8 +128,7 @@ def find_split(model: nn.Module) -> dict[str, ShardPlacement]:
 
 
 def check_shared_scales(model: nn.Module) -> None:
-    """Raise ValueError, on each rank, unless what quantized shards of one tensor share is equal on all ranks. This is a
-    collective."""
+    """Raise ValueError on each rank unless quantized shards of one tensor share scales. This is a collective."""
     for path, module in model.named_modules():
         split: dict[str, tuple[int, int]] = getattr(module, "_split_parameters", dict)()
         for own, (dim, _) in split.items():
@@ -161,8 +158,7 @@ def placement_of(name: str, value: Any) -> ShardPlacement:
 
 
 def has_halves(value: Any) -> bool:
-    """Return whether it is a DTensor of which this rank has some of each half: that of a gated activation, or its
-    shard."""
+    """Return whether it is a DTensor of which this rank has some of each half: of a gated activation, or its shard."""
     return isinstance(value, DTensor) and isinstance(value.placements[-1], _StridedShard)
 
 
@@ -198,8 +194,8 @@ def _part_of_halves(parameter: Any) -> tuple[int, ...]:
 
 
 def _placement_of_halves(name: str, parameter: Any) -> ShardPlacement:
-    """Return the placement of halves. The last dimension of the mesh is that of tensor parallelism, those before it are
-    FSDP2's."""
+    """Return the placement of halves. The mesh's last dimension is for tensor parallelism, those before it for
+    FSDP2."""
     mesh, last = parameter.device_mesh, parameter.placements[-1]
     coordinate: Any = mesh.get_coordinate()
     part = _part_of_halves(parameter)

@@ -50,8 +50,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 class _Record:
-    """A record stands for an object of DCP's in a pickle: it has the object's class name and the state that it would
-    have."""
+    """A record stands for an object of DCP's in a pickle: it has the name of its class and the state it would have."""
 
     state: Any = None
 
@@ -87,8 +86,7 @@ class _Records(pickle.Unpickler):
 
 
 def read_metadata(folder: str | Path) -> Metadata:
-    """Return what a checkpoint has, and where; raise ValueError if the file says anything else, or names other
-    files."""
+    """Return what a checkpoint has, and where; raise ValueError if the file says anything else, or names others."""
     path = Path(folder) / METADATA
     try:
         with path.open("rb") as file:
@@ -122,8 +120,7 @@ def _metadata_of(record: Any, folder: Path) -> Metadata:
 
 
 def _tensor_of(name: str, record: Any, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
-    """Return a tensor's metadata; raise ValueError unless all of its data is in files, so that its size can be
-    trusted."""
+    """Return a tensor's metadata; raise ValueError unless all of its data is in files, which proves its size."""
     fields = _of(record, "TensorStorageMetadata")
     properties = fields["properties"].state
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
@@ -182,8 +179,7 @@ def _ints(value: Any) -> tuple[int, ...]:
 
 
 class _Reader(FileSystemReader):
-    """This reader uses metadata that was read already, and ignores the files of single ranks, which DCP would look for
-    next."""
+    """This reader uses metadata that was read already, not the files of single ranks, which DCP would look for next."""
 
     def __init__(self, folder: str | Path, metadata: Metadata) -> None:
         super().__init__(str(folder))
@@ -233,8 +229,7 @@ def _plainly(read: Callable[[], Any]) -> Any:
 def load_state(
     folder: str | Path, state: dict[str, Any], metadata: Metadata | None = None, process_group: Any = None
 ) -> None:
-    """Read what `state` names into its tensors. All ranks call it; if one of them cannot read something, all raise
-    ValueError."""
+    """Read what `state` names into its tensors. All ranks call it; what one of them cannot read is an error on all."""
     reader = _Reader(folder, read_metadata(folder) if metadata is None else metadata)
     with in_one_process():
         try:

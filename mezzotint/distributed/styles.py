@@ -67,8 +67,7 @@ class RowwiseParallel(_Style):
 
 
 class TensorParallel(_Style):
-    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer: the first weights by column, the last
-    by row."""
+    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer, first by column and then by row."""
 
 
 class SequenceParallel(_Style):

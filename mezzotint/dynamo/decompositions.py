@@ -19,8 +19,7 @@ from mezzotint.kernels._lib import composites, leaf_references
 
 
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
-    """Return a table for `ExportedProgram.run_decompositions`: operator of this package → function in PyTorch's
-    operators.
+    """Return a table for `ExportedProgram.run_decompositions`: operator of this package → function in PyTorch's own.
 
     Call it after the program has been exported, because operators are defined as they are needed. A program of a model
     in high precision keeps none of this package's operators. Quantization looks at values, and so does a product of

@@ -25,8 +25,7 @@ __all__ = ["as_protos", "fake_backward", "fake_forward", "fake_linear_backward",
 
 
 def fake_forward(core: Core, args: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-    """Return outputs, extras and the arguments of backward, all as prototypes, of a core whose arguments have
-    prototypes."""
+    """Return outputs, extras and the arguments of backward, as prototypes, for arguments of a core with prototypes."""
     with FakeTensorMode(), torch.no_grad():
         made_args = _as_tensors(args)
         y, made = core.forward(made_args)

@@ -64,8 +64,7 @@ def trace_quantizers(is_traced: Callable[[type, str], bool]) -> None:
 
 
 def _value_of(variable: Any) -> Any:
-    """Return what an opaque object's variable stands for. `as_python_constant()` would raise for those that are no
-    values."""
+    """Return what an opaque object's variable stands for; `as_python_constant()` raises for what is no value."""
     return getattr(variable.value, "real_obj", variable.value)
 
 
@@ -189,8 +188,7 @@ def _know_quantizers(module: ModuleType) -> None:
 
 
 def _compare_with_snapshots(module: ModuleType) -> None:
-    """Have the guard on a quantizer or a recipe compare with a snapshot of it, as Dynamo does for lists and sets (torch
-    2.11, 2.13)."""
+    """Have guards on quantizers and recipes compare with a snapshot, as for lists and sets (torch 2.11, 2.13)."""
     builder: Any = getattr(module, "GuardBuilder", None)
     equals_match = getattr(builder, "EQUALS_MATCH", None)
     if equals_match is None or not hasattr(builder, "get"):

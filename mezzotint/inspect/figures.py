@@ -33,8 +33,7 @@ COUNTED = ("nan", "posinf", "neginf", "hidden", "broken")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A `Figures` has the figures of one tensor, or of one cell of its map; a figure is None if there was nothing to
-    measure."""
+    """A `Figures` has the figures of one tensor, or of one cell of its map; None if there was nothing to measure."""
 
     count: int
     amax: float | None

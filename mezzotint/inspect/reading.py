@@ -23,8 +23,7 @@ _ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 
 @dataclass(frozen=True, slots=True)
 class SeenTensor:
-    """A `SeenTensor` has what was seen of one tensor in one step: its figures, its table (16, 256), and its figures in
-    other formats."""
+    """A `SeenTensor` is one tensor in one step: its figures, its table (16, 256), and its figures in other formats."""
 
     name: str
     module: str

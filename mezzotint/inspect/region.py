@@ -116,8 +116,7 @@ class inspect:
             module._probes = tuple([Probes(*[found.get((gemm, role)) for role in WATCHED_ROLES]) for gemm in gemms])
 
     def _read(self) -> None:
-        """Take what was seen, write it, and raise FloatingPointError if `check_finite` is set and a value is not
-        finite."""
+        """Take what was seen, write it, and, with `check_finite`, raise FloatingPointError if it is not finite."""
         names = [(each.name, each.name.removesuffix(f".{each.role}"), each.role) for each in self._watched]
         trials = [trials_of(each.role)[0] if self.what_if else () for each in self._watched]
         self.last = read_probes(names, self._probes, trials, self.group)

@@ -24,7 +24,7 @@ _SPEEDS = {4: 4.0, 6: 2.0, 8: 2.0}  # products in the time of one in BF16, by th
 
 @dataclass(slots=True)
 class LinearChoice:
-    """A `LinearChoice` is one linear: the noise of its tensors in each recipe, and the recipe that was chosen, with the
+    """A `LinearChoice` is one linear: the noise of its tensors in each recipe, and the chosen recipe with the
     reason."""
 
     name: str

@@ -99,8 +99,7 @@ class Recipe(GraphConstant):
         return self is other or self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Return a hash of the class alone: a recipe that is a key of a dictionary keeps its hash when it is
-        changed."""
+        """Return a hash of the class alone: a recipe that is a key of a dictionary keeps it when it is changed."""
         return hash(type(self))
 
     def _key(self) -> dict[str, Any]:
@@ -126,8 +125,7 @@ class Recipe(GraphConstant):
         return super().__fx_repr__() if self._options is not None else self._snapshot().__fx_repr__()
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
-        """Return how the tensor of this role is quantized: a quantizer, or a request for state that the module
-        keeps."""
+        """Return how the tensor of this role is quantized: a quantizer, or a request for state in the module."""
         raise NotImplementedError(f"{type(self).__name__} does not say how tensors are quantized")
 
     def of(self, gemm: int, tensor_type: str) -> "Recipe | None":
@@ -143,8 +141,7 @@ class Recipe(GraphConstant):
         return type(self).quantizer in ANSWERS
 
     def products(self) -> tuple[bool, bool, bool]:
-        """Return whether the forward, the input-gradient and the weight-gradient GEMM may accumulate fast, with fewer
-        bits."""
+        """Return whether the forward, input-gradient and weight-gradient GEMMs may accumulate fast, with fewer bits."""
         return True, False, False
 
     def override(self) -> str | None:
@@ -201,8 +198,7 @@ class Recipe(GraphConstant):
 
 @dataclass_transform(eq_default=False)
 def recipe_class(cls: type[_R]) -> type[_R]:
-    """Make a dataclass of a recipe whose constructor drops, with a warning, the options that Transformer Engine
-    ignores."""
+    """Make a dataclass of a recipe; its constructor drops, with a warning, options that Transformer Engine ignores."""
     made = dataclass(eq=False)(cls)
     init: Any = made.__init__
 

@@ -24,8 +24,7 @@ ANSWERS.update(kind.quantizer for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return the recipe, or the recipe with default options that a name stands for; raise ValueError for an unknown
-    name."""
+    """Return the recipe, or that with default options which a name stands for; raise ValueError for an unknown name."""
     if isinstance(recipe, str):
         name = recipe_short_name(recipe)
         if name is None:

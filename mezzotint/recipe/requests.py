@@ -33,8 +33,7 @@ class DelayedScalingRequest(QuantizerRequest):
         check_delayed(self)
 
     def scaled_quantizer(self, forward: bool) -> Quantizer:
-        """Return the quantizer of a forward, or backward, tensor, which takes the scale that is kept for it with each
-        call."""
+        """Return the quantizer of a forward, or backward, tensor, which is given the kept scale with each call."""
         return Float8ScaledQuantizer(element(self.fp8_format, forward))
 
 

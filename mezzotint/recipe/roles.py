@@ -10,8 +10,7 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 def slot(gemm: int, tensor_type: str) -> int:
-    """Return the place of a GEMM's tensor among those of its pass (forward or backward): the tensors of GEMM 0, then of
-    GEMM 1, …."""
+    """Return the place of a GEMM's tensor among those of its pass, forward or backward: those of GEMM 0, of 1, …."""
     types = BACKWARD_TENSORS if tensor_type in BACKWARD_TENSORS else FORWARD_TENSORS
     return len(types) * gemm + types.index(tensor_type)
 

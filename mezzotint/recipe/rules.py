@@ -41,8 +41,7 @@ class MixedRecipe(Recipe):
     parts: tuple[tuple[Recipe | None, ...], ...]
 
     def of(self, gemm: int, tensor_type: str) -> Recipe | None:
-        """Return the recipe of a tensor. An output is quantized as an input is, and an input gradient as an output
-        gradient is."""
+        """Return a tensor's recipe. An output has that of the input, an input gradient that of the output gradient."""
         place = 1 if tensor_type == "weight" else 2 if tensor_type in BACKWARD_TENSORS else 0
         return self.parts[gemm][place]
 
@@ -132,8 +131,7 @@ class Rules(Recipe):
         )
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | QuantizerRequest:
-        """Return how the tensor of a role is quantized, by the role's name. Modules ask the recipe that they were bound
-        to."""
+        """Return how the tensor of a role is quantized, by its name. Modules ask the recipe that they are bound to."""
         tensor_type = "weight" if role.tensor_type == "weight" else "input"
         tensor_type = "grad_output" if role.tensor_type in BACKWARD_TENSORS else tensor_type
         recipe = self._choose(role.name, role.name, tensor_type)
@@ -217,8 +215,8 @@ def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
 
 
 def _matches(pattern: str, path: str, name: str, tensor_type: str | None) -> bool:
-    """Return whether a pattern matches a linear, by its name or its module's path, and this tensor of it (None for
-    any)."""
+    """Return whether a pattern matches a linear, by its name or its module's path, and this tensor (None: any) of
+    it."""
     wanted, _, role = pattern.partition(":")
     if role and tensor_type is not None and role != tensor_type:
         return False

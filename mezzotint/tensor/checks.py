@@ -14,8 +14,7 @@ NO_GROUP = (
 
 
 def check_fp8_dtype(fp8_dtype: Any) -> DType:
-    """Return E4M3 or E5M2 as a `DType`; `fp8_dtype` may be a `DType`, its int or the torch dtype. Raise ValueError
-    otherwise."""
+    """Return E4M3 or E5M2, given as a `DType`, its int or the torch dtype, as a `DType`; raise ValueError otherwise."""
     by_torch = {torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2}
     dtype = by_torch.get(fp8_dtype, fp8_dtype) if isinstance(fp8_dtype, torch.dtype) else fp8_dtype
     if dtype in (DType.kFloat8E4M3, DType.kFloat8E5M2):

@@ -44,8 +44,7 @@ class TwoDirectionStorage(QuantizedTensorStorage):
         return getattr(self, names[0]), getattr(self, names[1])
 
     def _any_side(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Return codes, scales and whether they are column-wise, from the row-wise copy if it is held, else the
-        column-wise one."""
+        """Return codes, scales and whether they are column-wise, which they are if no row-wise copy is held."""
         columnwise = not self._holds(self._ROWWISE)
         return (*self._side(columnwise), columnwise)
 
@@ -60,8 +59,7 @@ class TwoDirectionStorage(QuantizedTensorStorage):
 
 
 def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int]:
-    """Return the rows of the 2-D view (M, K) that are rows start..stop of the first dimension of a tensor of this
-    shape."""
+    """Return rows start..stop of the first dimension of a tensor of this shape as rows of the 2-D view (M, K)."""
     per = 1
     for size in shape[1:-1]:
         per *= size
@@ -69,8 +67,8 @@ def matrix_rows(shape: tuple[int, ...], start: int, stop: int) -> tuple[int, int
 
 
 def taken(data: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return these rows of the codes `data` (M, …), M at least 1. An index of -1 gives a row of zeros, whose codes are
-    0 in every format."""
+    """Return these rows of the codes `data` (M, …), M at least 1; -1 is a row of zeros, whose code is 0 in every
+    format."""
     return data.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 

@@ -30,8 +30,7 @@ class Flattenable:
         _CLASSES[qualified_name(cls)] = cls
 
     def _assign(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-        """Set every declared attribute from the constructor kwargs `fields`; raise TypeError if one of them is not
-        declared."""
+        """Set every declared attribute from the constructor kwargs `fields`; raise TypeError for an undeclared one."""
         self._dtype = dtype
         for attribute, kwarg in self._FLATTEN_TENSOR_BUFFERS:
             setattr(self, attribute, fields.pop(kwarg, None))
@@ -56,8 +55,7 @@ class Flattenable:
 
     @classmethod
     def _restore_values(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return `values`, whose enums were pickled as plain ints, with each value a `DType` again whose declared
-        default is one."""
+        """Return `values`, in which enums were pickled as ints, with a `DType` for each whose default is one."""
         enums = {kwarg for _, kwarg, default in cls._VALUES if isinstance(default, DType)}
         return {k: DType(v) if k in enums else v for k, v in values.items()}
 
@@ -67,8 +65,7 @@ class Flattenable:
         return {**buffers, **self._plain_values()}
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of the buffers that are held, and the context that `__tensor_unflatten__` needs besides
-        them."""
+        """Return the names of the held buffers, and the context that `__tensor_unflatten__` needs besides them."""
         values = self._plain_values()
         quantizer = values.get("quantizer")
         if quantizer is not None and not quantizer._is_value():
@@ -100,8 +97,7 @@ def flatten_context(
     """Return what a graph knows of a quantized tensor besides its buffers: the class, the nominal dtype (the
     high-precision dtype that the tensor stands for) and plain values.
 
-    For a tensor that exists already, `requires_grad` is False: whoever unflattens it, autograd or the compiler, sets
-    it.
+    For an existing tensor `requires_grad` is False: whoever unflattens it, autograd or the compiler, tracks that.
     """
     return {
         "cls": cls,

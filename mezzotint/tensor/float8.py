@@ -26,8 +26,7 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """This storage holds `_data` in the logical shape, `_transpose` with the last dimension first, and `_scale_inv`
-    FP32 [1]."""
+    """This storage holds `_data` (logical shape), `_transpose` (last dimension first) and `_scale_inv`, FP32 [1]."""
 
     _FLATTEN_TENSOR_BUFFERS = (
         ("_data", "data"),

@@ -43,7 +43,7 @@ class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
         """Make the missing direction by a transpose if blocks are 128x128; raise ValueError if they are 1x128.
 
-        Blocks of 1x128 are other blocks in each direction.
+        With 1x128 the two directions have different blocks.
         """
         if not self._is_2D_scaled:
             super()._derive(rowwise, columnwise)

@@ -22,8 +22,7 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8RowwiseTensorStorage(TwoDirectionStorage):
-    """This storage holds codes in the logical shape with scales [M], and transposed codes (K, *leading) with scales
-    [K]."""
+    """This storage holds codes in the logical shape with scales [M], and transposed (K, *leading) with scales [K]."""
 
     _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
 
@@ -51,8 +50,7 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
         return fields
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
-        """Describe the buffers that differ between shards. A column's scale covers all rows, so it is equal in all of
-        them."""
+        """Return what differs between shards of rows. A column's scale covers all rows, so it is equal in all."""
         shape = self._logical_shape()
         rows = matrix_shape(shape)[0]
         return {

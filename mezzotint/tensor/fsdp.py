@@ -53,8 +53,7 @@ def sendable_directions(quantizer: Quantizer, rows: int) -> tuple[bool, bool] | 
 
 
 def _has_plain_shards(quantizer: Quantizer) -> bool:
-    """Return whether shards are quantized as the whole is, given its amaxes. Only a quantizer made of two may not do
-    so."""
+    """Return whether shards, given the whole's amaxes, are quantized as it is; a quantizer made of two may fail to."""
     parts = quantizer._parts()
     if parts is None:
         return True
@@ -78,8 +77,7 @@ def extract(shard: QuantizedTensorStorage, rowwise: bool, columnwise: bool, coun
 def send(
     storage: QuantizedTensorStorage, shard: Any, which: tuple[bool, bool], mesh: Any, module: Any
 ) -> tuple[tuple[torch.Tensor, ...], Sent]:
-    """Return the flat tensors to gather of `storage`, and what they are. `storage` holds a shard of the module's
-    weight."""
+    """Return the flat tensors to gather of `storage`, a shard of the module's weight, and what they are."""
     count, unit = mesh.size(), None
     if which[1]:
         which, unit = read_directions(shard, module, mesh.get_group()), unit_of(shard, module)
@@ -131,8 +129,7 @@ def assign(whole: Any, gathered: Sequence[torch.Tensor], sent: Sent) -> None:
 
 
 def _one_below_the_other(flat: torch.Tensor, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the flat tensors of all shards, which may be lengthened or bytes, as one of (count · first dimension,
-    …)."""
+    """Return the flat tensors of all shards, lengthened or not, bytes or not, as (count · first dimension, …)."""
     size = math.prod(shape) * dtype.itemsize // flat.itemsize
     return flat.view(count, -1)[:, :size].contiguous().view(dtype).view(count * shape[0], *shape[1:])
 
@@ -153,8 +150,7 @@ def _fill_other(whole: Any, buffers: dict[str, torch.Tensor], sent: Sent) -> Non
 
 
 def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return what to gather of a quantized shard of rows, and what `make_whole` must know: `fsdp_pre_all_gather`'s
-    result."""
+    """Return what to gather of a quantized shard of rows, and what `make_whole` needs, for `fsdp_pre_all_gather`."""
     count, quantizer = mesh.size(), shard._quantizer
     check_one_format(quantizer, shard.device, module, mesh.get_group())
     which = None if quantizer is None else sendable_directions(quantizer, shard.shape[0])
@@ -204,7 +200,7 @@ def member_rows(group: Any, start: int, stop: int) -> dict[str, Any] | None:
 
 
 def send_members(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-    """Return all buffers of a shard of members, and what `gather_members` must know: `fsdp_pre_all_gather`'s result."""
+    """Return all buffers of a shard of members, and what `gather_members` needs, for `fsdp_pre_all_gather`."""
     check_one_format(shard.quantizer, shard.device, module, mesh.get_group())
     usages = shard.get_usages()
     buffers, sent = extract(shard, usages["rowwise"], usages["columnwise"], mesh.size())
@@ -212,7 +208,7 @@ def send_members(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> t
 
 
 def gather_members(empty: Any, outputs: tuple[torch.Tensor, ...], metadata: Any, out: Any) -> Any:
-    """Return the whole group and its buffers, or fill `out` and return None: `fsdp_post_all_gather`'s result.
+    """Return the whole group and its buffers, or fill `out` and return None, for `fsdp_post_all_gather`.
 
     `empty(n)` returns a new group of n members.
     """

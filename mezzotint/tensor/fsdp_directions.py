@@ -1,5 +1,5 @@
 """The directions that FSDP2 gathers: this module finds out which copies of a weight are read until it is gathered
-again. It is asked if the column-wise copy cannot be made from the row-wise one.
+again. It is used if the column-wise copy cannot be made from the row-wise one.
 
     gathered for forward, and again for backward     row-wise; both if hooks copy what is saved (`save_on_cpu`)
     gathered for forward alone, or by hand           both
@@ -9,7 +9,7 @@ again. It is asked if the column-wise copy cannot be made from the row-wise one.
 What FSDP2 is about to do is in its own bookkeeping (torch 2.11 to 2.15), which is private: if it is not found, both are
 gathered. What backward reads is recorded when the module runs in eager code (`RunStatus.reads_rows_again`). A compiled
 graph records nothing, since the compiler may compute parts of forward again, and then both are gathered. All ranks must
-send equally much, though a module may have run on some of them only, so they agree once, at the first gather for
+send the same amount, though a module may have run on some of them only, so they agree once, at the first gather for
 backward.
 """
 
@@ -60,8 +60,7 @@ class Unit:
         return group.reshard_after_backward
 
     def fit(self, buffers: Sequence[torch.Tensor], count: int) -> None:
-        """Make FSDP2 allocate its gather outputs anew if `buffers` have other sizes. By itself it allocates them only
-        once."""
+        """Make FSDP2 allocate its gather outputs anew if `buffers` have other sizes, because it does so only once."""
         param: Any = self._param()
         held = [(x.numel(), x.dtype) for x in param.all_gather_outputs]
         if held != [(x.numel() * count, x.dtype) for x in buffers]:

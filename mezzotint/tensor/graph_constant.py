@@ -15,8 +15,7 @@ _NAMES: "WeakKeyDictionary[GraphConstant, str]" = WeakKeyDictionary()  # equal v
 
 
 class GraphConstant(metaclass=OpaqueMeta):
-    """This is the base class of values that are constants of a graph: two are equal if their class and all their fields
-    are.
+    """This is the base class of values that are constants of a graph: two are equal if their class and fields are.
 
     Annotate every field in the class, and never assign to one after construction.
     """

@@ -234,8 +234,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return self._members(self._quantizer is not None and self._quantizer.internal)
 
     def split_into_storages(self) -> list[Any]:
-        """Return the members as storages over these buffers, which GEMMs take, or as plain tensors if there is no
-        quantizer."""
+        """Return the members as storages over these buffers, which GEMMs take, or plain without a quantizer."""
         return self._members(True)
 
     def _members(self, internal: bool) -> list[Any]:
@@ -287,8 +286,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
         return members
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
-        """Quantize, in place, one tensor of `.shape` that has the values of all members, as `dequantize()` returns
-        it."""
+        """Quantize, in place, one tensor of `.shape` with the values of all members, as from `dequantize()`."""
         if tuple(tensor.shape) != whole_shape(self.shapes):
             raise ValueError(f"tensor has shape {tuple(tensor.shape)}, the group {whole_shape(self.shapes)}")
         self.quantize(divide(tensor, self.shapes), noop_flag)
@@ -375,8 +373,7 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
 
 class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
-    """A `GroupedTensor` is a group as one tensor. Operations on it use the plain values, as for any quantized
-    tensor."""
+    """A `GroupedTensor` is a group as one tensor. Operations use the plain values, as for any quantized tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -56,14 +56,12 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     @property
     def rowwise_storage(self) -> QuantizedTensorStorage | None:
-        """Return the row-wise direction, or None if it is not held: a tensor of its format if this is a tensor, else a
-        storage."""
+        """Return the row-wise direction, as a tensor if this is a tensor, else as a storage; None if it is not held."""
         return self._part(False, not isinstance(self, torch.Tensor)) if self._holds(_ROW) else None
 
     @property
     def columnwise_storage(self) -> QuantizedTensorStorage | None:
-        """Return the column-wise direction, or None if it is not held: a tensor of its format if this is a tensor, else
-        a storage."""
+        """Return the column-wise direction, as a tensor if this is one, else as a storage; None if it is not held."""
         return self._part(True, not isinstance(self, torch.Tensor)) if self._holds(_COLUMN) else None
 
     # These are Transformer Engine's names.
@@ -86,8 +84,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._of_parts(lambda part: part._rows(start, stop))
 
     def _of_parts(self, change: Callable[[QuantizedTensorStorage], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Return the slots with each direction's fields changed by `change`, or None if one direction cannot be
-        changed."""
+        """Return the slots with each direction's fields changed by `change`, or None if one direction cannot."""
         slots: dict[str, Any] = {}
         for columnwise, names in ((False, _ROW), (True, _COLUMN)):
             if not self._holds(names):
@@ -166,8 +163,7 @@ class HybridQuantizer(Quantizer):
         self._rebuild_derived_state()
 
     def _rebuild_derived_state(self) -> None:
-        """Copy the two parts, so that a copy shares nothing, and a change of the given quantizers does not show
-        here."""
+        """Copy the two parts, so that a copy shares nothing, and changes of the given quantizers do not show here."""
         self.rowwise_quantizer = self.rowwise_quantizer.copy()
         self.columnwise_quantizer = self.columnwise_quantizer.copy()
 
@@ -186,8 +182,7 @@ class HybridQuantizer(Quantizer):
         return self.rowwise_quantizer.with_usage(rowwise=True, columnwise=False)
 
     def _parts(self) -> tuple[Quantizer | None, Quantizer | None, Any]:
-        """Return the row-wise part, the column-wise part, and the quantizer that the latter's source goes through
-        first, if any."""
+        """Return row-wise part, column-wise part, and the quantizer that the latter's source goes through, if any."""
         chained = self._part(False) if self.columnwise_source == "rowwise_dequantized" else None
         rowwise = self._part(False) if self.rowwise_usage else None
         return rowwise, self._part(True) if self.columnwise_usage else None, chained

@@ -77,8 +77,7 @@ class IdentityQuantizer(Quantizer):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Return the dtype that tensors are cast to, or None. Its name is kept, because a `torch.dtype` is no plain
-        value."""
+        """Return the dtype that tensors are cast to, or None. Its name is kept, since a dtype is no plain value."""
         return None if self.dtype_name is None else getattr(torch, self.dtype_name)
 
     @dtype.setter

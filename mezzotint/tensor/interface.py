@@ -17,8 +17,7 @@ class QuantizerLike(Protocol):
     optimize_for_gemm: bool
 
     def call_for(self, dtype: torch.dtype) -> QuantizeCall | None:
-        """Return the call that quantizes tensors of a dtype, or None if the quantizer is no leaf: it holds tensors, or
-        is made of two."""
+        """Return the call that quantizes tensors of a dtype; None if the quantizer holds tensors or is made of two."""
 
     def takes_scale(self) -> bool:
         """Return whether the scale is passed with each call."""

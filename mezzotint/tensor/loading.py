@@ -14,8 +14,7 @@ Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def check_header(name: str, shape: Any, dtype: Any, buffers: Any) -> None:
-    """Raise ValueError unless shape, dtype and buffers can be those of a tensor of the class `name`, which is about to
-    be made."""
+    """Raise ValueError unless shape, dtype and buffers can be those of a tensor (of class `name`) that will be made."""
     if not isinstance(shape, tuple) or not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"{name} has shape {shape!r}: {_DAMAGED}")
     if dtype not in HIGH_PRECISION:

@@ -24,8 +24,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP4TensorStorage(PackedMXStorage):
-    """This storage holds packed codes (…, K/2), packed transposed codes (K, M/2), and the E8M0 scale bytes of each
-    direction."""
+    """This storage holds packed codes (…, K/2) and transposed ones (K, M/2), with E8M0 scale bytes for each."""
 
     _VALUES = (
         ("_fp4_dtype", "fp4_dtype", DType.kFloat4E2M1),
@@ -37,8 +36,7 @@ class MXFP4TensorStorage(PackedMXStorage):
     _fp4_dtype: DType
 
     def _plain_quantizer(self) -> Quantizer:
-        """Return a quantizer with this storage's layout, with the Hadamard transform if the column-wise codes are
-        padded.
+        """Return a quantizer with this layout: with the Hadamard transform if the column-wise codes are padded.
 
         The transform pads the columns if the rows are no whole groups, and no plain value records that it was applied.
         """
@@ -47,8 +45,7 @@ class MXFP4TensorStorage(PackedMXStorage):
         return MXFP4Quantizer(self._fp4_dtype, with_rht=is_filled)
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the row-wise copy if it is held, else the column-wise one, whose Hadamard transform is not
-        undone."""
+        """Dequantize the row-wise copy, or, without one, the column-wise copy with its Hadamard transform."""
         data, scale_inv, columnwise = self._any_side()
         shape = self._logical_shape()
         rows, cols = matrix_shape(shape)

@@ -24,8 +24,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP6TensorStorage(PackedMXStorage):
-    """This storage holds packed codes (…, K/4, 3), packed transposed codes (K, M/4, 3), and the E8M0 scale bytes of
-    each direction."""
+    """This storage holds packed codes (…, K/4, 3) and transposed ones (K, M/4, 3), with E8M0 scale bytes for each."""
 
     _VALUES = (
         ("_fp6_dtype", "fp6_dtype", DType.kFloat6E2M3),
@@ -65,8 +64,7 @@ class MXFP6Tensor(MXFP6TensorStorage, QuantizedTensor):
 
 
 class MXFP6Quantizer(Quantizer):
-    """This MXFP6 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights), of E2M3 or E3M2
-    elements.
+    """This quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights), of E2M3 or E3M2 elements.
 
     `scale_rule` is "floor", the rule of the OCP specification, or "roundup", with which nothing saturates.
     `optimize_for_gemm` makes scales in the GEMM's byte order.

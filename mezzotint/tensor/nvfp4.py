@@ -73,8 +73,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return (self._columnwise_data.shape[1] * 2, self._columnwise_data.shape[0])
 
     def _plain_quantizer(self) -> Quantizer:
-        """Return a quantizer with this storage's layout, with the Hadamard transform if the column-wise codes are
-        padded.
+        """Return a quantizer with this layout: with the Hadamard transform if the column-wise codes are padded.
 
         The transform pads the columns if the rows are no whole blocks, and no plain value records that it was applied.
         """
@@ -90,8 +89,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         )
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the row-wise copy if it is held, else the column-wise one, whose Hadamard transform is not
-        undone."""
+        """Dequantize the row-wise copy, or, without one, the column-wise copy with its Hadamard transform."""
         data, scale_inv, columnwise = self._any_side()
         shape = self._logical_shape()
         rows, cols = matrix_shape(shape)
@@ -105,8 +103,7 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return nvfp4_dequantize(data, scale_inv, amax, *options, dtype).reshape(shape)
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """Make the column-wise copy by a transpose of codes and scales if scales are of 16x16 tiles; else raise
-        ValueError.
+        """Make the column-wise copy by a transpose of codes and scales; raise ValueError without 16x16 tiles.
 
         Without tiles the blocks of the two directions differ.
         """
@@ -206,11 +203,13 @@ class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
 
 
 class NVFP4Quantizer(Quantizer):
-    """This NVFP4 quantizer uses blocks of 16, or 16x16 tiles. `kernels/nvfp4.py` says what each option does to the
-    numbers.
+    """This NVFP4 quantizer uses blocks of 16, or 16x16 tiles (`with_2d_quantization`).
 
     `with_rht` says whether the column-wise copy is Hadamard-transformed, and `with_random_sign_mask`, which is a flag
     of its own, whether the transform has its random signs. `stochastic_rounding` draws from torch's generator.
+    `row_scaled_nvfp4` gives each row an amax of its own. `nvfp4_use_4over6` lets each block map its amax to 4 or 6,
+    whichever has the smaller error (`nvfp4_4over6_err_mode`). `kernels/nvfp4.py` says what each option does to the
+    numbers.
     """
 
     _by_value = True

@@ -42,8 +42,7 @@ SUBCLASSES_COUNT = hasattr(_api, "_resolve_opaque_type_info")
 
 
 def register_value(cls: type, is_traced: Callable[[type, str], bool]) -> bool:
-    """Register `cls` and return whether this PyTorch could. Members that are `is_traced` are inlined, all others are
-    constants."""
+    """Register `cls`, and return whether this PyTorch could. Members that `is_traced` are inlined, others constants."""
     if cls not in _REGISTERED:
         if cls.__hash__ is None:
             raise TypeError(f"cls is {cls.__name__}, which has __eq__ without __hash__: define both, or neither")

@@ -15,8 +15,8 @@ SCALE_RULES = ("floor", "roundup")
 
 
 class PackedMXStorage(TwoDirectionStorage):
-    """This storage holds packed codes of x and of xᵀ and the scale bytes of each, as `kernels/packed_mx.py` lays them
-    out."""
+    """This storage holds packed codes of x and of xᵀ, each with scale bytes, laid out as `kernels/packed_mx.py`
+    says."""
 
     _ELEMENT: ClassVar[Element]  # how codes of this size are packed
 
@@ -48,8 +48,7 @@ class PackedMXStorage(TwoDirectionStorage):
         return quantizer is not None and quantizer.with_2d_quantization
 
     def _derive(self, rowwise: bool, columnwise: bool) -> None:
-        """Make the missing direction by a transpose of codes and scales if scales are of 32x32 tiles; else raise
-        ValueError.
+        """Make the missing direction by a transpose of codes and scales; raise ValueError without 32x32 tiles.
 
         Without tiles the blocks of the two directions differ.
         """

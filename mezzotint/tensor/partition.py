@@ -55,8 +55,7 @@ def needs_whole_amaxes(quantizer: Quantizer, dim: int) -> bool:
 
 
 def whole_amaxes(x: torch.Tensor, quantizer: Quantizer, splits: Sequence[Split]) -> dict[str, torch.Tensor]:
-    """Return by name the amaxes of the whole that the quantization of the shard x needs, with one collective for each
-    split."""
+    """Return by name the amaxes of the whole that quantizing the shard x needs, with one collective for each split."""
     found: dict[str, torch.Tensor] = {}
     for split in splits:
         # A split between columns leaves the amaxes of columns as they are, and changes those of rows.
@@ -114,8 +113,7 @@ def quantize_shard(
     *,
     is_parameter: bool = False,
 ) -> tuple[Any, torch.Tensor | None]:
-    """Return a shard, quantized as the whole would be, and its amax if the quantizer takes a `scale` with the call
-    (else None).
+    """Return a shard, quantized as the whole would be, and its amax if the quantizer takes a `scale` (else None).
 
     Without splits x is the whole. The result is a storage, as from `quantize_scaled`. With `is_parameter` it is a
     tensor that knows its splits, and no amax is returned: its quantizer keeps that.
@@ -177,7 +175,7 @@ def join_shards(shard: Any, splits: tuple[Split, ...]) -> None:
 
 
 def have_other_scales(shard: QuantizedTensorStorage, splits: Sequence[Split]) -> bool:
-    """Return whether buffers that should be equal in all shards differ. This is a collective: all ranks get the same
+    """Return whether buffers that should be equal in all shards differ. This is a collective: all ranks get one
     answer."""
     found = torch.zeros((), device=shard.device)
     for split in splits:
@@ -223,8 +221,7 @@ def gather_rows(x: Any, group: Any) -> Any:
 
 
 def _side_by_side(gathered: torch.Tensor, count: int, dim: int, extent: int, multiple: int) -> torch.Tensor:
-    """Return the shards, given one below the other, one behind the other along `dim`, padded with zeros to a
-    multiple."""
+    """Return shards that are one below the other as one behind the other along `dim`, padded to a multiple."""
     if dim == 1:
         rows = gathered.shape[0] // count
         shards = gathered.view(count, rows, *gathered.shape[1:])

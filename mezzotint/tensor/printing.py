@@ -27,8 +27,7 @@ def _listed(fields: dict[str, Any]) -> list[str]:
 
 
 def _options(storage: Any) -> list[str]:
-    """Return what the bytes are: the element type, options that are not the default, and the formats of a quantizer
-    made of two."""
+    """Return what the bytes are: element type, options that are not the default, formats of a quantizer made of two."""
     found = {}
     for attribute, name, default in storage._VALUES:
         value = getattr(storage, attribute)
@@ -80,8 +79,7 @@ def _is_readable(buffer: torch.Tensor) -> bool:
 
 
 def formats_of(parameters: Iterable[torch.Tensor]) -> str:
-    """Return the formats of those parameters that are quantized, for a module's `extra_repr`; an empty string if none
-    is."""
+    """Return the formats of the parameters that are quantized, for a module's `extra_repr`; "" if none is."""
     found: dict[str, None] = {}
     for parameter in parameters:
         local: Any = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
@@ -91,8 +89,7 @@ def formats_of(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _format(tensor: Any) -> str:
-    """Return the class and what tells it from others: the element type, the formats of two directions, or the
-    quantizer."""
+    """Return the class and what tells it from others: element type, formats of two directions, or quantizer."""
     known = [element_name(value) for value in tensor._plain_values().values() if isinstance(value, DType)]
     known = known or list(_parts(tensor).values()) or [type(tensor._quantizer).__name__]
     return f"{type(tensor).__name__}({', '.join(known)})"

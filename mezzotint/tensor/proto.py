@@ -17,8 +17,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass
 class TensorProto:
-    """A `TensorProto` stands for a quantized tensor, or for a plain one if it has no quantizer. It owns a copy of its
-    quantizer."""
+    """A `TensorProto` stands for a plain tensor, or a quantized one if it has a quantizer, of which it owns a copy."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -54,8 +54,7 @@ def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.T
 def quantize_scaled(
     x: torch.Tensor, quantizer: QuantizerLike, scale: torch.Tensor | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """Return `x` as a storage, and the amax of x, FP32 [1], if the quantizer takes its scale with the call (else
-    None)."""
+    """Return `x` as a storage, and its amax, FP32 [1], if the quantizer takes a scale with the call (else None)."""
     if quantizer.is_custom():
         return quantizer.quantize(x), None
     call = quantizer.call_for(x.dtype)
@@ -100,8 +99,7 @@ def quantize_groups(
 
 
 def _common_call(xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike | None]) -> QuantizeCall | None:
-    """Return the call that quantizes all of these tensors in one op, or None if there is no such call or only one
-    tensor."""
+    """Return the call that quantizes all of these tensors in one op; None if there is none, or one tensor alone."""
     common: QuantizeCall | None = None
     for x, quantizer in zip(xs, quantizers, strict=True):
         if quantizer is None or isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype or len(xs) == 1:
@@ -125,8 +123,7 @@ def quantize_source(
     scale: torch.Tensor | None,
     sums: torch.dtype | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """Quantize what a producer (`kernels/quantize_ops.py`) makes of `arguments`, in the same op if the quantizer has
-    one.
+    """Quantize what a producer (`kernels/quantize_ops.py`) makes of `arguments`, in one op if the quantizer has it.
 
     Return the storage, the amax as `quantize_scaled` does, and column sums in dtype `sums`, or None if `sums` is None
     or the producer has no sums.
@@ -156,8 +153,7 @@ def _quantize_tensor(x: torch.Tensor, quantizer: QuantizerLike, dtype: torch.dty
 def quantize_buffers(
     x: torch.Tensor, quantizer: QuantizerLike, given: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Return the buffers of `x` in the quantizer's order. A tensor without dimensions is treated as one of one
-    element."""
+    """Return the buffers of `x` in the quantizer's order. A tensor without dimensions is taken as one of shape (1,)."""
     if isinstance(x, QuantizedTensorStorage):
         x = x.dequantize()
     check_quantizable(x, quantizer)
@@ -221,8 +217,7 @@ def assemble(
     dtype: torch.dtype,
     owned: Any = None,
 ) -> Any:
-    """Return the op's buffers as a storage, or as a tensor of this logical shape, with a quantizer: `owned`, or else a
-    copy."""
+    """Return the op's buffers as a storage, or a tensor of this logical shape, whose quantizer is `owned` or a copy."""
     name, kwargs, values = quantizer._holder(internal)
     fields: dict[str, Any] = dict(zip(kwargs, buffers, strict=True))
     fields.update(values)
@@ -296,8 +291,7 @@ def update_scaled(
     *,
     noop_flag: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Quantize as `update_quantized` does, by a scale that is given with the call; return the amax of `src`, FP32
-    [1]."""
+    """Quantize as `update_quantized` does, by a `scale` that is given; return the amax of `src`, FP32 [1]."""
     held = dst.get_usages()
     quantizer = quantizer.with_usage(rowwise=held["rowwise"], columnwise=held["columnwise"])
     call = quantizer.call_for(src.dtype)
@@ -323,8 +317,7 @@ def _check_form(dst: Any, quantizer: QuantizerLike, storage_class: Any) -> None:
 
 @eager_only()
 def _check_layout(dst: Any, quantizer: QuantizerLike) -> None:
-    """Raise ValueError unless `dst` was made with a quantizer of this layout. In a graph an alias has no quantizer to
-    check."""
+    """Raise ValueError unless `dst` has a quantizer of this layout, if any; a graph does not know that of an alias."""
     if dst._quantizer is not None and dst._quantizer._layout() != quantizer._layout():
         raise ValueError(
             f"dst was made with {dst._quantizer!r}, whose bytes mean something else than those of {quantizer!r}: "

@@ -19,6 +19,5 @@ class QuantizeCall(GraphConstant):
     takes_scale: bool  # the scale comes with each call, and the amax of x is returned behind the buffers
 
     def is_same_as(self, other: "QuantizeCall") -> bool:
-        """Return whether both are equal. This is a method since the compiler of torch 2.11 has no `==` for such
-        values."""
+        """Return whether both are equal. It is a method since torch 2.11's compiler has no `==` for such values."""
         return self == other

@@ -28,8 +28,7 @@ _aten = torch.ops.aten
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
-    """This is the base of the tensor classes; `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` makes a whole
-    format."""
+    """This is the base of tensor classes: `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a full format."""
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
 
@@ -120,8 +119,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return self
 
     def take_rows(self, index: torch.Tensor) -> "QuantizedTensor | None":
-        """Return these rows (int64 [n]; -1 for zeros) of a matrix, row-wise and with the same codes, or None if the
-        format cannot."""
+        """Return these rows (int64 [n]; -1: zeros) of a matrix, row-wise, with the same codes; None if impossible."""
         fields = self._take_rows(index) if self.dim() == 2 and self.shape[0] > 0 else None
         if fields is None:
             return None
@@ -213,8 +211,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         return f"{names}{tuple(self.shape)}{sorted((k, repr(v)) for k, v in context.items())}"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return an empty storage: the data is in the buffers. FSDP2 asks for its address, which a wrapper's own does
-        not have."""
+        """Return an empty storage: data is in the buffers. FSDP2 needs its address, which a wrapper's does not have."""
         return torch.UntypedStorage(0, device=self.device)
 
     def data_ptr(self) -> int:
@@ -253,8 +250,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
 
 def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on quantized tensors: their own handler if there is one, else the operation on dequantized
-    tensors."""
+    """Run an operation on quantized tensors: by their own handler if there is one, else on dequantized tensors."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         with counting_writes():
@@ -403,8 +399,7 @@ def _rows(tensor: QuantizedTensor, start: int, stop: int) -> Any:
 
 
 def _check_whole(tensor: QuantizedTensor) -> None:
-    """Raise ValueError if the tensor is some rows of another one: they are a copy, and a write would not reach the
-    other."""
+    """Raise ValueError if the tensor is some rows of another: they are a copy, so a write would not reach the other."""
     base = tensor._base if tensor._COPIES_ROWS and tensor._is_view() else None
     if type(base) is type(tensor) and base.numel() != tensor.numel():
         raise ValueError(

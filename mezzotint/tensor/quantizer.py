@@ -170,8 +170,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return qualified_name(storage if internal else tensor), kwargs, self.storage_metadata()
 
     def _check_declared(self, names: Iterable[str]) -> list[str]:
-        """Return the attributes that the storage declares; raise ValueError if the buffer of one of `names` is not
-        among them."""
+        """Return the attributes that the storage declares; raise ValueError if it does not declare one of `names`."""
         storage, _ = self._classes()
         declared = [attribute for attribute, _ in storage._FLATTEN_TENSOR_BUFFERS]
         for name in names:
@@ -221,8 +220,7 @@ class Quantizer(metaclass=OpaqueMeta):
         return self._fields()
 
     def _value_key(self) -> tuple[Any, ...]:
-        """Return what `==`, `hash` and the graph's repr go by; raise TypeError for a process group or any object that
-        is no value."""
+        """Return what `==`, `hash` and the graph's repr go by; raise TypeError for a process group or other object."""
         memo = self._worked_out()
         key = memo.get("key")
         if key is None:
@@ -252,8 +250,8 @@ class Quantizer(metaclass=OpaqueMeta):
         return fields
 
     def _refuse_reduction(self, is_asked: bool, group: Any) -> None:
-        """Raise an error if a reduction is asked for or a group is given, because nothing reduces here and that must
-        not pass silently."""
+        """Raise an error if a reduction is asked for or a group is given: nothing here reduces, nor may that go
+        unseen."""
         check_reduction(is_asked, group)
         if group is not None:
             self._value_key()
@@ -334,8 +332,7 @@ class Quantizer(metaclass=OpaqueMeta):
         _QUANTIZERS[qualified_name(cls)] = cls
 
     def copy(self) -> "Quantizer":
-        """Return a quantizer with the same attributes: an equal one if it is a value. Tensors and other objects are
-        shared."""
+        """Return a quantizer with the same attributes, equal if it is a value. Tensors and other objects are shared."""
         made = type(self).__new__(type(self))
         for name in self._names:  # torch 2.11 does not trace a walk through `__dict__`
             object.__setattr__(made, name, getattr(self, name))
@@ -410,8 +407,7 @@ class Quantizer(metaclass=OpaqueMeta):
     # Prototypes
 
     def for_dtype(self, dtype: torch.dtype) -> "Quantizer":
-        """Return this quantizer for sources of a dtype; only a format whose buffers have the dtype of the source
-        returns another."""
+        """Return this quantizer for sources of a dtype. Only a format whose buffers have that dtype returns another."""
         return self
 
     def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -8,8 +8,8 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[Any]]:
-    """Return flat tensors to save for these plain tensors, Nones and storages, and objects that `restore_from_saved`
-    fills."""
+    """Return flat tensors to save of these tensors, Nones and storages, and objects for `restore_from_saved` to
+    fill."""
     flat: list[torch.Tensor | None] = []
     objects: list[Any] = []
     for tensor in tensors:
@@ -24,8 +24,7 @@ def prepare_for_saving(*tensors: Any) -> tuple[list[torch.Tensor | None], list[A
 
 
 def restore_from_saved(tensors: list[Any], saved_tensors: Any, return_saved_tensors: bool = False) -> Any:
-    """Return the tensors that `prepare_for_saving` was given: `tensors` are the objects, `saved_tensors` the flat
-    tensors.
+    """Return what `prepare_for_saving` was given: `tensors` are its objects, `saved_tensors` its flat tensors.
 
     With `return_saved_tensors`, also return the flat tensors that were left over.
     """

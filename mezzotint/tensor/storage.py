@@ -19,8 +19,7 @@ Along = tuple[int, int] | None  # (dimension, how many rows or columns an entry 
 
 
 class QuantizedTensorStorage(Flattenable):
-    """This storage holds the buffers of one or two directions. Subclasses declare them; the rest follows from the
-    declaration."""
+    """This storage holds the buffers of one or two directions. Subclasses declare them; the rest follows from that."""
 
     # These attributes make up a direction; a storage has a usage if it holds all of them.
     _ROWWISE: ClassVar[tuple[str, ...]] = ()
@@ -77,8 +76,7 @@ class QuantizedTensorStorage(Flattenable):
         return None
 
     def _take_rows(self, index: torch.Tensor) -> dict[str, Any] | None:
-        """Return the constructor kwargs of these rows (int64 [n]; -1 for zeros) of a matrix, row-wise, or None if the
-        format cannot."""
+        """Return the constructor kwargs of these rows (int64 [n]; -1: zeros) of a matrix, row-wise, or None."""
         return None
 
     def _along_rows(self) -> dict[str, tuple[int, int, int]]:
@@ -87,8 +85,7 @@ class QuantizedTensorStorage(Flattenable):
         raise NotImplementedError(f"{type(self).__name__} does not say how its shards are put together")
 
     def _along_matrix(self) -> dict[str, tuple[Along, Along]] | None:
-        """Return how the rows and the columns of a matrix lie in its buffers, or None if shards are no parts of these
-        buffers.
+        """Return how the rows and columns of a matrix lie in its buffers, or None if shards are no parts of them.
 
         The result is buffer → (for rows, for columns), each (dimension, how many of them an entry covers), or None if
         an entry covers all of them, so that it is equal in all shards.
@@ -100,8 +97,7 @@ class QuantizedTensorStorage(Flattenable):
         return None
 
     def _layouts(self, shape: tuple[int, ...]) -> list[list[Specs]]:
-        """Return the layouts that the buffers of a tensor of this shape may have: by its plain values, and by its
-        quantizer.
+        """Return the layouts that buffers of a tensor of this shape may have: by plain values, and by the quantizer.
 
         What is read from a file must match one layout of each.
         """
@@ -274,8 +270,7 @@ class QuantizedTensorStorage(Flattenable):
         return tuple(name for name, _ in self._buffers() if name in along)
 
     def fsdp_extract_buffers(self) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        """Return the buffers that differ between shards, without their padding, and what they are: dimensions and
-        shapes."""
+        """Return the buffers that differ between shards, without their padding, and their dimensions and shapes."""
         along, fields = self._along_rows(), self.fsdp_buffer_fields()
         buffers = tuple(getattr(self, name).narrow(along[name][0], 0, along[name][1]) for name in fields)
         shapes = {name: tuple(buffer.shape) for name, buffer in zip(fields, buffers, strict=True)}
@@ -317,8 +312,7 @@ def rebuild_quantized_tensor(
     requires_grad: bool = False,
     is_parameter: bool = False,
 ) -> Any:
-    """Unpickle a storage or tensor from its class by qualified name, tensors and plain values. Safe under
-    `weights_only`.
+    """Unpickle a storage or tensor: its class by qualified name, tensors and plain values. Safe under `weights_only`.
 
     Buffers that do not fit the shape raise a ValueError, before a kernel reads them.
     """
