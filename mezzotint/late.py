@@ -1,5 +1,5 @@
-"""Late changes to the compiler: they are made when the first `torch.compile` imports it, with Triton. Nothing here
-imports it."""
+"""Late changes to the compiler: they are made when the first `torch.compile` imports it, and Triton with it. Nothing
+here imports it."""
 
 import importlib.abc
 import importlib.util

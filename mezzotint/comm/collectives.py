@@ -1,4 +1,5 @@
-"""PyTorch's functional collectives, which compile, along the first dimension. In a group of one they are the identity.
+"""PyTorch's functional collectives, which can be compiled, along the first dimension. In a group of one rank they are
+the identity.
 
 `start_…` returns something that `wait` makes into a result: what is computed in between overlaps with the
 communication. On the CPU `start_…` waits: functional collectives of gloo that are under way at the same time corrupt

@@ -10,7 +10,7 @@ the inputs of a weight that is split by column and the outputs of one that is sp
 first dimension. In between, features are split. Gradients of parameters that are whole everywhere are summed over the
 ranks if each rank has only a share of them.
 
-All ranks must have the same weights before: those of the first rank are given to the others.
+The model is split as the first rank has it: its weights are given to the other ranks, which should have the same.
 """
 
 from typing import Any
@@ -67,7 +67,8 @@ class RowwiseParallel(_Style):
 
 
 class TensorParallel(_Style):
-    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer, first by column and then by row."""
+    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer over ranks: the first weights by column,
+    the last by row."""
 
 
 class SequenceParallel(_Style):

@@ -3,8 +3,8 @@
     (y,), amaxes, saved = fake_linear_forward(args)      LinearFwdArgs with TensorProtos in the place of tensors
     (dx, dw, db), amaxes = fake_linear_backward(saved, dy)
 
-A core is the pair of forward and backward functions of a module. The real functions run, on fake tensors that are made
-from the prototypes, so there is no second definition that could drift from the first.
+A core (`functional/autograd.py`) has the forward and backward functions of an operation. These very functions run, on
+fake tensors that are made from the prototypes, so there is no second definition that could drift from the first.
 """
 
 import copy

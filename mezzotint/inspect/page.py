@@ -45,7 +45,7 @@ Rows = tuple["array[int]", "array[float]"]  # indices of tensors; for each, the 
 
 
 def gather_figures(records: Iterable[dict[str, Any]]) -> tuple[dict[str, tuple[str, str]], dict[int, Rows]]:
-    """Return the tensors, name → (module, role), and the figures of each step, of which there may be millions."""
+    """Return the tensors, name → (module, role), and the figures of each step. There may be millions of records."""
     tensors: dict[str, tuple[str, str]] = {}
     numbers: dict[str, int] = {}
     steps: dict[int, Rows] = {}

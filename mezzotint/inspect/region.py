@@ -29,8 +29,8 @@ STATS = ("count", *MEASURED, *COUNTED, "exponents", "map")
 
 
 class inspect:
-    """This region goes around each training step, forward and backward; every so many steps it says what quantization
-    did.
+    """This region goes around each training step, forward and backward; on every `every`-th step it says what
+    quantization did to the tensors of the model.
 
         inspector = mz.inspect(model, every=50, out="runs/x/inspect")
         for batch in batches:
@@ -40,10 +40,10 @@ class inspect:
     `tensors` is a pattern, or several, for names such as "layers.3.mlp.fc1.weight": the path of the module, the linear
     in it if it has several, and "input", "weight" or "grad_output". `stats` are the figures that are written
     (`mezzotint.inspect.figures` defines them), "exponents" for histograms, "map" for a coarse map of each tensor.
-    `what_if` also tries every tensor in the formats of all recipes. `tensorboard` writes scalars. `check_finite` raises
-    FloatingPointError at the end of an inspected step in which a tensor had NaN or an infinity. `group` has the ranks
-    over which figures are taken, by default all; they hold the same modules. `step` is the number of the first step.
-    Without `out` nothing is written; `last` has what was seen in the last inspected step.
+    `what_if` also tries every tensor in the formats of all recipes that need no state. `tensorboard` writes scalars.
+    `check_finite` raises FloatingPointError at the end of an inspected step in which a tensor had NaN or an infinity.
+    `group` has the ranks over which figures are taken, by default all; they hold the same modules. `step` is the number
+    of the first step. Without `out` nothing is written; `last` has what was seen in the last inspected step.
 
     A weight that is kept quantized has no original to compare with, and is left out.
     """

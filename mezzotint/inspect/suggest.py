@@ -120,7 +120,7 @@ def _better(linear: LinearChoice, min_snr: float | None) -> list[str]:
 
 
 def _gain(linear: LinearChoice, other: str) -> float:
-    """Return the noise that a move removes per operation's time, which is infinite for a move that takes no time."""
+    """Return the noise that a move removes for each operation's time more; infinity if it takes no more time."""
     less, more = linear.total(linear.recipe) - linear.total(other), linear.time(other) - linear.time(linear.recipe)
     return math.inf if more <= 0 else less / more
 

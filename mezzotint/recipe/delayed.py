@@ -12,10 +12,10 @@ from mezzotint.recipe.roles import QuantizerRole
 class DelayedScaling(Recipe):
     """This recipe uses FP8 with one scale per tensor, made from the amaxes of past iterations.
 
-    `amax_history_len` is how many amaxes are kept. `amax_compute_algo` makes one of them: "max", "most_recent" or a
-    function. The scale leaves room of `margin` powers of two, unless `scaling_factor_compute_algo` computes it.
+    `amax_history_len` is how many amaxes are kept, and `amax_compute_algo` reduces them to one: "max", "most_recent" or
+    a function. The scale leaves room of `margin` powers of two, unless `scaling_factor_compute_algo` computes it.
     `reduce_amax` says whether amaxes are reduced over ranks. `fp8_dpa` and `fp8_mha` ask for attention in low
-    precision.
+    precision. `backward_override` must be None, because scales are made in backward.
     """
 
     colour = "#E69F00"

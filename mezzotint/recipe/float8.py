@@ -55,9 +55,9 @@ class _Float8Scaling(Recipe):
 class Float8CurrentScaling(_Float8Scaling):
     """This recipe uses FP8 with one scale per tensor, from the amax of the tensor itself.
 
-    `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*` how each tensor is quantized. `backward_override` is
-    None, "high_precision" or "dequantized" (`Recipe.override`). `fp8_dpa` and `fp8_mha` ask for attention in low
-    precision.
+    `use_power_2_scales` rounds scales to powers of two. `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*`
+    how each tensor is quantized. `backward_override` is None, "high_precision" or "dequantized" (`Recipe.override`).
+    `fp8_dpa` and `fp8_mha` ask for attention in low precision.
     """
 
     colour = "#56B4E9"
@@ -89,8 +89,8 @@ class Float8CurrentScaling(_Float8Scaling):
 class Float8RowwiseScaling(_Float8Scaling):
     """This recipe uses FP8 with one scale per row and per column, from the tensor itself.
 
-    `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*` how each tensor is quantized. `backward_override` is
-    None, "high_precision" or "dequantized" (`Recipe.override`).
+    `high_precision_wgrad` computes the weight gradient from the unquantized input and gradient. The other options are
+    those of `Float8CurrentScaling`.
     """
 
     colour = "#009E73"
@@ -124,8 +124,9 @@ class Float8RowwiseScaling(_Float8Scaling):
 class Float8BlockScaling(_Float8Scaling):
     """This recipe uses FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights.
 
-    `*_block_scaling_dim` is 1 for blocks of 1x128 and 2 for tiles of 128x128, of which one GEMM takes one operand only.
-    `use_f32_scales` allows scales that are no powers of two. The other options are those of `Float8CurrentScaling`.
+    `*_block_scaling_dim` is 1 for blocks of 1x128 and 2 for tiles of 128x128, which at most one of the three kinds of
+    tensor may have. `use_f32_scales` allows scales that are no powers of two. The other options are those of
+    `Float8CurrentScaling`; GEMMs always accumulate in full FP32 (`use_split_accumulator`).
     """
 
     colour = "#CC79A7"

@@ -41,7 +41,11 @@ class MMParams(GraphConstant):
 
 @dataclass(frozen=True)
 class QParams(GraphConstant):
-    """These parameters say how a tensor is quantized, in recipes that allow it to be said for each tensor."""
+    """These parameters say how a tensor is quantized, in recipes that allow it to be said for each tensor.
+
+    `power_2_scale` and `amax_epsilon` (the least amax that is assumed) are for FP8; the Hadamard transform, stochastic
+    rounding and scales of square tiles (`fp4_2d_quantization`) are for NVFP4.
+    """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0

@@ -176,7 +176,7 @@ def choose_recipe(recipe: Recipe | None, config: Any) -> Recipe | None:
 
 
 def rules_of_tables(tables: Sequence[Table], source: str) -> Rules:
-    """Return the rules that TOML tables describe; error messages call them `source`."""
+    """Return the rules that TOML tables describe; `source` is their name in error messages."""
     made = []
     for number, table in enumerate(tables, 1):
         where = f"rule {number} of {source}"
@@ -215,8 +215,7 @@ def _as_rule(number: int, given: Any) -> tuple[str, Recipe | None]:
 
 
 def _matches(pattern: str, path: str, name: str, tensor_type: str | None) -> bool:
-    """Return whether a pattern matches a linear, by its name or its module's path, and this tensor (None: any) of
-    it."""
+    """Return whether a pattern matches a linear, by its name or its module's path, and this tensor of it, or any."""
     wanted, _, role = pattern.partition(":")
     if role and tensor_type is not None and role != tensor_type:
         return False

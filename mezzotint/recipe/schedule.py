@@ -80,7 +80,8 @@ class Schedule:
 
 
 def parse_schedule(text: str, source: str) -> Schedule:
-    """Return the schedule that a TOML text describes; rules alone are a schedule of one phase."""
+    """Return the schedule that a TOML text describes; rules alone are one phase. `source` is its name in error
+    messages."""
     held = parse_tables(text, source)
     if "rule" in held:
         return Schedule([(0, rules_of_tables(list_of_tables(held, "rule", source), source))])

@@ -24,7 +24,7 @@ Table = dict[str, Any]
 
 
 def parse_tables(text: str, source: str) -> Table:
-    """Return what a TOML text holds; error messages call it `source`."""
+    """Return what a TOML text holds; `source` is its name in error messages."""
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
