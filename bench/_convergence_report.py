@@ -108,7 +108,7 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
 def _state(entry: Entry, run: RunFile | None) -> str:
     """Return in words why a run has no result."""
     if run is None:
-        return f"not run yet: waits for {entry.waits_for}" if entry.waits_for else "not run yet"
+        return "not run yet"
     if run.end is None:
         return f"not run yet: interrupted after step {len(run.losses)}"
     return f"diverged at step {run.end['diverged']}"

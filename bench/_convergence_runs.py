@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mezzotint.recipe import Rules, Schedule
 from mezzotint.trainer.recipe_names import BF16
 from mezzotint.trainer.settings import TrainConfig
 from mezzotint.trainer.sizes import MODELS, ModelConfig
@@ -30,13 +31,13 @@ class Study:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An `Entry` is a run of a study; `waits_for` names what has to exist before it can run."""
+    """An `Entry` is a run of a study. A variant of a recipe has a schedule, which may hold rules per layer."""
 
     study: Study
     recipe: str
     seed: int = 1
     variant: str = ""
-    waits_for: str = ""
+    schedule: Schedule | None = None
 
     @property
     def name(self) -> str:
@@ -71,8 +72,19 @@ ENTRIES = (
     Entry(study=STUDY_125M, recipe=BF16),
     *(Entry(study=STUDY_125M, recipe=name) for name in FIRST),
     *(Entry(study=STUDY_125M, recipe=BF16, seed=seed) for seed in (2, 3)),
-    Entry(study=STUDY_125M, recipe="nvfp4", variant="last10-bf16", waits_for="recipes that change at a step"),
-    Entry(study=STUDY_125M, recipe="nvfp4", variant="ends-bf16", waits_for="rules per layer"),
+    # Its last tenth of the steps, and its first and last layer, are in BF16.
+    Entry(
+        study=STUDY_125M,
+        recipe="nvfp4",
+        variant="last10-bf16",
+        schedule=Schedule([(0, "nvfp4"), (STUDY_125M.train.steps * 9 // 10, None)]),
+    ),
+    Entry(
+        study=STUDY_125M,
+        recipe="nvfp4",
+        variant="ends-bf16",
+        schedule=Schedule([(0, Rules([("layers.0.*", None), ("layers.11.*", None), ("*", "nvfp4")]))]),
+    ),
     *(Entry(study=STUDY_1B, recipe=name) for name in (BF16, "delayed", "current", "mxfp8")),
     *(Entry(study=STUDY_125M, recipe=name) for name in LATER),
 )

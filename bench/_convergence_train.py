@@ -72,7 +72,11 @@ def train_entry(entry: Entry, place: Place) -> bool:
 def make_config(entry: Entry, place: Place) -> RunConfig:
     """Return all that a run's numbers follow from; the held-out tokens are the last of the text."""
     part = place.held_out / place.text.tokens.numel()
-    train = replace(entry.study.train, recipe=entry.recipe, seed=entry.seed, hold_out=part, device=place.device)
+    train = replace(entry.study.train, seed=entry.seed, hold_out=part, device=place.device)
+    if entry.schedule is None:
+        train = replace(train, recipe=entry.recipe)
+    else:
+        train = replace(train, rules=entry.schedule.as_toml())
     return RunConfig(replace(entry.study.model, vocab=place.text.vocab), train, place.text.fingerprint)
 
 

@@ -32,9 +32,6 @@ def run_study(entries: Sequence[Entry], place: Place) -> list[str]:
         runs = read_runs(place.runs, entries)
         if is_finished(runs, entry):
             continue
-        if entry.waits_for:
-            print(f"{entry.name} waits for {entry.waits_for}", flush=True)
-            continue
         needed, left = predict_seconds(runs, entry), place.deadline - time.monotonic()
         has_begun = (place.scratch / entry.name).exists() and entry.name in runs
         if needed > left and not has_begun:
@@ -61,7 +58,7 @@ def list_runs(entries: Sequence[Entry], folder: Path) -> None:
     for entry in entries:
         run = runs.get(entry.name)
         if run is None:
-            state = f"waits for {entry.waits_for}" if entry.waits_for else "not run yet"
+            state = "not run yet"
         elif run.end is None:
             state = f"interrupted after step {len(run.losses)}"
         elif "diverged" in run.end:

@@ -16,6 +16,7 @@ from bench import _convergence_report, convergence
 from bench._convergence_runs import ENTRIES, Entry, Study, predict_seconds, read_run, read_runs
 from bench._convergence_train import Place, hash_code, train_entry
 from dev.convergence import packages, shards, tokens
+from mezzotint.recipe import Rules, Schedule
 from mezzotint.trainer.settings import TrainConfig
 from mezzotint.trainer.sizes import ModelConfig
 
@@ -29,7 +30,12 @@ TOY = Study(
     minutes=1,
 )
 BF16, CURRENT = (Entry(study=TOY, recipe=name) for name in ("bf16", "current"))
-WAITING = Entry(study=TOY, recipe="nvfp4", variant="x", waits_for="a rule")
+RULED = Entry(
+    study=TOY,
+    recipe="nvfp4",
+    variant="x",
+    schedule=Schedule([(0, Rules([("layers.0.*", None), ("*", "nvfp4")])), (STEPS // 2, None)]),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +65,9 @@ def place_of(data: Path, folder: Path) -> Place:
     return convergence.open_data(data, runs=folder / "runs", scratch=folder / "scratch", device="cpu")
 
 
-def test_runs_leave_files(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_leave_files(data: Path, tmp_path: Path) -> None:
     place = place_of(data, tmp_path)
-    assert convergence.run_study([BF16, WAITING, CURRENT], place) == ["toy-bf16-s1", "toy-current-s1"]
-    assert "toy-nvfp4-x-s1 waits for a rule" in capsys.readouterr().out
+    assert convergence.run_study([BF16, CURRENT], place) == ["toy-bf16-s1", "toy-current-s1"]
     runs = read_runs(place.runs, [CURRENT, BF16])
     assert list(runs) == ["toy-current-s1", "toy-bf16-s1"]
     for run in runs.values():
@@ -79,9 +84,18 @@ def test_runs_leave_files(data: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert convergence.run_study([BF16, CURRENT], place) == []  # finished
     mine, other = runs["toy-bf16-s1"].seconds, runs["toy-current-s1"].seconds
     assert predict_seconds(runs, replace(BF16, seed=2)) == 1.1 * mine
-    assert predict_seconds(runs, WAITING) == 1.1 * max(mine, other)
+    assert predict_seconds(runs, RULED) == 1.1 * max(mine, other)
     runs["toy-bf16-s1"].losses = runs["toy-bf16-s1"].losses[:5]
     assert predict_seconds(runs, BF16) == 1.1 * mine * STEPS / 5
+
+
+def test_a_variant_trains_by_its_schedule(data: Path, tmp_path: Path) -> None:
+    """The file of the run holds the schedule, and its losses are not those of BF16."""
+    place = place_of(data, tmp_path)
+    assert convergence.run_study([BF16, RULED], place) == ["toy-bf16-s1", "toy-nvfp4-x-s1"]
+    plain, ruled = read_runs(place.runs, [BF16, RULED]).values()
+    assert ruled.settings["config"]["train"]["rules"] == RULED.schedule.as_toml()
+    assert ruled.losses != plain.losses
 
 
 def test_an_interrupted_run_goes_on(data: Path, tmp_path: Path) -> None:
@@ -137,14 +151,14 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
         write_result(tmp_path, entry, final, held_out)
     write_result(tmp_path, CURRENT, 2.97, 3.13)
     write_result(tmp_path, far, 3.10, 3.30)
-    entries = [*seeds, CURRENT, far, WAITING, Entry(study=TOY, recipe="mxfp8")]
+    entries = [*seeds, CURRENT, far, RULED, Entry(study=TOY, recipe="mxfp8")]
     _convergence_report.write_page(tmp_path / "page.md", tmp_path, entries)
     page = (tmp_path / "page.md").read_text()
     for line in (
         "| toy-bf16-s2 | 3.0400 |  |  | 3.1200 |  |  |",
         "| toy-current-s1 | 2.9700 | -0.0300 | within chance | 3.1300 | +0.0300 | within chance |",
         "| toy-nvfp4-s1 | 3.1000 | +0.1000 | +2.5 bands | 3.3000 | +0.2000 | +4.0 bands |",
-        "| toy-nvfp4-x-s1 | not run yet: waits for a rule |  |  |  |  |  |",
+        "| toy-nvfp4-x-s1 | not run yet |  |  |  |  |  |",
         "| toy-mxfp8-s1 | not run yet |  |  |  |  |  |",
         "Band of chance: 0.0400 (final), 0.0500 (held-out).",
         "| toy-current-s1 | 1,000,000 | 1.00 | 2.00 GiB |",
