@@ -20,7 +20,7 @@ from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import GPT_OSS, Mapped, PublishedPart
 from mezzotint.serving.codes import Codes, codes_of, is_quantized, tensor_of
 from mezzotint.serving.published import MODEL_CONFIG, Manifest, PublishedFolder, options_of, write_manifest
-from mezzotint.serving.schemes import HF_QUANT_CONFIG, Scheme, find_scheme
+from mezzotint.serving.schemes import HF_QUANT_CONFIG, SCHEMES, Scheme, find_scheme
 from mezzotint.serving.shards import ShardWriter, StoredSpec
 from mezzotint.serving.source import WeightSource, holds_codes, source_of_folder, source_of_model
 from mezzotint.tensor.quantizer import Quantizer
@@ -158,9 +158,10 @@ def plan_weights(
     """Return what is done to each weight."""
     is_gpt_oss = source.config.get("model_type") == GPT_OSS
     if scheme.is_for_experts != is_gpt_oss:
-        other = "mxfp4" if is_gpt_oss else "compressed-tensors-mxfp4"
+        fitting = [each for each in SCHEMES.values() if each.is_for_experts == is_gpt_oss]
+        other = next((each for each in fitting if each.held_by is scheme.held_by), fitting[0])
         raise ValueError(
-            f"format is {scheme.name!r}, and the model a {source.config.get('model_type')}: give {other!r}"
+            f"format is {scheme.name!r}, and the model a {source.config.get('model_type')}: give {other.name!r}"
         )
     planned = []
     for mapped in source.weights:
