@@ -149,7 +149,7 @@ def test_a_residual_leaves_the_order_of_sums(dtype: str, width: int) -> None:
 
 
 def test_what_a_quantization_takes_in() -> None:
-    """By measurement (`dev/LOG.md`): a norm always, an activation and its gradient where they are computed once."""
+    """By measurement (`dev/log/operations.md`): a norm always, an activation and its gradient where computed once."""
     x, sums = torch.empty(4, 512), torch.empty(512)
     norm = SourceCall("norm", (x, None, None, None, None, False, True))
     assert {source_mode(norm, quantization) for quantization in SOURCE_MODES} == {"inside"}
