@@ -15,8 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KINDS = ("python", "python torchrun")
-# What a block prints, by a word of it.
-SAYS = {"convert_report": "2 of 2 weights converted", "fused_ops": "ForwardLinearBiasActivation"}
+# What a block prints, by a page and a word of it.
+SAYS = {
+    ("README", "convert_report"): "2 of 2 weights converted",
+    ("comparison", "convert_report"): "2 of 2 weights converted",
+    ("operations", "fused_ops"): "ForwardLinearBiasActivation",
+}
 
 
 def find_blocks() -> Iterator[tuple[str, str, str]]:
@@ -67,7 +71,7 @@ def run(code: str, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         finally:
             torch.set_default_device(None)
     shown = capsys.readouterr().out
-    assert all(said in shown for word, said in SAYS.items() if word in code and place.startswith("README"))
+    assert all(said in shown for (page, word), said in SAYS.items() if word in code and place.startswith(page))
 
 
 @pytest.mark.compile
@@ -98,5 +102,6 @@ def test_a_block_runs_alone_on_a_gpu(
 
 
 def test_blocks_are_found() -> None:
-    assert len([place for place, _, _ in BLOCKS if place.startswith("README")]) >= 4
+    assert len([place for place, _, _ in BLOCKS if place.startswith("README")]) >= 2
+    assert all(any(place.startswith(page) and word in code for place, _, code in BLOCKS) for page, word in SAYS)
     assert {kind for _, kind, _ in BLOCKS} == set(KINDS)

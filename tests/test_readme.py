@@ -1,4 +1,4 @@
-"""What README.md says holds: its code runs, its tables are those of the package, what it names is there."""
+"""What README.md and the pages beside it say holds: tables are those of the package, what they name is there."""
 
 import ast
 import re
@@ -14,6 +14,12 @@ from tests.test_layers import ROW_OF
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PERFORMANCE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+DEVELOPMENT = (ROOT / "docs/development.md").read_text(encoding="utf-8")
+# Those whose files, tests, links and `make` verbs are looked up.
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")]
+PAGES += [ROOT / f"docs/{name}.md" for name in ("comparison", "development", "operations", "performance")]
+over_pages = pytest.mark.parametrize("page", PAGES, ids=[path.stem for path in PAGES])
 COLUMNS: dict[str, hw.CC | None] = {
     "CPU": None,
     "Ampere (8.0)": (8, 0),
@@ -58,24 +64,37 @@ def test_formats_and_hardware() -> None:
             assert found == {cell}, f"{name} at {cc}"
 
 
-def test_losses_are_those_of_the_page() -> None:
+def test_a_screen_or_three() -> None:
+    """The rest is in docs/."""
+    assert len(README.splitlines()) <= 150
+
+
+def test_gaps_are_those_of_the_losses() -> None:
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    head, *rows = table(section("Look at it"))
-    assert [head, *rows] == table(section("compare", page))
+    _, *rows = table(section("compare", page))
     base, *others = [float(row[1]) for row in rows]
     # Both were rounded from the same figures, each on its own: four digits may differ by one in the last.
     assert [float(row[2]) for row in rows[1:]] == pytest.approx([loss - base for loss in others], rel=0, abs=1.01e-4)
 
 
-def test_speeds_are_those_of_the_page() -> None:
+@pytest.mark.parametrize(("text", "count"), [(README, 8), (PERFORMANCE, 9)], ids=["README", "performance"])
+def test_speeds_are_those_of_the_page(text: str, count: int) -> None:
     page = (ROOT / "docs/peers.md").read_text(encoding="utf-8")
     modes = [table(section(f"{mode}: times as fast as BF16", page)) for mode in ("eager", "compiled")]
-    head, *rows = table(section("Speed"))
+    head, *rows = table(section("Speed", text))
+    assert len(rows) == count
     for name, *cells in rows:
         candidate = name.split(",")[0].lower().replace("torchao ", "torchao-").replace("row-wise", "rowwise")
         for case, cell in zip(head[1:], cells, strict=True):
             found = [_ratio(mode, candidate, case.replace("×", "x")) for mode in modes]
             assert cell == (" / ".join(found) if all(found) else ""), f"{name}, {case}"
+
+
+def test_memory_is_that_of_the_page() -> None:
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    head, row = table(section("Memory", PERFORMANCE))
+    assert "\n".join(page.splitlines()).count("| " + " | ".join(head).strip() + " |") == 1
+    assert "| " + " | ".join(row) + " |" in page
 
 
 def _ratio(mode: list[list[str]], candidate: str, case: str) -> str:
@@ -84,27 +103,49 @@ def _ratio(mode: list[list[str]], candidate: str, case: str) -> str:
     return next(row[column] for row in rows if row[0] == candidate)
 
 
-def test_names_are_there() -> None:
-    """Files, tests and `make` verbs."""
-    files = set(re.findall(r"`((?:tests|docs|examples|bench|dev)/[\w./:]+)`", README))
-    assert len(files) > 15
-    for name in files:
+@over_pages
+def test_names_are_there(page: Path) -> None:
+    """Files, tests, links and `make` verbs."""
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(r"`((?:mezzotint|tests|docs|examples|bench|dev)/[\w./:]+)`", text)):
         path, _, test = name.partition("::")
         assert (ROOT / path).exists(), name
         if test:
             tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
             assert test in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)], name
-    for image in re.findall(r"!\[.*?\]\((.*?)\)", README):
-        assert (ROOT / image).exists(), image
-    verbs = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    assert set(re.findall(r"`?make ([a-z]+)", README)) <= verbs
-    for name in re.findall(r"make bench ARGS=([a-z]+)", README):
+    for link in re.findall(r"\]\(([^)]*)\)", text):
+        path, _, heading = link.partition("#")
+        if not link.startswith("https://"):
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= verbs
+    for name in re.findall(r"make bench ARGS=\"?([a-z]+)", text):
         assert (ROOT / "bench" / f"{name}.py").is_file()
+
+
+def anchors(page: Path) -> list[str]:
+    """What the headings of a page are called in an address."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_every_measurement_is_on_the_page() -> None:
+    _, *rows = table(section("How to measure", PERFORMANCE))
+    files = {path.stem for path in (ROOT / "bench").glob("*.py") if not path.stem.startswith("_")}
+    assert {row[0].strip("`") for row in rows} == files
+
+
+def test_every_verb_is_on_the_page() -> None:
+    listed = {verb for row in table(section("The make verbs", DEVELOPMENT)) for verb in re.findall(r"make ([a-z-]+)", row[1])}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert listed == set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
 
 
 def test_the_tree() -> None:
     """Every file and folder of the package, those that are imported first."""
-    lines = section("The tree").split("mezzotint/\n")[1].split("bench/")[0].splitlines()
+    lines = section("The tree", DEVELOPMENT).split("mezzotint/\n")[1].split("bench/")[0].splitlines()
     listed = [line.split()[0].removesuffix("/").removesuffix(".py") for line in lines if re.match(r"  \w", line)]
     package = [
         path for path in (ROOT / "mezzotint").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()

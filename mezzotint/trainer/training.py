@@ -139,7 +139,7 @@ class Training:
             is_first = None if train.accumulate == 1 else micro == 0
             with autocast(**self.schedule.region(self.step), amax_reduction_group=everyone, memory=train.memory):
                 loss = self.call(tokens, targets, is_first_microbatch=is_first)
-            # Backward runs in this thread: autograd's thread for a device runs Python more slowly (README.md, Speed).
+            # Backward runs in this thread: autograd's thread for a device runs Python slowly (docs/performance.md).
             with torch.autograd.set_multithreading_enabled(False):
                 (loss / train.accumulate).backward()
             total += loss.detach() / train.accumulate

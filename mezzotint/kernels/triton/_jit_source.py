@@ -273,10 +273,10 @@ _INSIDE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys(_ACTIVATIONS
 _WRITTEN: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "first")}
 _BEFORE: dict[str, SourceMode] = {"norm": "inside", **dict.fromkeys((*_ACTIVATIONS, "gradient, sums"), "before")}
 
-# For each quantization and kind of source this has the fastest way, as measured on an H200 (`dev/log/operations.md`). A
-# norm is cheap. An activation pays inside if it is computed once; of those that are computed twice only a gated gradient does,
-# under a scale that needs no second look at rows and columns. A gradient with sums also holds the partial sums of a
-# tile; two halves under 1x128 scales hold too much of everything.
+# For each quantization and kind of source this has the fastest way, as measured on an H200 (`dev/log/operations.md`).
+# A norm is cheap. An activation pays inside if it is computed once; of those that are computed twice only a gated
+# gradient does, under a scale that needs no second look at rows and columns. A gradient with sums also holds the
+# partial sums of a tile; two halves under 1x128 scales hold too much of everything.
 SOURCE_MODES: dict[str, dict[str, SourceMode]] = {
     "delayed": _INSIDE,
     "current": _WRITTEN | {"gated gradient": "inside", "gated gradient, sums": "inside"},
