@@ -32,7 +32,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 FAST = ("-m", "not gpu and not slow")  # what `make test` runs
-COPIED = ("mezzotint", "tests", "bench", "docs", "examples", "dev", "pyproject.toml", "README.md", "Makefile")
+PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")
+COPIED = ("mezzotint", "tests", "bench", "docs", "examples", "dev", "pyproject.toml", "Makefile", *PAGES)
 TIMEOUT = 900  # seconds; a mutation that never ends counts as noticed
 
 

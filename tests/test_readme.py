@@ -93,8 +93,7 @@ def test_speeds_are_those_of_the_page(text: str, count: int) -> None:
 def test_memory_is_that_of_the_page() -> None:
     page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
     head, row = table(section("Memory", PERFORMANCE))
-    assert "\n".join(page.splitlines()).count("| " + " | ".join(head).strip() + " |") == 1
-    assert "| " + " | ".join(row) + " |" in page
+    assert [head, row] == [found for found in table(page[page.index("Held between") :]) if found in (head, row)]
 
 
 def _ratio(mode: list[list[str]], candidate: str, case: str) -> str:
@@ -135,12 +134,6 @@ def test_every_measurement_is_on_the_page() -> None:
     _, *rows = table(section("How to measure", PERFORMANCE))
     files = {path.stem for path in (ROOT / "bench").glob("*.py") if not path.stem.startswith("_")}
     assert {row[0].strip("`") for row in rows} == files
-
-
-def test_every_verb_is_on_the_page() -> None:
-    listed = {verb for row in table(section("The make verbs", DEVELOPMENT)) for verb in re.findall(r"make ([a-z-]+)", row[1])}
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert listed == set(re.findall(r"^([a-z-]+):.*## ", makefile, re.MULTILINE))
 
 
 def test_the_tree() -> None:
