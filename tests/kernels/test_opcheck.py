@@ -45,6 +45,7 @@ from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.kernels.statistics import (
     empty_statistics,
+    nonfinite_add_,
     operand_statistics,
     statistics_add_,
     statistics_whole,
@@ -303,6 +304,8 @@ def test_statistics(dtype: torch.dtype) -> None:
     table = empty_statistics((16, 256), torch.device("cpu"))
     torch.library.opcheck(statistics_whole, (table,), test_utils=ALL)
     torch.library.opcheck(statistics_add_, (table, torch.ones(16, 256, dtype=torch.float64)), test_utils=ALL)
+    odd = torch.tensor([1.0, float("nan"), float("inf"), float("-inf")])
+    torch.library.opcheck(nonfinite_add_, (torch.zeros(3, dtype=torch.int64), odd), test_utils=ALL)
 
 
 def test_delayed_over_processes() -> None:
@@ -395,6 +398,7 @@ def test_every_op_has_a_case() -> None:
     here |= {op.name() for op in (add, scale, scale_add, dropout, l2norm, l2norm_backward)}
     here |= {op.name() for op in (scaled_bias, scaled_bias_backward, rope, rope_split, rope_join)}
     here |= {op.name() for op in (operand_statistics, statistics_add_, statistics_whole, tensor_statistics)}
+    here |= {nonfinite_add_.name()}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here |= {of_groups(variant.quantize).name() for variant in VARIANTS}
     here = {name.removeprefix("mezzotint::") for name in here}
