@@ -34,15 +34,27 @@ class Gate(Protocol):
     def __call__(self, return_reason: bool = False, *, native: bool = False) -> bool | tuple[bool, str]: ...
 
 
-def _gate(name: str) -> Gate:
+def _gate(name: str, function: str) -> Gate:
     def available(return_reason: bool = False, *, native: bool = False) -> Any:
         found, reason = hw.available(name, native=native)
         return (found, reason) if return_reason else found
 
-    available.__doc__ = (
-        f"Whether {name} runs here, natively or emulated, also on a CPU; with `native`, only where this GPU multiplies "
-        "it in hardware, as upstream's function of this name asks. With `return_reason`, also how, or what is lacking."
-    )
+    available.__doc__ = f"""Return whether {name} runs here, natively or emulated, also on a CPU.
+
+    Args:
+        return_reason: Return the reason as well: how the format runs here, or what is lacking. The default is False.
+        native: Ask only whether this GPU multiplies the format in hardware, as the function of this name in
+            Transformer Engine does. The default is False, which also accepts emulation.
+
+    Returns:
+        True or False, or with `return_reason` a pair of that and a text.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> runs, how = mz.{function}(return_reason=True)
+        >>> runs, isinstance(how, str)
+        (True, True)
+    """
     return available
 
 
@@ -50,15 +62,15 @@ def _check(gate: Gate) -> Callable[[], tuple[bool, str]]:
     def check() -> tuple[bool, str]:
         return gate(True)
 
-    check.__doc__ = "The same with the reason: (whether, how)."
+    check.__doc__ = "Return whether the format runs here, and how, or what is lacking: a pair of a bool and a text."
     return check
 
 
-is_fp8_available = _gate("float8")
-is_mxfp8_available = _gate("mxfp8")
-is_fp8_block_scaling_available = _gate("float8_block")
-is_fp8_rowwise_available = _gate("float8_rowwise")
-is_nvfp4_available = _gate("nvfp4")
+is_fp8_available = _gate("float8", "is_fp8_available")
+is_mxfp8_available = _gate("mxfp8", "is_mxfp8_available")
+is_fp8_block_scaling_available = _gate("float8_block", "is_fp8_block_scaling_available")
+is_fp8_rowwise_available = _gate("float8_rowwise", "is_fp8_rowwise_available")
+is_nvfp4_available = _gate("nvfp4", "is_nvfp4_available")
 check_fp8_support = _check(is_fp8_available)
 check_mxfp8_support = _check(is_mxfp8_available)
 check_fp8_block_scaling_support = _check(is_fp8_block_scaling_available)

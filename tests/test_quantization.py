@@ -338,7 +338,7 @@ def test_gates(gate: str, cc: tuple[int, int] | None, monkeypatch: pytest.Monkey
     runs, reason = found[1]
     assert runs is True
     assert reason.startswith(HOW[cc][gate])
-    assert available.__doc__.startswith(f"Whether {GATES[gate]} runs here")
+    assert available.__doc__.startswith(f"Return whether {GATES[gate]} runs here")
 
 
 def test_support_is_availability_with_its_reason() -> None:
