@@ -123,13 +123,120 @@ class TransformerConfig(GraphConstant):
 
 
 class TransformerLayer(PlainAttributes, Configured, Named):
-    """A `TransformerLayer` is one layer of a transformer: an encoder's (or a language model's) or a decoder's.
+    """A `TransformerLayer` is one layer of a transformer: attention and MLP, each with a norm in front and a residual
+    sum behind.
+
+    With `layer_type="encoder"`, which is also that of language models, it has self-attention and an MLP; with "decoder"
+    there is attention to the output of an encoder between them. The linear layers are quantized as the recipe in force
+    says.
 
     Its submodules are `self_attention`, `inter_attention` (in a decoder), `layernorm_mlp`, and `layernorm` (with
-    `output_layernorm`). `hidden_dropout` is the probability of dropout before each sum, and `drop_path_rate` that of
-    leaving a branch out for a sample. Options of attention are those of `MultiheadAttention`, options of the MLP those
-    of `LayerNormMLP`; `self_attn_mask_type` and `window_size` are for the self-attention, `enc_dec_…` for the attention
-    to the encoder. The `ub_…` arguments are Transformer Engine's; overlap (`ub_tp_comm_overlap`) is not supported.
+    `output_layernorm`).
+
+    Args:
+        hidden_size: The number of features of the input and of the output.
+        ffn_hidden_size: The number of features between the two linear layers of the MLP.
+        num_attention_heads: The number of heads of queries, over all ranks.
+        num_gqa_groups: The number of heads of keys and values (grouped-query attention), a divisor of
+            `num_attention_heads`. None means as many as there are heads of queries.
+        layernorm_epsilon: A small number that norms add to the variance before they take the square root. The default
+            is 1e-5.
+        hidden_dropout: The probability with which elements of a branch are set to zero before each residual sum in
+            training. The default is 0.1.
+        attention_dropout: The probability with which attention weights are set to zero in training. The default is 0.1.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        output_layer_init_method: A function that fills the weights of `proj` and fc2, which end the two branches, in
+            place. None means that `proj` has the default of `init_method`, and fc2 the same as fc1.
+        layer_number: The number of the layer in the model, from 1, by which an `InferenceParams` finds the layer's
+            cache. None means 1.
+        kv_channels: The number of channels of a head. None means `hidden_size` divided by `num_attention_heads`.
+        self_attn_mask_type: Which keys a query of the self-attention may see: "causal" (the default) or another
+            `attn_mask_type` of `DotProductAttention`. A call may give another.
+        window_size: A pair (left, right): how many keys before and after its own position a query of the self-attention
+            may see, with -1 for all. None sets no window.
+        bottom_right_diagonal: Whether the causal diagonal and the window of the self-attention are aligned with the
+            last query and the last key. None means as the type of mask says.
+        enc_dec_attn_mask_type: Which keys a query of the attention to the encoder may see. The default is "no_mask".
+        enc_dec_bottom_right_diagonal: As `bottom_right_diagonal`, for the attention to the encoder.
+        enc_dec_window_size: As `window_size`, for the attention to the encoder.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradients to the parameters' `main_grad`, tensors that
+            the training program puts there, instead of returning them to autograd. It needs `fuse_qkv_params`. The
+            default is False.
+        seq_length: The length of sequences. Transformer Engine warms its kernels up with it; here it is accepted and
+            has no effect.
+        micro_batch_size: The size of a microbatch. It is accepted and has no effect, as `seq_length`.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        apply_residual_connection_post_layernorm: Whether the residual sum takes the output of the norm instead of the
+            norm's input. The default is False.
+        output_layernorm: Whether the layer ends with a norm, and has none in front of the self-attention. The default
+            is False.
+        parallel_attention_mlp: Whether the MLP reads the input of the layer instead of the output of the attention, so
+            that both branches are added at once. The default is False.
+        layer_type: "encoder" (the default) or "decoder".
+        drop_path_rate: The probability with which a branch is left out for a sample in training. The default is 0.
+        set_parallel_mode: Whether heads and the features of the MLP are divided over the ranks of `tp_group`. The
+            default is False.
+        fuse_qkv_params: Whether queries, keys and values share one parameter `weight`. Otherwise there are
+            `query_weight`, `key_weight` and `value_weight`. The default is False.
+        rotary_pos_interleaved: Whether rotary position embeddings rotate neighbouring channels as pairs, instead of
+            channels of the two halves. The default is False.
+        zero_centered_gamma: Whether the norm's weight is stored minus one, so that its initial value is 0. The default
+            is False.
+        qkv_weight_interleaved: How rows of that one weight are ordered: group by group, each with its queries, key and
+            value (True, the default), or first all queries, then all keys, then all values.
+        ub_tp_comm_overlap: Must be False: Transformer Engine's overlap through user buffers does not exist here.
+        ub_overlap_ag: A detail of that overlap, which has no effect without it.
+        ub_overlap_rs: A detail of that overlap, which has no effect without it.
+        ub_overlap_rs_dgrad: A detail of that overlap, which has no effect without it.
+        ub_bulk_dgrad: A detail of that overlap, which has no effect without it.
+        ub_bulk_wgrad: A detail of that overlap, which has no effect without it.
+        bias: Whether the linear layers have biases. The default is True.
+        activation: The activation between the two linear layers: "gelu" (the default), "qgelu", "silu", "relu",
+            "srelu", or a gated one, "geglu", "qgeglu", "swiglu", "glu", "reglu", "sreglu", "clamped_swiglu", "situglu".
+            A gated activation doubles the output of the first linear layer; one half goes through the activation and
+            multiplies the other.
+        activation_params: The parameters of the activation by name, for "clamped_swiglu" (`limit`, `alpha`,
+            `glu_linear_offset`) and "situglu" (`beta1`, `beta2`). None leaves them at their defaults.
+        normalization: Which norms there are: "LayerNorm" (the default) or "RMSNorm".
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        attn_input_format: The order of the first dimensions of the input: "sbhd" (sequence, batch; the default),
+            "bshd", or "thd" for sequences of several lengths packed one behind the other.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        qk_norm_type: The norm of queries and keys: "L2Normalization", "RMSNorm", "LayerNorm", or None (the default) for
+            none.
+        qk_norm_eps: The small number that this norm adds to the variance. The default is 1e-6.
+        qk_norm_before_rope: Whether queries and keys are normalized before they are rotated, not after. The default is
+            False.
+        softmax_type: "vanilla" (the default), "off-by-one", which adds 1 to the denominator of the softmax, or
+            "learnable", which adds e to the power of the parameter `softmax_offset`.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default", "lean" (only what backward cannot compute again) or
+            "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region says.
+
+    Raises:
+        ValueError: If sizes do not divide, a name is unknown, or options do not go together.
+        NotImplementedError: If `ub_tp_comm_overlap` is on.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+        >>> x = torch.randn(16, 2, 64)  # sequence, batch, hidden
+        >>> with mz.autocast("mxfp8"):
+        ...     y = layer(x)
+        >>> y.shape
+        torch.Size([16, 2, 64])
     """
 
     _CONFIG = TransformerConfig

@@ -64,12 +64,56 @@ class AttentionConfig(GraphConstant):
 
 
 class DotProductAttention(AttentionNames, Configured, Named):
-    """This module computes scaled dot product attention of `num_attention_heads` heads with `kv_channels` channels
-    each, or a pair: those of keys, those of values.
+    """This module computes scaled dot product attention, softmax(q · kᵀ · scale + mask) · v, for several heads.
 
-    With `num_gqa_groups` keys and values have fewer heads, each for several heads of queries. `softmax_type`
-    "off-by-one" adds 1 to the denominator, "learnable" adds e to the power of the parameter `softmax_offset` [h].
-    `return_max_logit` returns the largest logit of each head too. Heads and groups are divided over `tp_size` ranks.
+    It has no weights, but for `softmax_offset` if that is learnable, and computes in high precision: PyTorch's
+    attention does the work. Heads and groups are divided over the `tp_size` ranks of tensor parallelism.
+
+    Args:
+        num_attention_heads: The number of heads of queries, over all ranks.
+        kv_channels: The number of channels of a head, or a pair: those of keys, those of values.
+        num_gqa_groups: The number of heads of keys and values (grouped-query attention), a divisor of
+            `num_attention_heads`. None means as many as there are heads of queries.
+        attention_dropout: The probability with which attention weights are set to zero in training. The default is 0.
+        qkv_format: The order of dimensions: "sbhd" (sequence, batch, head, channel; the default), "bshd", or "thd" for
+            sequences of several lengths packed one behind the other.
+        attn_mask_type: Which keys a query may see: "causal" (the default), "no_mask", "padding", "padding_causal",
+            "causal_bottom_right", "padding_causal_bottom_right" or "arbitrary". A call may give another.
+        window_size: A pair (left, right): how many keys before and after its own position a query may see, with -1 for
+            all. None sets no window.
+        bottom_right_diagonal: Whether the causal diagonal and the window are aligned with the last query and the last
+            key instead of the first ones. None means as `attn_mask_type` says.
+        sequence_parallel: It is accepted for the signature's sake and has no effect: attention communicates with no
+            other rank.
+        tp_size: The number of ranks over which the heads are divided. The default is 1.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers dropout is drawn, or None for PyTorch's own.
+        tp_group: The process group of these ranks, or None.
+        layer_number: The number of the layer in the model, from 1, by which an `InferenceParams` finds the layer's
+            cache. None means 1.
+        attention_type: "self" (the default) or "cross", for attention to the output of an encoder.
+        cp_group: The process group of context parallelism, which is not supported yet: None or a group of one rank.
+        cp_global_ranks: The global ranks of that group. It is accepted and has no effect.
+        cp_stream: The CUDA stream of that group. It is accepted and has no effect.
+        cp_comm_type: The way in which that group would communicate. It is accepted and has no effect.
+        softmax_scale: The factor of the scores before the softmax. None means 1 / sqrt(channels of a key).
+        softmax_type: "vanilla" (the default), "off-by-one", which adds 1 to the denominator of the softmax, or
+            "learnable", which adds e to the power of the parameter `softmax_offset`.
+        return_max_logit: Whether the largest score of each head is returned as well. The default is False.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+
+    Raises:
+        ValueError: If a number of heads does not divide over groups or ranks, or a name is unknown.
+        NotImplementedError: If `cp_group` has more than one rank.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> attention = mz.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
+        >>> q, k, v = torch.randn(2, 8, 4, 16), torch.randn(2, 8, 2, 16), torch.randn(2, 8, 2, 16)
+        >>> attention(q, k, v).shape
+        torch.Size([2, 8, 64])
     """
 
     softmax_offset: torch.Tensor | None

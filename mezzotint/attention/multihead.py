@@ -55,16 +55,108 @@ class MultiheadConfig(GraphConstant):
 
 
 class MultiheadAttention(PlainAttributes, Configured, Named):
-    """This module computes self-attention, or cross-attention over `encoder_output`, with `num_attention_heads` heads.
+    """This module computes multi-head attention: linear layers for queries, keys and values, attention, and a linear
+    layer for the output.
+
+    In self-attention queries, keys and values all come from the input; in cross-attention keys and values come from
+    `encoder_output`, which is an argument of the call. The linear layers are quantized as the recipe in force says; the
+    attention between them computes in high precision.
 
     Its submodules are `layernorm_qkv` (with `input_layernorm`) or `qkv`; for cross-attention `layernorm_query` or
-    `query_layer`, and `key_value`; `q_norm` and `k_norm` with `qk_norm_type`; `core_attention`; `proj`.
+    `query_layer`, and `key_value`; `q_norm` and `k_norm` with `qk_norm_type`; `core_attention`, a
+    `DotProductAttention`; and `proj`, a `Linear`.
 
-    `fuse_qkv_params` makes one `weight` for all three, in which with `qkv_weight_interleaved` the heads of each group
-    are side by side (its queries, its key, its value), else all queries come first; without it there are
-    `query_weight`, `key_weight` and `value_weight`. `qk_norm_before_rope` normalizes queries and keys before they are
-    rotated, not after. `set_parallel_mode` divides heads and groups over the ranks of `tp_group`: "column" for queries,
-    keys and values, "row" for `proj`; `sequence_parallel` splits the first dimension outside of them.
+    Args:
+        hidden_size: The number of features of the input and of the output.
+        num_attention_heads: The number of heads of queries, over all ranks.
+        kv_channels: The number of channels of a head. None means `hidden_size` divided by `num_attention_heads`.
+        attention_dropout: The probability with which attention weights are set to zero in training. The default is 0.1.
+        layernorm_epsilon: A small number that norms add to the variance before they take the square root. The default
+            is 1e-5.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        output_layer_init_method: A function that fills the weight of `proj` in place. None means the default of
+            `init_method`.
+        layer_number: The number of the layer in the model, from 1, by which an `InferenceParams` finds the layer's
+            cache. None means 1.
+        attn_mask_type: Which keys a query may see: "causal" (the default), "no_mask", "padding", "padding_causal",
+            "causal_bottom_right", "padding_causal_bottom_right" or "arbitrary". A call may give another.
+        window_size: A pair (left, right): how many keys before and after its own position a query may see, with -1 for
+            all. None sets no window.
+        bottom_right_diagonal: Whether the causal diagonal and the window are aligned with the last query and the last
+            key instead of the first ones. None means as `attn_mask_type` says.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        num_gqa_groups: The number of heads of keys and values (grouped-query attention), a divisor of
+            `num_attention_heads`. None means as many as there are heads of queries.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradients to the parameters' `main_grad`, tensors that
+            the training program puts there, instead of returning them to autograd. The default is False.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        return_bias: Whether the bias of `proj` is returned beside the output instead of being added to it. The default
+            is False.
+        return_layernorm_output: Whether the output of the norm is returned as well. The default is False.
+        input_layernorm: Whether a norm stands in front of the first linear layer. The default is False.
+        attention_type: "self" (the default) or "cross", for attention to the output of an encoder.
+        set_parallel_mode: Whether heads and groups are divided over the ranks of `tp_group`: queries, keys and values
+            by output features, `proj` by input features. The default is False.
+        fuse_qkv_params: Whether queries, keys and values share one parameter `weight`. Otherwise there are
+            `query_weight`, `key_weight` and `value_weight`. The default is False.
+        zero_centered_gamma: Whether the norm's weight is stored minus one, so that its initial value is 0. The default
+            is False.
+        qkv_weight_interleaved: How rows of that one weight are ordered: group by group, each with its queries, key and
+            value (True, the default), or first all queries, then all keys, then all values.
+        rotary_pos_interleaved: Whether rotary position embeddings rotate neighbouring channels as pairs, instead of
+            channels of the two halves. The default is False.
+        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
+            here.
+        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+            exist here.
+        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        bias: Whether the linear layers have biases. The default is True.
+        normalization: Which norm it is: "LayerNorm" (the default) or "RMSNorm".
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        qkv_format: The order of dimensions: "sbhd" (sequence, batch, head, channel; the default), "bshd", or "thd" for
+            sequences of several lengths packed one behind the other.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        qk_norm_type: The norm of queries and keys: "L2Normalization", "RMSNorm", "LayerNorm", or None (the default) for
+            none.
+        qk_norm_eps: The small number that this norm adds to the variance. The default is 1e-6.
+        qk_norm_before_rope: Whether queries and keys are normalized before they are rotated, not after. The default is
+            False.
+        seq_length: The length of sequences. Transformer Engine warms its kernels up with it; here it is accepted and
+            has no effect.
+        micro_batch_size: The size of a microbatch. It is accepted and has no effect, as `seq_length`.
+        softmax_type: "vanilla" (the default), "off-by-one", which adds 1 to the denominator of the softmax, or
+            "learnable", which adds e to the power of the parameter `softmax_offset`.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default", "lean" (only what backward cannot compute again) or
+            "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region says.
+
+    Raises:
+        ValueError: If a number of heads does not divide over groups or ranks, or a name is unknown.
+        NotImplementedError: If an `ub_…` argument asks for user buffers.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> attention = mz.MultiheadAttention(64, 4, fuse_qkv_params=True, attention_dropout=0.0, device="cpu")
+        >>> x = torch.randn(16, 2, 64)  # sequence, batch, hidden
+        >>> with mz.autocast("mxfp8"):
+        ...     y = attention(x)
+        >>> y.shape
+        torch.Size([16, 2, 64])
+        >>> attention.qkv.weight.shape
+        torch.Size([192, 64])
     """
 
     q_norm: Any

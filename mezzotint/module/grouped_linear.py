@@ -87,14 +87,72 @@ _run_inlined = inlined(run_grouped_linear)
 
 
 class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
-    """`num_gemms` linears are applied to consecutive groups of rows, as the experts of a mixture are.
+    """This module applies `num_gemms` linear layers to consecutive groups of rows, as the experts of a
+    mixture-of-experts layer need it.
 
-    The parameters are `weight0`, `bias0`, `weight1`, …; or one holds those of all groups: `weight` (groups, out, in)
-    with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`.
+    The parameters are `weight0`, `bias0`, `weight1` and so on; or one parameter holds those of all groups: `weight`
+    (groups, out, in) with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`. Groups may have any
+    size, also 0: each is padded inside as its format needs.
 
-    Groups may have any size, also 0: each is padded inside as its format needs. The options are those of `Linear`. But
-    with `parallel_mode` this module only holds its shard of each weight: whoever sends tokens to experts must also
+    With `parallel_mode` this module only holds its shard of each weight: whoever sends tokens to experts must also
     gather and sum over `tp_group`.
+
+    Args:
+        num_gemms: The number of linear layers, which is the number of groups of rows.
+        in_features: The number of features of the input, which is the size of its last dimension. Under tensor
+            parallelism this is the number of the whole weight.
+        out_features: The number of features of the output. Under tensor parallelism this is the number of the whole
+            weight.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradients to the parameters' `main_grad`, tensors that
+            the training program puts there, instead of returning them to autograd. The default is False.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        rng_tracker_name: The name of the generator in that tracker, or None for the tracker's default.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        bias: Whether each linear layer has a bias. The default is True; it must be False if `tp_size` is more than 1.
+        return_bias: Whether the biases are returned beside the output instead of being added to it. The default is
+            False.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        parallel_mode: How each weight is split over the ranks of `tp_group`: "column", "row" or None (the default).
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+            exist here.
+        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
+            here.
+        ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
+        delay_wgrad_compute: Whether backward leaves the weight gradients to a later call of `backward_dw()`. The
+            default is False.
+        save_original_input: Whether forward keeps the input as it came for backward, instead of a quantized copy. That
+            saves memory when another operation keeps the same input anyway. The default is False.
+        single_grouped_weight: Whether one parameter `weight` holds the weights of all groups. The default is False.
+        single_grouped_bias: Whether one parameter `bias` holds the biases of all groups. The default is False.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        use_grouped_tensor: An option of Transformer Engine that is accepted and has no effect.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+
+    Raises:
+        ValueError: If a size is not positive, or there is a bias and `tp_size` is more than 1.
+        NotImplementedError: If an `ub_…` argument asks for user buffers.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> experts = mz.GroupedLinear(2, 64, 32, bias=False, device="cpu")
+        >>> with mz.autocast("mxfp8"):
+        ...     y = experts(torch.randn(24, 64), m_splits=[16, 8])
+        >>> y.shape
+        torch.Size([24, 32])
+        >>> [name for name, _ in experts.named_parameters()]
+        ['weight0', 'weight1']
     """
 
     module_type = "grouped_linear"
@@ -183,11 +241,19 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
     ) -> torch.Tensor | Any:
-        """Compute the output (…, out) of `inp` (…, in); with `return_bias` return (output, biases).
+        """Compute the output (…, out) of an input (…, in), whose rows lie group by group.
 
-        `m_splits` holds the number of rows of each group, as a list or a tensor. `is_first_microbatch` is that of
-        `Linear.forward`. If `out` (…, out) is given, the result is written to it; if `dgrad_out` is given, so is the
-        gradient of `inp`.
+        Args:
+            inp: The input (…, in), in high precision or quantized.
+            m_splits: The number of rows of each group, as a list or a tensor.
+            is_first_microbatch: Whether this is the first microbatch of a step in which the weights do not change. None
+                (the default) quantizes the weight at each call; True quantizes it and keeps the result; False uses what
+                was kept.
+            out: A tensor (…, out) to which the result is written, or None.
+            dgrad_out: A tensor (…, in) to which the gradient of `inp` is written, or None.
+
+        Returns:
+            The output, or with `return_bias` the pair (output, list of biases).
         """
         config = self._config.read()
         check_module_input(inp, config.in_features)

@@ -87,11 +87,77 @@ _run_inlined = inlined(run_layernorm_linear)
 
 
 class LayerNormLinear(TransformerEngineBaseModule):
-    """This module computes `Linear(norm(x))` and hands the norm's output over quantized.
+    """This module computes `Linear(norm(x))`, and the norm hands its output over to the product already quantized.
 
-    Its parameters are `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight` and `bias`. `normalization` is
-    "LayerNorm" or "RMSNorm". With `return_layernorm_output` the norm's output is returned too, and with
-    `return_layernorm_output_gathered` for the tokens of all ranks. The other options are those of `Linear`.
+    Its parameters are `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `weight` and `bias`. The bits of its
+    result are those of the norm and the `Linear` one after the other.
+
+    Args:
+        in_features: The number of features of the input, which is the size of its last dimension. Under tensor
+            parallelism this is the number of the whole weight.
+        out_features: The number of features of the output. Under tensor parallelism this is the number of the whole
+            weight.
+        eps: A small number that the norm adds to the variance before it takes the square root. The default is 1e-5.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
+            training program puts there, instead of returning it to autograd. The default is False.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        bias: Whether there is a bias. The default is True.
+        normalization: Which norm it is: "LayerNorm" (the default) or "RMSNorm".
+        return_bias: Whether the bias is returned beside the output instead of being added to it. The default is False.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        parallel_mode: How the weight is split over the ranks of `tp_group`: "column" splits the output features, "row"
+            splits the input features, and None (the default) splits nothing.
+        return_layernorm_output: Whether the output of the norm is returned as well. The default is False.
+        return_layernorm_output_gathered: Whether the output of the norm is returned for the tokens of all ranks, which
+            matters with `sequence_parallel`. The default is False.
+        parameters_split: Names of parts of the weight, as a tuple for equal parts or as a dict of names and sizes. Each
+            part is then a parameter `<name>_weight` (and `<name>_bias`) of its own. The default None makes one
+            `weight`.
+        zero_centered_gamma: Whether the norm's weight is stored minus one, so that its initial value is 0. The default
+            is False.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
+            here.
+        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+            exist here.
+        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
+        delay_wgrad_compute: Whether backward leaves the weight gradient to a later call of `backward_dw()`. The default
+            is False.
+        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default", "lean" (only what backward cannot compute again) or
+            "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region says.
+
+    Raises:
+        ValueError: If a size is not positive, does not divide over the ranks, or `normalization`, `parallel_mode` or
+            `memory` is unknown.
+        NotImplementedError: If an `ub_…` argument or `symmetric_ar_type` asks for user buffers.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.LayerNormLinear(64, 32, normalization="RMSNorm", device="cpu")
+        >>> with mz.autocast("mxfp8"):
+        ...     y = layer(torch.randn(16, 64))
+        >>> y.shape
+        torch.Size([16, 32])
+        >>> [name for name, _ in layer.named_parameters()]
+        ['layer_norm_weight', 'weight', 'bias']
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -190,8 +256,21 @@ class LayerNormLinear(TransformerEngineBaseModule):
         *,
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
-        """Compute (…, out)[, bias][, norm's output][, inp + _branch] from `inp` (…, in); the arguments are those of
-        `Linear.forward`."""
+        """Compute the output (…, out) of an input (…, in).
+
+        Args:
+            inp: The input (…, in), in high precision or quantized.
+            is_first_microbatch: Whether this is the first microbatch of a step in which the weights do not change. None
+                (the default) quantizes the weight at each call; True quantizes it and keeps the result; False uses what
+                was kept.
+            fp8_output: Whether the output is a quantized tensor. The default is False.
+            fp8_grad: Whether the gradient of `inp` is a quantized tensor. The default is False.
+
+        Returns:
+            The output; or a tuple of it, the bias (with `return_bias`) and the norm's output (with
+            `return_layernorm_output`), in this order. If `TransformerLayer` gives a `_branch`, its sum with `inp` comes
+            last.
+        """
         config = self._config.read()
         check_module_input(inp, config.in_features)
         if config.is_parallel:

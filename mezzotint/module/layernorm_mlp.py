@@ -104,13 +104,86 @@ _run_inlined = inlined(run_layernorm_mlp)
 
 
 class LayerNormMLP(TransformerEngineBaseModule):
-    """This module computes `fc2(activation(fc1(norm(x))))`, from `hidden_size` to `ffn_hidden_size` features and back.
+    """This module computes `fc2(activation(fc1(norm(x))))`: a norm, then a multi-layer perceptron from `hidden_size` to
+    `ffn_hidden_size` features and back.
 
-    Its parameters are `layer_norm_weight`, `layer_norm_bias`, `fc1_weight`, `fc1_bias`, `fc2_weight` and `fc2_bias`.
-    `normalization` is "LayerNorm" or "RMSNorm". A gated activation doubles fc1's output, and the first half of it goes
-    through the activation; `activation_params` are the activation's own parameters by name. `checkpoint` recomputes
-    norm, fc1 and activation in backward instead of saving what they made. `set_parallel_mode` splits fc1 by "column",
-    with a gated activation each half of it, and fc2 by "row". `tp_group` and the other options are those of `Linear`.
+    Its parameters are `layer_norm_weight`, `layer_norm_bias` (not for RMSNorm), `fc1_weight`, `fc1_bias`, `fc2_weight`
+    and `fc2_bias`. Norm and activation hand their outputs over to the products already quantized. With a gated
+    activation `fc1_weight` has 2 · `ffn_hidden_size` rows, and under tensor parallelism each half of them is split.
+
+    Args:
+        hidden_size: The number of features of the input and of the output.
+        ffn_hidden_size: The number of features between the two linear layers of the MLP.
+        eps: A small number that the norm adds to the variance before it takes the square root. The default is 1e-5.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        return_bias: Whether the bias of fc2 is returned beside the output instead of being added to it. The default is
+            False.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        bias: Whether both linear layers have a bias. The default is True.
+        normalization: Which norm it is: "LayerNorm" (the default) or "RMSNorm".
+        activation: The activation between the two linear layers: "gelu" (the default), "qgelu", "silu", "relu",
+            "srelu", or a gated one, "geglu", "qgeglu", "swiglu", "glu", "reglu", "sreglu", "clamped_swiglu", "situglu".
+            A gated activation doubles the output of the first linear layer; one half goes through the activation and
+            multiplies the other.
+        activation_params: The parameters of the activation by name, for "clamped_swiglu" (`limit`, `alpha`,
+            `glu_linear_offset`) and "situglu" (`beta1`, `beta2`). None leaves them at their defaults.
+        output_layer_init_method: A function that fills the weight of fc2 in place. None means as `init_method`.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradients to the parameters' `main_grad`, tensors that
+            the training program puts there, instead of returning them to autograd. The default is False.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        return_layernorm_output: Whether the output of the norm is returned as well. The default is False.
+        return_layernorm_output_gathered: Whether the output of the norm is returned for the tokens of all ranks, which
+            matters with `sequence_parallel`. The default is False.
+        seq_length: The length of sequences. Transformer Engine warms its kernels up with it; here it is accepted and
+            has no effect.
+        micro_batch_size: The size of a microbatch. It is accepted and has no effect, as `seq_length`.
+        set_parallel_mode: Whether the weights are split over the ranks of `tp_group`: fc1 by output features, fc2 by
+            input features. The default is False.
+        zero_centered_gamma: Whether the norm's weight is stored minus one, so that its initial value is 0. The default
+            is False.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
+            here.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+            exist here.
+        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        delay_wgrad_compute: Whether backward leaves the weight gradients to a later call of `backward_dw()`. The
+            default is False.
+        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        checkpoint: Whether backward computes norm, first linear layer and activation again, instead of keeping what
+            they made. The default is False.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default", "lean" (only what backward cannot compute again) or
+            "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region says.
+
+    Raises:
+        ValueError: If a size is not positive or does not divide over the ranks, or `normalization`, `activation`,
+            `activation_params` or `memory` is unknown.
+        NotImplementedError: If an `ub_…` argument or `symmetric_ar_type` asks for user buffers.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mlp = mz.LayerNormMLP(32, 96, activation="swiglu", bias=False, device="cpu")
+        >>> with mz.autocast("mxfp8"):
+        ...     y = mlp(torch.randn(16, 32))
+        >>> y.shape
+        torch.Size([16, 32])
+        >>> mlp.fc1_weight.shape, mlp.fc2_weight.shape
+        (torch.Size([192, 32]), torch.Size([32, 96]))
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -252,7 +325,19 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, *, _branch: Branch | None = None
     ) -> torch.Tensor | Any:
-        """Compute (…, hidden)[, fc2's bias][, norm's output][, inp + _branch] from `inp` (…, hidden)."""
+        """Compute the output (…, hidden) of an input (…, hidden).
+
+        Args:
+            inp: The input (…, hidden), in high precision or quantized.
+            is_first_microbatch: Whether this is the first microbatch of a step in which the weights do not change. None
+                (the default) quantizes the weight at each call; True quantizes it and keeps the result; False uses what
+                was kept.
+
+        Returns:
+            The output; or a tuple of it, the bias of fc2 (with `return_bias`) and the norm's output (with
+            `return_layernorm_output`), in this order. If `TransformerLayer` gives a `_branch`, its sum with `inp` comes
+            last.
+        """
         config = self._config.read()
         check_module_input(inp, config.in_features)
         if config.is_parallel:

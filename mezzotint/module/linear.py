@@ -57,27 +57,89 @@ _run_linear_inlined = inlined(run_linear)
 
 
 class Linear(TransformerEngineBaseModule):
-    """This module computes y = x · Wᵀ + b, and has the signature of `transformer_engine.pytorch.Linear`.
+    """This module computes y = x · Wᵀ + b, with its matrix products quantized as the recipe in force says.
 
+    It can be used in the place of `torch.nn.Linear` and of `transformer_engine.pytorch.Linear`, whose signature it has.
     That is not the signature of `nn.Linear`: the third positional argument is `sequence_parallel`, so give `bias=False`
-    by name; `mezzotint.convert` replaces the layers of an existing model. Parameters have the names and shapes of
-    `nn.Linear`, `weight` (out, in) and `bias`, or are `<name>_weight`, `<name>_bias` for the names in
-    `parameters_split`; weights of state dicts load either way.
+    by name. `mezzotint.convert` replaces the layers of an existing model.
 
-    `params_dtype`, or `dtype` as torch calls it, is the dtype of the parameters, by default torch's. The dtype of the
-    computation is that of the input, or of `torch.autocast` if that is on: FP32 parameters with a BF16 input are cast,
-    compute in BF16, give a BF16 output and get FP32 gradients. `nn.Linear` refuses such a pair.
+    A recipe is put in force by the region `mezzotint.autocast`. Inside of it the input, the weight and the gradient of
+    the output are quantized, and the three products of forward and backward are computed from that. Outside of it the
+    module computes in high precision, as `nn.Linear` does.
 
-    `fuse_wgrad_accumulation` adds the weight gradient to `weight.main_grad`. `return_bias` leaves the bias out and
-    returns it. `delay_wgrad_compute` leaves the weight gradient to `backward_dw()`. `save_original_input` saves the
-    input as it came instead of a quantized copy, for inputs that are saved elsewhere anyway. `memory` says how much is
-    held for backward, "default", "lean" or "compressed" (`mezzotint/memory.py`); None means as the region says.
+    The parameters are `weight` (out, in) and `bias` (out), as in `nn.Linear`, and weights of its state dicts load. The
+    dtype of the computation is that of the input, or of `torch.autocast` if that is on: FP32 parameters with a BF16
+    input are cast, compute in BF16, give a BF16 output and get FP32 gradients. `nn.Linear` refuses such a pair.
 
-    `parallel_mode` "column" (out) or "row" (in) splits the weight over the ranks of `tp_group`, and `sequence_parallel`
-    the first dimension of the tensors that are then whole (`functional/tensor_parallel.py`). The arguments
-    `in_features` and `out_features` are those of the whole weight; the attributes are those of this rank. With
-    `sequence_parallel` the gradients of a row-parallel bias, and of norms, come from this rank's tokens only: such
-    parameters have the attribute `sequence_parallel`, and `mezzotint.distributed.reduce_gradients` sums them.
+    Under tensor parallelism the arguments `in_features` and `out_features` are those of the whole weight; the
+    attributes are those of this rank's shard. With `sequence_parallel` the gradients of a row-parallel bias, and of
+    norms, come from this rank's tokens only: such parameters have the attribute `sequence_parallel`, and
+    `mezzotint.distributed.reduce_gradients` sums them over the ranks.
+
+    Args:
+        in_features: The number of features of the input, which is the size of its last dimension. Under tensor
+            parallelism this is the number of the whole weight.
+        out_features: The number of features of the output. Under tensor parallelism this is the number of the whole
+            weight.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        fuse_wgrad_accumulation: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
+            training program puts there, instead of returning it to autograd. The default is False.
+        tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
+            split.
+        tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
+            that `set_tensor_parallel_group` sets later. The default is 1.
+        get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
+            numbers initial values and dropout are drawn, or None for PyTorch's own.
+        rng_tracker_name: The name of the generator in that tracker, or None for the tracker's default.
+        init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
+            with mean 0 and standard deviation 0.023.
+        bias: Whether there is a bias. The default is True.
+        return_bias: Whether the bias is returned beside the output instead of being added to it. The default is False.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        parallel_mode: How the weight is split over the ranks of `tp_group`: "column" splits the output features, "row"
+            splits the input features, and None (the default) splits nothing.
+        parameters_split: Names of parts of the weight, as a tuple for equal parts or as a dict of names and sizes. Each
+            part is then a parameter `<name>_weight` (and `<name>_bias`) of its own. The default None makes one
+            `weight`.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU; "meta" leaves the parameters without memory.
+        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
+            here.
+        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+            exist here.
+        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
+        delay_wgrad_compute: Whether backward leaves the weight gradient to a later call of `backward_dw()`. The default
+            is False.
+        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        save_original_input: Whether forward keeps the input as it came for backward, instead of a quantized copy. That
+            saves memory when another operation keeps the same input anyway. The default is False.
+        name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
+            means the path that `name_modules` or `convert` gives it.
+        dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default" (a quantized copy of the input), "lean" (only what
+            backward cannot compute again) or "compressed". None means what the region says.
+
+    Raises:
+        ValueError: If a size is not positive, does not divide over the ranks, or `parallel_mode` or `memory` is
+            unknown.
+        NotImplementedError: If an `ub_…` argument or `symmetric_ar_type` asks for user buffers.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(64, 32, bias=False, device="cpu")
+        >>> x = torch.randn(2, 16, 64)
+        >>> with mz.autocast("mxfp8"):
+        ...     y = layer(x)
+        >>> y.shape
+        torch.Size([2, 16, 32])
+        >>> y.sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([32, 64])
     """
 
     weight: torch.nn.Parameter
@@ -162,10 +224,22 @@ class Linear(TransformerEngineBaseModule):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | Any:
-        """Compute the output (…, out) of `inp` (…, in); with `return_bias` return (output, bias).
+        """Compute the output (…, out) of an input (…, in).
 
-        `is_first_microbatch`: None quantizes the weight at each call; True quantizes and keeps it; False uses what was
-        kept. `fp8_output` makes the output a quantized tensor, `fp8_grad` the gradient of `inp`.
+        Args:
+            inp: The input (…, in), in high precision or quantized.
+            is_first_microbatch: Whether this is the first microbatch of a step in which the weights do not change. None
+                (the default) quantizes the weight at each call; True quantizes it and keeps the result; False uses what
+                was kept.
+            fp8_output: Whether the output is a quantized tensor. The default is False.
+            fp8_grad: Whether the gradient of `inp` is a quantized tensor. The default is False.
+
+        Returns:
+            The output, or with `return_bias` the pair (output, bias).
+
+        Raises:
+            TypeError: If `inp` is no tensor.
+            ValueError: If the last dimension of `inp` is not `in_features`.
         """
         config = self._config.read()
         check_module_input(inp, config.in_features)

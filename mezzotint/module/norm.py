@@ -95,12 +95,37 @@ class _Norm(PlainAttributes, IgnoresExtraState):
 
 
 class LayerNorm(_Norm):
-    """This module computes (x - mean) / sqrt(var + eps) · weight + bias over the last dimensions, `normalized_shape`
-    (or `hidden_size`).
+    """This module computes (x - mean) / sqrt(var + eps) · weight + bias over the last dimensions.
 
-    With `zero_centered_gamma` the weight is stored minus one. `sequence_parallel` marks the parameters, whose gradients
-    come from some tokens only, for whoever sums them. `params_dtype` (or `dtype`) and `device` are those of the
-    parameters. `sm_margin` is accepted and has no effect.
+    It always computes in high precision: recipes quantize the products behind it. `LayerNormLinear` and `LayerNormMLP`
+    take such a norm and the product behind it together.
+
+    Args:
+        normalized_shape: The size of the last dimension, or a tuple with the sizes of the last dimensions, over which
+            the norm is taken.
+        eps: A small number that the norm adds to the variance before it takes the square root. The default is 1e-5.
+        sequence_parallel: Whether the gradients of the parameters come from the tokens of this rank only. The
+            parameters are marked with it, so that `mezzotint.distributed.reduce_gradients` sums them. None marks
+            nothing.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        zero_centered_gamma: Whether the weight is stored minus one, so that its initial value is 0. The default is
+            False.
+        hidden_size: Another name for `normalized_shape`, which is read if that is None.
+        **kwargs: `device` and `dtype` of the parameters, as in `torch.nn.LayerNorm`; and `sm_margin`, which Transformer
+            Engine has, and which is accepted and has no effect.
+
+    Raises:
+        ValueError: If no size is given, or one is not positive.
+        TypeError: If another keyword argument is given.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> norm = mz.LayerNorm(64, device="cpu")
+        >>> norm(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+        >>> [name for name, _ in norm.named_parameters()]
+        ['weight', 'bias']
     """
 
     fwd_ln_sm_margin: int
@@ -111,10 +136,37 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """This module computes x / sqrt(mean(x²) + eps) · weight over the last dimensions, `normalized_shape` (or
-    `hidden_size`).
+    """This module computes x / sqrt(mean(x²) + eps) · weight over the last dimensions.
 
-    With `zero_centered_gamma` the weight is stored minus one. The other options are those of `LayerNorm`.
+    It always computes in high precision: recipes quantize the products behind it. `LayerNormLinear` and `LayerNormMLP`
+    take such a norm and the product behind it together.
+
+    Args:
+        normalized_shape: The size of the last dimension, or a tuple with the sizes of the last dimensions, over which
+            the norm is taken.
+        eps: A small number that the norm adds to the variance before it takes the square root. The default is 1e-5.
+        sequence_parallel: Whether the gradients of the parameters come from the tokens of this rank only. The
+            parameters are marked with it, so that `mezzotint.distributed.reduce_gradients` sums them. None marks
+            nothing.
+        params_dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        zero_centered_gamma: Whether the weight is stored minus one, so that its initial value is 0. The default is
+            False.
+        hidden_size: Another name for `normalized_shape`, which is read if that is None.
+        **kwargs: `device` and `dtype` of the parameters, as in `torch.nn.LayerNorm`; and `sm_margin`, which Transformer
+            Engine has, and which is accepted and has no effect.
+
+    Raises:
+        ValueError: If no size is given, or one is not positive.
+        TypeError: If another keyword argument is given.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> norm = mz.RMSNorm(64, device="cpu")
+        >>> norm(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+        >>> [name for name, _ in norm.named_parameters()]
+        ['weight']
     """
 
     fwd_rmsnorm_sm_margin: int
