@@ -14,7 +14,17 @@ from mezzotint.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockSca
 
 
 def get_default_recipe() -> Recipe:
-    """Return the recipe that this machine runs best: MXFP8 if it is native, else FP8 with one scale per tensor."""
+    """Return the recipe that this machine runs best: MXFP8 if it is native, else FP8 with one scale per tensor.
+
+    Returns:
+        A new `MXFP8BlockScaling` on GPUs of compute capability 10.x and 11.x, a `Float8CurrentScaling` on later ones,
+        and a `DelayedScaling` on earlier ones and on the CPU.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> isinstance(mz.get_default_recipe(), mz.recipe.Recipe)
+        True
+    """
     cc = hw.capability()
     if cc is not None and (10, 0) <= cc < (12, 0):
         return MXFP8BlockScaling()
@@ -82,17 +92,47 @@ def is_bf16_available(return_reason: Literal[False] = False) -> bool: ...
 @overload
 def is_bf16_available(return_reason: Literal[True]) -> tuple[bool, str]: ...
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return True: BF16 runs on the CPU and on every GPU that this package runs on. The reason is empty."""
+    """Return True: BF16 runs on the CPU and on every GPU that this package runs on.
+
+    Args:
+        return_reason: Return the reason as well, which is empty. The default is False.
+
+    Returns:
+        True, or with `return_reason` the pair (True, "").
+
+    Example:
+        >>> import mezzotint as mz
+        >>> mz.is_bf16_available(return_reason=True)
+        (True, '')
+    """
     return (True, "") if return_reason else True
 
 
 def get_device_compute_capability() -> tuple[int, int]:
-    """Return (major, minor) of the current GPU, or (0, 0) without one."""
+    """Return the compute capability of the current GPU.
+
+    Returns:
+        The pair (major, minor), or (0, 0) without a GPU.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> len(mz.get_device_compute_capability())
+        2
+    """
     return hw.capability() or (0, 0)
 
 
 def get_cudnn_version() -> tuple[int, int, int]:
-    """Return (major, minor, patch) of the cuDNN that PyTorch has, or (0, 0, 0) without one."""
+    """Return the version of the cuDNN that PyTorch has.
+
+    Returns:
+        The triple (major, minor, patch), or (0, 0, 0) without cuDNN.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> len(mz.get_cudnn_version())
+        3
+    """
     version = (torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None) or 0
     major, rest = divmod(version, 1000 if version < 90000 else 10000)
     return major, rest // 100, rest % 100

@@ -89,22 +89,48 @@ def _check_recipe(recipe: Recipe | None, group: Any) -> None:
 
 
 class autocast:
-    """An `autocast` is a region in which modules quantize as `recipe` says.
+    """An `autocast` is a region in which modules quantize as a recipe says.
 
-        with mz.autocast(recipe=recipe.MXFP8BlockScaling()): ...
-        with mz.autocast("mxfp8"): ...         # a recipe, or its short name, may come first
+    A recipe, or its short name, may come first: `mz.autocast("mxfp8")`. A region works with the recipe as it is when
+    the region is entered: what is assigned to it after that is seen by the next region. A region belongs to its thread.
+    Regions nest, an object can be entered again, and it can decorate functions.
 
-    `calibrating` without `enabled` computes in high precision and gathers statistics. `amax_reduction_group` is the
-    process group over which delayed scaling reduces its amaxes. `memory` says how much modules hold for backward:
-    "default", "lean" or "compressed" (`mezzotint/memory.py`); None means what the region around this one says.
+    Backward may be inside of the region or after it: it uses the recipe that forward had.
 
-    `check_finite=True` has modules count the values that are NaN or infinite in what they quantize, and raises
-    FloatingPointError at the end of the region if there are some, with module, tensor and step, which counts such
-    regions. Have the region around backward as well, or what is found in gradients is raised by the next region.
+    Args:
+        enabled: Whether modules quantize; or, in its place, a recipe or its short name. The default is True.
+        calibrating: Whether modules compute in high precision and gather the statistics of delayed scaling. It is for
+            regions with `enabled=False`. The default is False.
+        recipe: A recipe of `mezzotint.recipe` or its short name, such as "mxfp8". None means the one that
+            `get_default_recipe` returns for this machine.
+        amax_reduction_group: The process group over whose ranks delayed scaling reduces its amaxes (the largest
+            absolute values of tensors), or None for no reduction.
+        memory: How much modules keep for backward: "default", "lean" (only what backward cannot compute again) or
+            "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region around this one
+            says.
+        check_finite: Whether modules count the values that are NaN or infinite in what they quantize. At the end of the
+            region FloatingPointError is raised if there were some, with module, tensor and step, which counts such
+            regions. Have the region around backward as well, or what is found in gradients is raised by the next
+            region. None means what the region around this one says.
 
-    A region works with the recipe as it is when the region is entered: what is assigned to it after that is seen by the
-    next one. A region belongs to its thread. Regions nest, an object can be entered again, and it can decorate
-    functions.
+    Raises:
+        TypeError: If `enabled` or `calibrating` is no bool, or two recipes are given.
+        ValueError: If there is no recipe or memory mode of that name.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(32, 32, device="cpu")
+        >>> x = torch.randn(32, 32)
+        >>> with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
+        ...     y = layer(x)
+        >>> torch.equal(y, layer(x))  # outside of the region nothing is quantized
+        False
+        >>> @mz.autocast("mxfp8")
+        ... def run(x):
+        ...     return layer(x)
+        >>> run(x).shape
+        torch.Size([32, 32])
     """
 
     def __init__(
@@ -279,15 +305,59 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:
-    """Return an `autocast`, by its former name."""
+    """Return an `autocast`, by its former name and with its former names of arguments.
+
+    Args:
+        enabled: Whether modules quantize; or, in its place, a recipe or its short name. The default is True.
+        calibrating: As in `autocast`. The default is False.
+        fp8_recipe: The `recipe` of `autocast`.
+        fp8_group: The `amax_reduction_group` of `autocast`.
+
+    Returns:
+        The region, to be used as a context manager or as a decorator.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(32, 32, device="cpu")
+        >>> with mz.fp8_autocast(enabled=True, fp8_recipe=mz.recipe.DelayedScaling()):
+        ...     y = layer(torch.randn(32, 32))
+        >>> y.shape
+        torch.Size([32, 32])
+    """
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
 class quantized_model_init:
-    """A `quantized_model_init` is a region in which modules are made with quantized weights, as `recipe` says, without
-    a copy in high precision.
+    """A `quantized_model_init` is a region in which modules are made with quantized weights, without a copy in high
+    precision.
 
-    `preserve_high_precision_init_val` keeps the initial values on the CPU: `param.get_high_precision_init_val()`.
+    An optimizer such as `mezzotint.optimizers.FusedAdam` then keeps its own copy in high precision and writes quantized
+    weights. `fp8_model_init` is the former name of this class.
+
+    Args:
+        enabled: Whether weights are quantized; or, in its place, a recipe or its short name. The default is True.
+        recipe: The recipe whose quantizer of weights is used, or its short name. None means the one that
+            `get_default_recipe` returns for this machine.
+        preserve_high_precision_init_val: Whether the initial values in high precision are kept on the CPU, where
+            `param.get_high_precision_init_val()` returns them and `param.clear_high_precision_init_val()` drops them.
+            The default is False.
+
+    Raises:
+        TypeError: If `enabled` is no bool, or two recipes are given.
+        ValueError: If there is no recipe of that name.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> with mz.quantized_model_init(recipe=mz.recipe.MXFP8BlockScaling()):
+        ...     layer = mz.Linear(64, 64, device="cpu")
+        >>> isinstance(layer.weight, mz.MXFP8Tensor)
+        True
+        >>> with mz.autocast("mxfp8"):
+        ...     y = layer(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 64])
     """
 
     def __init__(
@@ -318,7 +388,19 @@ fp8_model_init = quantized_model_init
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Return the multiple to which the rows of a group of tokens are padded."""
+    """Return the multiple to which the rows of a group of tokens are padded under a recipe.
+
+    Args:
+        recipe: The recipe that is asked.
+
+    Returns:
+        A number of rows, as `Fp8Padding` uses it.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> mz.get_align_size_for_quantization(mz.recipe.MXFP8BlockScaling())
+        32
+    """
     return recipe.alignment()
 
 

@@ -97,9 +97,37 @@ def checkpoint(
 ) -> Any:
     """Return `function(*args, **kwargs)`, whose intermediate results are not kept but computed again in backward.
 
-    `get_rng_state_tracker` returns the `CudaRNGStatesTracker` that the function forks, so that it draws the same
-    numbers again. Keyword arguments of `torch.utils.checkpoint.checkpoint` (`TORCH_OPTIONS`) go to that, all others to
-    the function.
+    Unlike `torch.utils.checkpoint.checkpoint`, the second run quantizes as the first one did, with the same recipe and
+    the same scales.
+
+    Args:
+        function: The function, or module, that is called.
+        *args: Its positional arguments.
+        use_reentrant: Which of PyTorch's two implementations is used, as in `torch.utils.checkpoint.checkpoint`. The
+            default is True; compiled code always uses the one that is not reentrant.
+        distribute_saved_activations: Must be False: what is saved stays whole on each rank.
+        tp_group: The process group of tensor parallelism. It is accepted and has no effect.
+        get_rng_state_tracker: A function without arguments that returns the `CudaRNGStatesTracker` which `function`
+            forks, so that it draws the same random numbers again, or None.
+        **kwargs: Keyword arguments of `torch.utils.checkpoint.checkpoint`, which go to that; all others go to
+            `function`.
+
+    Returns:
+        What `function` returns.
+
+    Raises:
+        NotImplementedError: If `distribute_saved_activations` is True.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.LayerNormMLP(32, 64, device="cpu")
+        >>> x = torch.randn(32, 32, requires_grad=True)
+        >>> with mz.autocast("mxfp8"):
+        ...     y = mz.checkpoint(layer, x, use_reentrant=False)
+        >>> y.sum().backward()
+        >>> x.grad.shape
+        torch.Size([32, 32])
     """
     if distribute_saved_activations:
         raise NotImplementedError(

@@ -41,7 +41,25 @@ def _check_model(model: Any) -> None:
 
 
 def convert_report(model: nn.Module) -> ConversionReport:
-    """Return the report on what became of the weights of a model that `convert` was called with."""
+    """Return the report on what became of the weights of a model that `convert` was called with.
+
+    Args:
+        model: The model that `convert` returned.
+
+    Returns:
+        A report with one entry for each weight; as text it is a table.
+
+    Raises:
+        ValueError: If the model was not converted.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> model = mz.convert(model, filter=lambda module, name: True)
+        >>> str(mz.convert_report(model)).count("Linear") >= 2
+        True
+    """
     _check_model(model)
     report = vars(model).get(_REPORT)
     if report is None:
@@ -59,18 +77,39 @@ def convert(
     inplace: bool = True,
     memory: str | None = None,
 ) -> ModelT:
-    """Swap a model's linear layers for ours, which share the parameters, and return it;
-    `convert_report` tells what was done.
+    """Swap a model's linear layers for ours, which share the parameters, and return it; `convert_report` tells what was
+    done.
 
-    These are `nn.Linear` and, of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. With a
-    `recipe`, the model and each converted layer run under it by themselves, whatever an `autocast` around them says.
-    Without a recipe the `autocast` around the call decides, and outside of any nothing is quantized. A role's name, by
-    which a `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
+    The layers are `nn.Linear` and, of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. A role's
+    name, by which a `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
 
-    `filter(module, fully_qualified_name)` returns True to convert a layer, False to keep it, and None to leave it to
-    the defaults, which keep output heads and small layers as they are. `inplace=False` converts a copy. `memory` is
-    the memory mode of every layer: "default", "lean" or "compressed" (`mezzotint/memory.py`), or None for that of
-    the `autocast` around the call.
+    Args:
+        model: The model whose layers are swapped.
+        recipe: The recipe under which the model and each converted layer run by themselves, whatever an `autocast`
+            around them says. With None (the default) the `autocast` around the call decides, and outside of any nothing
+            is quantized.
+        filter: A function `filter(module, fully_qualified_name)` that returns True to convert a layer, False to keep
+            it, and None to leave it to the defaults, which keep output heads and small layers as they are.
+        inplace: Whether the model itself is changed (True, the default) or a copy of it.
+        memory: The memory mode of every layer: "default", "lean" or "compressed" (`mezzotint/memory.py`), or None for
+            that of the `autocast` around the call.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        TypeError: If `model` is no module, `recipe` no recipe or `filter` no function.
+        ValueError: If there is no such memory mode.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64))
+        >>> model = mz.convert(model, mz.recipe.MXFP8BlockScaling(), filter=lambda module, name: True)
+        >>> isinstance(model[0], mz.Linear), isinstance(model[0], torch.nn.Linear)
+        (True, True)
+        >>> model(torch.randn(32, 64)).shape
+        torch.Size([32, 64])
     """
     _check_model(model)
     if recipe is not None:
@@ -180,8 +219,27 @@ def _new_elements(parameter: Any, seen: set[int]) -> int:
 
 
 def unconvert(model: ModelT) -> ModelT:
-    """Restore the layers that a model had before `convert`, in place, with the parameters
-    that it has now, and return it."""
+    """Restore the layers that a model had before `convert`, in place, with the parameters that it has now, and return
+    it.
+
+    Args:
+        model: A converted model.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If `model` is no module.
+        ValueError: If a converted layer was changed by another library after that, which must be undone first.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> model = mz.unconvert(mz.convert(model, filter=lambda module, name: True))
+        >>> type(model[0]) is torch.nn.Linear
+        True
+    """
     _check_model(model)
     converted = [(fqn, module) for fqn, module in model.named_modules() if isinstance(module, Converted)]
     for fqn, module in converted:

@@ -69,13 +69,27 @@ class QuantizationError:
 def quantization_error(
     x: torch.Tensor, quantizer: "Quantizer | Recipe | str", role: str = "input"
 ) -> QuantizationError:
-    """Quantize `x` and return what was lost.
+    """Quantize a tensor and return what was lost.
 
-        print(mz.quantization_error(x, "mxfp8"))
+    Args:
+        x: The tensor, of a floating-point dtype.
+        quantizer: A quantizer, or a recipe or its short name, which is asked for its quantizer.
+        role: Which tensor of a linear layer a recipe is asked for: "input" (the default), "weight" or "grad_output".
 
-    `quantizer` is a quantizer, or a recipe or its name, which is asked for its quantizer of a linear's `role`: "input",
-    "weight" or "grad_output". Delayed scaling takes its scales from earlier tensors: give a quantizer with a scale
-    instead.
+    Returns:
+        A `QuantizationError`, which prints as a table and can draw itself (`plot`).
+
+    Raises:
+        TypeError: If `x` is no tensor of a floating-point dtype.
+        ValueError: If there is no such role or recipe, or the recipe is `DelayedScaling`, whose scales come from
+            earlier tensors: give a `Float8Quantizer` with its scale instead.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> error = mz.quantization_error(torch.ones(32, 32), "mxfp8")
+        >>> error.shape
+        (32, 32)
     """
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__

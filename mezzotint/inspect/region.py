@@ -29,23 +29,41 @@ STATS = ("count", *MEASURED, *COUNTED, "exponents", "map")
 
 
 class inspect:
-    """This region goes around each training step, forward and backward; on every `every`-th step it says what
-    quantization did to the tensors of the model.
+    """This region goes around each training step, forward and backward; at certain steps it says what quantization did
+    to the tensors of the model.
 
-        inspector = mz.inspect(model, every=50, out="runs/x/inspect")
-        for batch in batches:
-            with inspector:
-                train_step(batch)
+    The names of tensors are such as "layers.3.mlp.fc1.weight": the path of the module, the linear in it if it has
+    several, and "input", "weight" or "grad_output". A weight that is kept quantized has no original to compare with,
+    and is left out. The attribute `last` has what was seen in the last inspected step.
 
-    `tensors` is a pattern, or several, for names such as "layers.3.mlp.fc1.weight": the path of the module, the linear
-    in it if it has several, and "input", "weight" or "grad_output". `stats` are the figures that are written
-    (`mezzotint.inspect.figures` defines them), "exponents" for histograms, "map" for a coarse map of each tensor.
-    `what_if` also tries every tensor in the formats of all recipes that need no state. `tensorboard` writes scalars.
-    `check_finite` raises FloatingPointError at the end of an inspected step in which a tensor had NaN or an infinity.
-    `group` has the ranks over which figures are taken, by default all; they hold the same modules. `step` is the number
-    of the first step. Without `out` nothing is written; `last` has what was seen in the last inspected step.
+    Args:
+        model: The model whose modules are watched.
+        every: After how many steps one is inspected. The default is 50.
+        tensors: A pattern, or several, for the names of the tensors that are inspected. The default "*" means all.
+        stats: The names of the figures that are written, which `mezzotint.inspect.figures` defines, with "exponents"
+            for histograms and "map" for a coarse map of each tensor. The default is all of them.
+        out: The folder to which figures are written, or None (the default) to write nothing.
+        what_if: Whether every tensor is also tried in the formats of all recipes that need no state. The default is
+            False.
+        tensorboard: Whether scalars are written for TensorBoard as well. The default is False.
+        check_finite: Whether FloatingPointError is raised at the end of an inspected step in which a tensor had NaN or
+            an infinity. The default is False.
+        group: The process group over whose ranks figures are taken; they hold the same modules. None means all ranks.
+        step: The number of the first step. The default is 0.
 
-    A weight that is kept quantized has no original to compare with, and is left out.
+    Raises:
+        TypeError: If `model` is no module.
+        ValueError: If `every` is not positive, or there is no such figure.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(mz.Linear(64, 64, device="cpu"))
+        >>> inspector = mz.inspect(model, every=1)
+        >>> with inspector, mz.autocast("mxfp8"):
+        ...     model(torch.randn(32, 64)).sum().backward()
+        >>> sorted(seen.name for seen in inspector.last)
+        ['0.grad_output', '0.input', '0.weight']
     """
 
     def __init__(

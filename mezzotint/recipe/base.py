@@ -29,8 +29,24 @@ _R = TypeVar("_R", bound="Recipe")
 
 
 class Recipe(GraphConstant):
-    """This is the base class of all recipes. A user's own recipe is a dataclass, `@dataclass(eq=False)`, or derived
-    from one of this package's."""
+    """This is the base class of all recipes. A recipe says, for every tensor of a module, how it is quantized.
+
+    Recipes are dataclasses: options are given to the constructor, and can be assigned later. Equal recipes are
+    interchangeable. A user's own recipe is derived from one of this package's, or from this class as a dataclass,
+    `@dataclass(eq=False)`, with a method `quantizer(role)`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import mezzotint as mz
+        >>> @dataclass(eq=False)
+        ... class WeightsOnly(mz.recipe.Recipe):
+        ...     def quantizer(self, role):
+        ...         return mz.MXFP8Quantizer() if role.tensor_type == "weight" else mz.IdentityQuantizer()
+        >>> WeightsOnly() == WeightsOnly()
+        True
+        >>> mz.recipe.MXFP8BlockScaling() == mz.recipe.MXFP8BlockScaling(enable_2d_quantization=True)
+        False
+    """
 
     # This is the colour in plots. This package's recipes have Okabe and Ito's colours, which colour-blind readers can
     # tell apart.
@@ -214,7 +230,21 @@ def recipe_class(cls: type[_R]) -> type[_R]:
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raise TypeError unless `recipe` is a recipe, and not its class or its name."""
+    """Raise TypeError unless `recipe` is a recipe, and not its class or its name.
+
+    Args:
+        recipe: What is checked.
+
+    Raises:
+        TypeError: If it is no recipe.
+
+    Example:
+        >>> from mezzotint.recipe import DelayedScaling, check_recipe
+        >>> check_recipe(DelayedScaling())
+        >>> check_recipe(DelayedScaling)
+        Traceback (most recent call last):
+        TypeError: recipe is type: give one of mezzotint.recipe, such as DelayedScaling()
+    """
     if not isinstance(recipe, Recipe):
         kind = "type" if isinstance(recipe, type) else type(recipe).__name__
         raise TypeError(f"recipe is {kind}: give one of mezzotint.recipe, such as DelayedScaling()")

@@ -13,11 +13,38 @@ from mezzotint.tracing import eager_only
 
 @recipe_class
 class CustomRecipe(Recipe):
-    """This recipe asks `qfactory(role)` for the quantizer, or a request for state, of each tensor.
+    """This recipe asks a function of yours how each tensor is quantized.
 
-    The factory is called at every run of a module. In a graph it is called while the graph is traced, which happens
-    again when something has changed that the factory has read. So a factory may change its answer, and both follow.
-    `quantization_alignment` is the multiple to which `Fp8Padding` pads the rows of a group of tokens.
+    The function is called at every run of a module. In a graph it is called while the graph is traced, which happens
+    again when something has changed that the function has read. So it may change its answer, and both follow.
+    `mezzotint.custom_recipes` has such functions.
+
+    Args:
+        qfactory: A function of a `QuantizerRole` that returns a quantizer (`IdentityQuantizer()` to leave the tensor as
+            it is) or a `DelayedScalingRequest`.
+        fp8_format: A `Format`, which the factory may read. The default is HYBRID.
+        fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
+            default is False.
+        fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        quantization_alignment: The multiple to which `Fp8Padding` pads the rows of a group of tokens. The default is
+            128.
+
+    Raises:
+        TypeError: If `qfactory` is no function.
+        ValueError: If `backward_override` or `quantization_alignment` has a value that it cannot have.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> def factory(role):
+        ...     return mz.IdentityQuantizer() if role.tensor_type == "grad_output" else mz.MXFP8Quantizer()
+        >>> layer = mz.Linear(64, 64, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.CustomRecipe(qfactory=factory)):
+        ...     y = layer(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 64])
     """
 
     _family = "custom"

@@ -53,11 +53,38 @@ class _Float8Scaling(Recipe):
 
 @recipe_class
 class Float8CurrentScaling(_Float8Scaling):
-    """This recipe uses FP8 with one scale per tensor, from the amax of the tensor itself.
+    """This recipe uses FP8 with one scale per tensor, from the amax (the largest absolute value) of the tensor itself.
 
-    `use_power_2_scales` rounds scales to powers of two. `fp8_gemm_*` say how each GEMM accumulates, and `fp8_quant_*`
-    how each tensor is quantized. `backward_override` is None, "high_precision" or "dequantized" (`Recipe.override`).
-    `fp8_dpa` and `fp8_mha` ask for attention in low precision.
+    Args:
+        use_power_2_scales: Whether scales are rounded to powers of two. The default is False.
+        fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
+            and E5M2 for gradients. The default is HYBRID.
+        fp8_gemm_fprop: How the product of forward accumulates, an `MMParams`. None accumulates fast, without promoting
+            partial sums.
+        fp8_gemm_dgrad: How the product of the input gradient accumulates, an `MMParams`. None promotes partial sums to
+            FP32.
+        fp8_gemm_wgrad: How the product of the weight gradient accumulates, an `MMParams`. None promotes partial sums to
+            FP32.
+        fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
+            default is False.
+        fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        fp8_quant_fwd_inp: How inputs are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_fwd_weight: How weights are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_bwd_grad: How gradients are quantized, a `QParams`. None means as the options above say.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.Float8CurrentScaling()):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#56B4E9"
@@ -87,10 +114,37 @@ class Float8CurrentScaling(_Float8Scaling):
 
 @recipe_class
 class Float8RowwiseScaling(_Float8Scaling):
-    """This recipe uses FP8 with one scale per row and per column, from the tensor itself.
+    """This recipe uses FP8 with one scale per row, and for the transposed copy one per column, from the tensor itself.
 
-    `high_precision_wgrad` computes the weight gradient from the unquantized input and gradient. The other options are
-    those of `Float8CurrentScaling`.
+    Args:
+        use_power_2_scales: Whether scales are rounded to powers of two. The default is True.
+        fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
+            and E5M2 for gradients. The default is E4M3.
+        fp8_gemm_fprop: How the product of forward accumulates, an `MMParams`. None accumulates fast, without promoting
+            partial sums.
+        fp8_gemm_dgrad: How the product of the input gradient accumulates, an `MMParams`. None promotes partial sums to
+            FP32.
+        fp8_gemm_wgrad: How the product of the weight gradient accumulates, an `MMParams`. None promotes partial sums to
+            FP32.
+        high_precision_wgrad: Whether the weight gradient is computed from the unquantized input and gradient. The
+            default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        fp8_quant_fwd_inp: How inputs are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_fwd_weight: How weights are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_bwd_grad: How gradients are quantized, a `QParams`. None means as the options above say.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.Float8RowwiseScaling(high_precision_wgrad=True)):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#009E73"
@@ -124,9 +178,38 @@ class Float8RowwiseScaling(_Float8Scaling):
 class Float8BlockScaling(_Float8Scaling):
     """This recipe uses FP8 with one scale per 1x128 block of activations and gradients and per 128x128 tile of weights.
 
-    `*_block_scaling_dim` is 1 for blocks of 1x128 and 2 for tiles of 128x128, which at most one of the three kinds of
-    tensor may have. `use_f32_scales` allows scales that are no powers of two. The other options are those of
-    `Float8CurrentScaling`; GEMMs always accumulate in full FP32 (`use_split_accumulator`).
+    Args:
+        use_f32_scales: Whether scales may be any FP32 number instead of powers of two. The default is False.
+        fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
+            and E5M2 for gradients. The default is E4M3.
+        x_block_scaling_dim: 1 for blocks of 1x128 elements of the input (the default), 2 for tiles of 128x128. At most
+            one of the three kinds of tensor may have tiles.
+        w_block_scaling_dim: The same choice for weights. The default is 2.
+        grad_block_scaling_dim: The same choice for gradients. The default is 1.
+        fp8_gemm_fprop: How the product of forward accumulates, an `MMParams`. Partial sums must be promoted to FP32,
+            which is what None means.
+        fp8_gemm_dgrad: The same for the product of the input gradient.
+        fp8_gemm_wgrad: The same for the product of the weight gradient.
+        fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
+            default is False.
+        fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        fp8_quant_fwd_inp: How inputs are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_fwd_weight: How weights are quantized, a `QParams`. None means as the options above say.
+        fp8_quant_bwd_grad: How gradients are quantized, a `QParams`. None means as the options above say.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.Float8BlockScaling()):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#CC79A7"

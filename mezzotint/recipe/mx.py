@@ -14,10 +14,31 @@ from mezzotint.tensor.quantizer import Quantizer
 
 @recipe_class
 class MXFP8BlockScaling(Recipe):
-    """This recipe uses FP8 with one E8M0 scale per 32 elements.
+    """This recipe uses FP8 with one scale, a power of two, per 32 elements (the MXFP8 format of the OCP standard).
 
-    `enable_2d_quantization` scales weights by 32x32 tiles. `backward_override` is None, "high_precision" or
-    "dequantized" (`Recipe.override`). `fp8_dpa` and `fp8_mha` ask for attention in low precision. `margin` must be 0.
+    Args:
+        margin: Must be 0: the scale of a block follows from the block.
+        fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
+            and E5M2 for gradients. The default is E4M3.
+        fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
+            default is False.
+        fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        enable_2d_quantization: Whether weights have one scale per tile of 32x32 elements, so that a weight and its
+            transpose have the same values. The default is False.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#0072B2"
@@ -46,12 +67,35 @@ class MXFP8BlockScaling(Recipe):
 
 @recipe_class
 class MXFP4BlockScaling(Recipe):
-    """This recipe uses FP4 with one E8M0 scale per 32 elements (OCP MX v1.0).
+    """This recipe uses FP4 with one scale, a power of two, per 32 elements (the MXFP4 format of the OCP standard).
 
-    As in NVFP4BlockScaling, input and gradient go through a Hadamard transform for the weight gradient, gradients are
-    rounded stochastically, and weights are scaled by square tiles, of 32x32; each can be disabled. `scale_rule` "floor"
-    is OCP's, with which the top of a block saturates. With "roundup" nothing saturates, so that stochastic rounding
-    keeps the mean of the largest elements as well.
+    Input and gradient go through a random Hadamard transform for the weight gradient, gradients are rounded
+    stochastically, and weights are scaled by tiles of 32x32; each can be disabled.
+
+    Args:
+        disable_rht: Whether the random Hadamard transform is left out, which spreads outliers of input and gradient
+            before the product of the weight gradient. The default is False.
+        disable_stochastic_rounding: Whether gradients are rounded to nearest instead of stochastically. The default is
+            False.
+        disable_2d_quantization: Whether weights have one scale per 32 elements of a row instead of one per tile of
+            32x32. The default is False.
+        scale_rule: How the scale follows from the amax of a block: "floor" (the default) is that of the OCP standard,
+            with which the largest elements of a block may saturate; with "roundup" none saturates. Then stochastic
+            rounding keeps the mean of the largest elements as well.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.MXFP4BlockScaling(scale_rule="roundup")):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#F0E442"
@@ -81,11 +125,29 @@ class MXFP4BlockScaling(Recipe):
 
 @recipe_class
 class MXFP6BlockScaling(Recipe):
-    """This recipe uses FP6 with one E8M0 scale per 32 elements (OCP MX v1.0).
+    """This recipe uses FP6 with one scale, a power of two, per 32 elements (the MXFP6 formats of the OCP standard).
 
-    `fp6_format` "HYBRID" is E2M3, the finer type, forward and E3M2, the wider one, for gradients; "E2M3" or "E3M2" is
-    for all tensors. `scale_rule` "floor" is OCP's, with which the top of a block saturates; with "roundup" nothing
-    saturates.
+    Args:
+        fp6_format: The element types: "HYBRID" (the default) is E2M3, the finer one, in forward and E3M2, the wider
+            one, for gradients; "E2M3" or "E3M2" is for all tensors.
+        scale_rule: How the scale follows from the amax of a block: "floor" (the default) is that of the OCP standard,
+            with which the largest elements of a block may saturate; with "roundup" none saturates.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        enable_2d_quantization: Whether weights have one scale per tile of 32x32 elements, so that a weight and its
+            transpose have the same values. The default is False.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.MXFP6BlockScaling()):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#882255"

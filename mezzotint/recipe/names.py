@@ -24,7 +24,23 @@ ANSWERS.update(kind.quantizer for kind in RECIPES.values())
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
-    """Return the recipe, or that with default options which a name stands for; raise ValueError for an unknown name."""
+    """Return the recipe, or the one with default options that a name stands for.
+
+    Args:
+        recipe: A recipe, or a short name of `mezzotint.recipe.RECIPES`.
+
+    Returns:
+        A recipe.
+
+    Raises:
+        ValueError: If there is no recipe of that name.
+        TypeError: If it is neither a recipe nor a name.
+
+    Example:
+        >>> from mezzotint.recipe import as_recipe
+        >>> type(as_recipe("mxfp8")).__name__
+        'MXFP8BlockScaling'
+    """
     if isinstance(recipe, str):
         name = recipe_short_name(recipe)
         if name is None:

@@ -18,10 +18,46 @@ from mezzotint.tensor.quantizer import Quantizer
 class NVFP4BlockScaling(Recipe):
     """This recipe uses FP4 with one E4M3 scale per 16 elements under one scale per tensor.
 
-    Input and gradient go through a Hadamard transform for the weight gradient, gradients are rounded stochastically,
-    and weights are scaled by 16x16 tiles; each can be disabled. `row_scaled_activation` gives each row of an activation
-    its own amax. `nvfp4_4over6` says for which tensors each block chooses whether its amax becomes 4 or 6, by the error
-    that `nvfp4_4over6_err_mode` measures. `fp4_quant_*` say it for each tensor instead of the switches.
+    Input and gradient go through a random Hadamard transform for the weight gradient, gradients are rounded
+    stochastically, and weights are scaled by tiles of 16x16; each can be disabled.
+
+    Args:
+        disable_rht: Whether the random Hadamard transform is left out, which spreads outliers of input and gradient
+            before the product of the weight gradient. The default is False.
+        disable_stochastic_rounding: Whether gradients are rounded to nearest instead of stochastically. The default is
+            False.
+        disable_2d_quantization: Whether weights have one scale per 16 elements of a row instead of one per tile of
+            16x16. The default is False.
+        row_scaled_activation: Whether each row of an activation has an amax of its own instead of the tensor's. It
+            needs `disable_rht`. The default is False.
+        nvfp4_4over6: For which tensors each block chooses whether its amax becomes 4 or 6, the two largest values of
+            FP4: "none" (the default), "weights", "activations" or "all". For activations it needs `disable_rht`.
+        nvfp4_4over6_e4m3_use_256: For which of these tensors the scales of blocks are at most 256 instead of 448. The
+            default is "all".
+        nvfp4_4over6_err_mode: The error by which a block chooses: "MAE" (mean absolute error, the default) or "MSE"
+            (mean squared error).
+        fp4_format: The element type, of which there is only `Format.E2M1`.
+        fp8_format: The element type of what is FP8 in this recipe; only `Format.E4M3` is taken.
+        fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
+            default is False.
+        fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
+        backward_override: How backward computes without quantizing: "high_precision" with the original tensors,
+            "dequantized" with the values that forward multiplied, or None (the default) to quantize.
+        fp4_quant_fwd_inp: How inputs are quantized, a `QParams`. None means as the switches above say.
+        fp4_quant_fwd_weight: How weights are quantized, a `QParams`. None means as the switches above say.
+        fp4_quant_bwd_grad: How gradients are quantized, a `QParams`. None means as the switches above say.
+
+    Raises:
+        ValueError: If an option has a value that the recipe does not take, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(128, 128, device="cpu")
+        >>> with mz.autocast(recipe=mz.recipe.NVFP4BlockScaling()):
+        ...     y = layer(torch.randn(128, 128))
+        >>> y.shape
+        torch.Size([128, 128])
     """
 
     colour = "#D55E00"

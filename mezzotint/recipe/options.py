@@ -23,8 +23,16 @@ class _Maxima(NamedTuple):
 
 
 class Format(Enum):
-    """A `Format` has the element types of forward and backward tensors, given by their largest values. HYBRID is E4M3
-    forward and E5M2 backward."""
+    """A `Format` has the element types of forward and backward tensors, given by their largest values.
+
+    E2M1 is FP4, E4M3 and E5M2 are FP8, named after their bits of exponent and mantissa. HYBRID is E4M3 in forward and
+    E5M2, which has the wider range, for gradients.
+
+    Example:
+        >>> from mezzotint.recipe import Format
+        >>> Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd
+        (448, 57344)
+    """
 
     E2M1 = _Maxima(6, 6)
     E4M3 = _Maxima(448, 448)
@@ -34,7 +42,17 @@ class Format(Enum):
 
 @dataclass(frozen=True)
 class MMParams(GraphConstant):
-    """These parameters say how a GEMM accumulates: `use_split_accumulator` promotes partial sums to full FP32."""
+    """These parameters say how a matrix product accumulates.
+
+    Args:
+        use_split_accumulator: Whether partial sums are promoted to full FP32. The default is True.
+
+    Example:
+        >>> from mezzotint.recipe import Float8CurrentScaling, MMParams
+        >>> recipe = Float8CurrentScaling(fp8_gemm_fprop=MMParams(use_split_accumulator=True))
+        >>> recipe.fp8_gemm_fprop.use_split_accumulator
+        True
+    """
 
     use_split_accumulator: bool = True
 
@@ -43,8 +61,22 @@ class MMParams(GraphConstant):
 class QParams(GraphConstant):
     """These parameters say how a tensor is quantized, in recipes that allow it to be said for each tensor.
 
-    `power_2_scale` and `amax_epsilon` (the least amax that is assumed) are for FP8; the Hadamard transform, stochastic
-    rounding and scales of square tiles (`fp4_2d_quantization`) are for NVFP4.
+    Args:
+        power_2_scale: Whether the scale is rounded to a power of two; for FP8. The default is False.
+        amax_epsilon: The least amax that is assumed; for FP8. The default is 0.
+        random_hadamard_transform: Whether the tensor goes through a random Hadamard transform for the weight gradient;
+            for NVFP4. The default is False.
+        stochastic_rounding: Whether the tensor is rounded stochastically; for NVFP4. The default is False.
+        fp4_2d_quantization: Whether scales are those of square tiles; for NVFP4. The default is False.
+
+    Raises:
+        ValueError: If `amax_epsilon` is no number that an amax can have.
+
+    Example:
+        >>> from mezzotint.recipe import Float8CurrentScaling, QParams
+        >>> recipe = Float8CurrentScaling(fp8_quant_bwd_grad=QParams(power_2_scale=True))
+        >>> recipe.fp8_quant_bwd_grad.power_2_scale, recipe.fp8_quant_fwd_inp.power_2_scale
+        (True, False)
     """
 
     power_2_scale: bool = False
@@ -62,7 +94,20 @@ class QParams(GraphConstant):
 
 
 def element(fp8_format: Format, forward: bool) -> DType:
-    """Return the element type of a format's forward, or backward, tensors."""
+    """Return the element type of a format's forward, or backward, tensors.
+
+    Args:
+        fp8_format: A `Format`.
+        forward: True for forward tensors, False for gradients.
+
+    Returns:
+        A `DType`.
+
+    Example:
+        >>> from mezzotint.recipe import Format, element
+        >>> element(Format.HYBRID, forward=False).name
+        'kFloat8E5M2'
+    """
     is_e5m2 = fp8_format is Format.E5M2 or (fp8_format is Format.HYBRID and not forward)
     return DType.kFloat8E5M2 if is_e5m2 else DType.kFloat8E4M3
 

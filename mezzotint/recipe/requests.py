@@ -15,12 +15,42 @@ MAX_MARGIN = 100  # with it, the largest value of a format · 2^-margin is still
 
 @dataclass(frozen=True)
 class QuantizerRequest(GraphConstant):
-    """A factory may return a request in place of a quantizer: the module then keeps state for the tensor."""
+    """A factory may return a request in place of a quantizer: the module then keeps state for the tensor.
+
+    This is the base class; `DelayedScalingRequest` is the request that exists.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> issubclass(mz.DelayedScalingRequest, mz.QuantizerRequest)
+        True
+    """
 
 
 @dataclass(frozen=True)
 class DelayedScalingRequest(QuantizerRequest):
-    """This request asks for a scale from the amaxes of past iterations. Its fields are those of `DelayedScaling`."""
+    """This request asks for a scale from the amaxes of past iterations. Its fields are those of `DelayedScaling`.
+
+    Args:
+        fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
+            and E5M2 for gradients. The default is HYBRID.
+        margin: How many powers of two the scale leaves unused below the format's largest value. The default is 0.
+        amax_history_len: How many amaxes of past iterations are kept. The default is 1024.
+        amax_compute_algo: How they are reduced to one: "max" (the default), "most_recent", or a function of the
+            history.
+        scaling_factor_compute_algo: A function of (amax, scale, largest value of the format, request) that returns the
+            new scale, or None for the usual one.
+        reduce_amax: Whether amaxes are reduced over the ranks of the region's `amax_reduction_group`. The default is
+            True.
+
+    Raises:
+        ValueError: If an option has a value that it cannot have.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> recipe = mz.recipe.CustomRecipe(qfactory=lambda role: mz.DelayedScalingRequest(amax_history_len=16))
+        >>> recipe.quantizer(mz.QuantizerRole("linear", "input")).amax_history_len
+        16
+    """
 
     fp8_format: Format = Format.HYBRID
     margin: int = 0

@@ -35,8 +35,21 @@ RULED_TENSORS = ("input", "weight", "grad_output")
 
 @recipe_class
 class MixedRecipe(Recipe):
-    """This recipe is for one module whose tensors have several: `parts` has, for each of its GEMMs, those of input,
-    weight and output gradient; None is high precision. `Rules` makes it."""
+    """This recipe is for one module whose tensors have several recipes. `Rules` makes it; users need not.
+
+    Args:
+        parts: For each matrix product of the module, the recipes of its input, its weight and its output gradient; None
+            is high precision.
+
+    Example:
+        >>> from mezzotint.recipe import MixedRecipe, Rules
+        >>> rules = Rules([("*:weight", "mxfp8"), ("*", "nvfp4")])
+        >>> mixed = rules.resolve("layers.0.proj", [""])
+        >>> isinstance(mixed, MixedRecipe)
+        True
+        >>> [type(each).__name__ for each in mixed.parts[0]]
+        ['NVFP4BlockScaling', 'MXFP8BlockScaling', 'NVFP4BlockScaling']
+    """
 
     parts: tuple[tuple[Recipe | None, ...], ...]
 
@@ -69,15 +82,31 @@ class MixedRecipe(Recipe):
 
 @recipe_class
 class Rules(Recipe):
-    """Rules are pairs of a pattern and a recipe, or its short name; None leaves what matches in high precision.
+    """Rules are pairs of a pattern and a recipe: each linear layer of a model gets the recipe of the first pattern that
+    its name matches.
 
     A pattern is matched with the name of each linear, its path in the model ("layers.3.mlp.fc1"), and with the path of
     the module that it is a part of ("layers.3.mlp"); `*`, `?` and `[0-3]` mean what they mean for file names. It may
     end with a tensor: "*.fc2:grad_output" is for the output gradients of these linears alone, and ":input" and
-    ":weight" are for the others. The first match decides, and a linear that no pattern matches raises an error: end
-    with `("*", ...)`.
+    ":weight" are for the others. A linear that no pattern matches raises an error: end with `("*", ...)`.
 
-    The recipes are taken as they are when the rules are made.
+    Modules must know their paths: `name_modules` or `bind_rules` tells them. The recipes are taken as they are when the
+    rules are made.
+
+    Args:
+        rules: Pairs of a pattern and a recipe, or its short name, or None for high precision.
+
+    Raises:
+        TypeError: If `rules` is not made of such pairs.
+        ValueError: If it is empty, or a pattern cannot match.
+
+    Example:
+        >>> from mezzotint.recipe import Rules
+        >>> rules = Rules([("layers.0.*", None), ("*", "mxfp8")])
+        >>> rules.resolve("layers.0.proj", [""]) is None
+        True
+        >>> type(rules.resolve("layers.1.proj", [""])).__name__
+        'MXFP8BlockScaling'
     """
 
     rules: Any
@@ -169,9 +198,25 @@ class Rules(Recipe):
 
 
 def choose_recipe(recipe: Recipe | None, config: Any) -> Recipe | None:
-    """Return the recipe of a module with this configuration: what rules chose for it (`layer/bind.py`), or, if `recipe`
-    is not of rules, itself. This is no method of a recipe: what such a method returns is a constant in a graph, which
-    then does not guard on what a factory of the recipe reads."""
+    """Return the recipe of a module with this configuration: what rules chose for it, or, if `recipe` is not of rules,
+    itself.
+
+    This is no method of a recipe: what such a method returns is a constant in a graph, which then does not guard on
+    what a factory of the recipe reads.
+
+    Args:
+        recipe: The recipe in force, or None for high precision.
+        config: The configuration of the module, which is asked only if `recipe` is a `Rules`.
+
+    Returns:
+        A recipe, or None for high precision.
+
+    Example:
+        >>> from mezzotint.recipe import MXFP8BlockScaling, choose_recipe
+        >>> recipe = MXFP8BlockScaling()
+        >>> choose_recipe(recipe, None) is recipe
+        True
+    """
     return config.under(recipe) if isinstance(recipe, Rules) else recipe
 
 

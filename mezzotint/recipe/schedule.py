@@ -23,13 +23,27 @@ from mezzotint.recipe.tables import (
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule has pairs of a step and what is used from that step on: a recipe, its short name, `Rules`, or None for
-    high precision.
+    """A schedule says which recipe is used at which steps of a run.
 
-        schedule = recipe.Schedule([(0, "mxfp8"), (9_000, None)])
-        with mz.autocast(**schedule.region(step)): ...
+    The recipes are taken as they are when the schedule is made.
 
-    Steps rise, and the first one is 0. The recipes are taken as they are when the schedule is made.
+    Args:
+        phases: Pairs of a step and what is used from that step on: a recipe, its short name, `Rules`, or None for high
+            precision. Steps rise, and the first one is 0.
+
+    Raises:
+        TypeError: If `phases` is not made of such pairs.
+        ValueError: If the steps do not rise from 0.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> schedule = mz.recipe.Schedule([(0, "mxfp8"), (9_000, None)])
+        >>> type(schedule.at(100)).__name__
+        'MXFP8BlockScaling'
+        >>> schedule.region(9_000)
+        {'enabled': False, 'recipe': None}
+        >>> with mz.autocast(**schedule.region(100)):
+        ...     pass  # a training step
     """
 
     phases: Any
@@ -80,8 +94,28 @@ class Schedule:
 
 
 def parse_schedule(text: str, source: str) -> Schedule:
-    """Return the schedule that a TOML text describes; rules alone are one phase. `source` is its name in error
-    messages."""
+    """Return the schedule that a TOML text describes; rules alone are one phase.
+
+    Args:
+        text: The text, with one table [[schedule]] for each phase or one table [[rule]] for each rule.
+        source: The name of the text in error messages, such as the path of its file.
+
+    Returns:
+        A `Schedule`.
+
+    Raises:
+        ValueError: If the text has neither of these tables, or a table is wrong.
+
+    Example:
+        >>> from mezzotint.recipe import parse_schedule
+        >>> text = '''
+        ... [[schedule]]
+        ... step = 0
+        ... recipe = "mxfp8"
+        ... '''
+        >>> type(parse_schedule(text, "an example").at(0)).__name__
+        'MXFP8BlockScaling'
+    """
     held = parse_tables(text, source)
     if "rule" in held:
         return Schedule([(0, rules_of_tables(list_of_tables(held, "rule", source), source))])

@@ -68,17 +68,33 @@ def export(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
-    """Write a model in a published format into the folder `path`, for programs that serve it, and return a report.
-
-    `model` is a model of Hugging Face, converted or not; one of `TransformerLayer`s with embedding, layers, norm and
-    head; or the folder of a checkpoint of Hugging Face in high precision. `format` is a name of
-    `mezzotint.serving.schemes`; "compressed-tensors" means the one of its formats in which the recipe trains.
+    """Write a model in a published format into a folder, for programs that serve it, and return a report.
 
     Quantized parameters are written as they are. Other weights are quantized by `recipe` or, in a converted model, by
-    its own; without any, by the format's usual recipe. `config` completes config.json. `dtype` is what tensors that are
-    not quantized are cast to (None keeps theirs). `requantize` allows other blocks than those of training, where rows
-    of one trained weight are published apart and cut its tiles. `base` is the folder that the model was read from:
-    weights in high precision that still have the values of its codes are written as they are there.
+    its own; without any, by the format's usual recipe.
+
+    Args:
+        model: A model of Hugging Face, converted or not; one of `TransformerLayer`s with embedding, layers, norm and
+            head; or the folder of a checkpoint of Hugging Face in high precision.
+        format: A name of `mezzotint.serving.schemes`, such as "hf-fp8"; "compressed-tensors" means the one of its
+            formats in which the recipe trains.
+        path: The folder that is made.
+        recipe: The recipe that quantizes weights which are in high precision, or None.
+        config: Entries that complete config.json, or None.
+        dtype: What tensors that are not quantized are cast to. None keeps theirs.
+        requantize: Whether other blocks than those of training are allowed, where rows of one trained weight are
+            published apart and cut its tiles. The default is False.
+        base: The folder that the model was read from, or None: weights in high precision that still have the values of
+            its codes are written as they are there.
+        overwrite: Whether a folder that exists is replaced. The default is False.
+        max_shard_bytes: How large one file of weights may become.
+
+    Returns:
+        An `ExportReport`, which prints what was written.
+
+    Raises:
+        ValueError: If the folder exists, or the format does not fit the model or the recipe.
+        TypeError: If `recipe` is no recipe.
     """
     source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
     if recipe is not None:

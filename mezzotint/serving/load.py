@@ -38,15 +38,26 @@ def load_quantized(
     high_precision: bool = False,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return a model with the weights of a checkpoint in a published format, which lies in the folder `path`.
+    """Return a model with the weights of a checkpoint in a published format.
 
-    `model` receives them: a model of Hugging Face, or one of `TransformerLayer`s; None makes the one that config.json
-    describes, with transformers. Weights that are published in codes become quantized parameters with the same bytes,
-    and a model of Hugging Face is converted to run under `recipe` (None for the usual one of the format). The copies
-    that backward reads are made from these bytes. Experts that are one parameter of a model stay plain.
+    Weights that are published in codes become quantized parameters with the same bytes, and a model of Hugging Face is
+    converted to run under a recipe. The copies that backward reads are made from these bytes. Experts that are one
+    parameter of a model stay plain.
 
-    `high_precision=True` gives plain weights instead, to be trained as any other; nothing is converted. `dtype` is that
-    of the weights' values (None for what config.json says).
+    Args:
+        path: The folder of the checkpoint.
+        model: The model that receives them: a model of Hugging Face, or one of `TransformerLayer`s. None makes the one
+            that config.json describes, with transformers.
+        recipe: The recipe under which the model runs, or None for the usual one of the format.
+        high_precision: Whether plain weights are made instead, to be trained as any other; then nothing is converted.
+            The default is False.
+        dtype: The dtype of the weights' values, or None for what config.json says.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the checkpoint is not quantized, or does not fit the model.
     """
     folder = PublishedFolder(Path(path))
     if folder.scheme is None:
