@@ -34,10 +34,19 @@ class _SummedGradient(torch.autograd.Function):
 
 @torch.no_grad()
 def reduce_gradients(model: nn.Module, group: Any) -> None:
-    """Sum over the group, in place, the gradients of parameters whose attribute `sequence_parallel` is true.
+    """Sum over a group, in place, the gradients of parameters whose attribute `sequence_parallel` is true.
 
     These are norms and row-parallel biases in sequence parallelism. A parameter's `main_grad` is summed if it has one.
     Call this after backward and before the optimizer's step; it takes one collective for each dtype.
+
+    Args:
+        model: The model whose gradients are summed.
+        group: The process group of tensor parallelism, or None for a single rank, with which nothing is done.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> from mezzotint.distributed import reduce_gradients
+        >>> reduce_gradients(mz.Linear(16, 16, device="cpu"), None)  # one rank alone: nothing to sum
     """
     if world_size(group) == 1:
         return

@@ -17,13 +17,20 @@ def check_same(model: nn.Module, recipe: Recipe | str | None = None) -> None:
     ranks must call it, outside of compiled code. It uses no collective, and waits for the other ranks of each group.
 
     Args:
-        model: its modules that were made with `tp_group`, or split by a style, are compared with those of the other
-            ranks of their group: sizes, how they are split, dtype, `sequence_parallel`. Modules that are whole are not.
-        recipe: what the model runs with; a Recipe or its short name. None means that of the region around this call.
+        model: The model, whose modules that were made with `tp_group`, or split by a style, are compared with those of
+            the other ranks of their group: sizes, how they are split, dtype, `sequence_parallel`. Modules that are
+            whole are not.
+        recipe: What the model runs with, a recipe or its short name. None means that of the region around this call.
 
     Raises:
-        ValueError: on every rank of the group, with what each of them has; on a rank that asks alone, after the timeout
-            of the default group.
+        ValueError: If they differ, on every rank of the group, with what each of them has; on a rank that asks alone,
+            after the timeout of the default group.
+        TypeError: If `model` is no module.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> from mezzotint.distributed import check_same
+        >>> check_same(mz.Linear(16, 16, device="cpu"), "mxfp8")  # shared with nobody: nothing to compare
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")

@@ -155,19 +155,37 @@ class ShardedWeight(torch.Tensor):
 
 
 def low_precision_gather(model: nn.Module, recipe: Any = None, *, one_direction: bool | None = None) -> nn.Module:
-    """Let FSDP2 gather the weights of the model's GEMMs as `recipe` quantizes them. Call it before `fully_shard`.
-
-    `recipe` is the one that the model trains with; if it is `Rules`, the model must have been bound to them
-    (`bind_rules`). Quantized weights (`quantized_model_init`) need none.
-
-    `one_direction` is for formats that hold two copies of a weight of which one cannot be made from the other (MXFP8 in
-    blocks of 1x32). None sends what is read until FSDP2 gathers again: the row-wise copy for forward, the column-wise
-    one for backward. It sends both if FSDP2 keeps the weight for backward (`reshard_after_forward=False`), and for a
-    backward that computes forward again (activation checkpointing) or may do so (compiled modules). False sends both.
-    True always sends one, also of compiled modules: a forward that is computed again then raises an error in eager
-    code, and reads NaN in a graph.
+    """Let FSDP2 gather the weights of the model's matrix products as `recipe` quantizes them. Call it before
+    `fully_shard`.
 
     In the state dict weights are what they would be without this: plain tensors, sharded after `fully_shard`.
+
+    Args:
+        model: The model, before `fully_shard` is called on it.
+        recipe: The recipe that the model trains with; if it is `Rules`, the model must have been bound to them
+            (`bind_rules`). Quantized weights (`quantized_model_init`) need none.
+        one_direction: Which copies are sent, for formats that hold two copies of a weight of which one cannot be made
+            from the other (MXFP8 in blocks of 1x32). None (the default) sends what is read until FSDP2 gathers again:
+            the row-wise copy for forward, the column-wise one for backward. It sends both if FSDP2 keeps the weight for
+            backward (`reshard_after_forward=False`), and for a backward that computes forward again (activation
+            checkpointing) or may do so (compiled modules). False sends both. True always sends one, also of compiled
+            modules: a forward that is computed again then raises an error in eager code, and reads NaN in a graph.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If `model` is no module, or `one_direction` is none of the three.
+        ValueError: If a weight is sharded already, or neither quantized nor given a recipe; or if the recipe computes
+            backward in high precision.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> from mezzotint.distributed import low_precision_gather
+        >>> model = mz.Linear(64, 64, device="cpu")
+        >>> model = low_precision_gather(model, mz.recipe.MXFP8BlockScaling())  # then fully_shard(model)
+        >>> model.state_dict()["weight"].shape
+        torch.Size([64, 64])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")

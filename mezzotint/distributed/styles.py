@@ -55,24 +55,65 @@ class _Style(ParallelStyle):
 
 
 class ColwiseParallel(_Style):
-    """This style splits the outputs of a Linear or LayerNormLinear over ranks."""
+    """This style splits the outputs of a `Linear` or `LayerNormLinear` over ranks, for `parallelize_module` of PyTorch.
+
+    Args:
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks as well. The default is False.
+
+    Example:
+        >>> from mezzotint.distributed import ColwiseParallel
+        >>> plan = {"head": ColwiseParallel()}  # for parallelize_module(model, mesh, plan)
+        >>> plan["head"].sequence_parallel
+        False
+    """
 
     modes = ("column",)
 
 
 class RowwiseParallel(_Style):
-    """This style splits the inputs of a Linear over ranks; the outputs are summed."""
+    """This style splits the inputs of a `Linear` over ranks, for `parallelize_module` of PyTorch; the outputs are
+    summed.
+
+    Args:
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks as well. The default is False.
+
+    Example:
+        >>> from mezzotint.distributed import RowwiseParallel
+        >>> plan = {"proj": RowwiseParallel()}  # for parallelize_module(model, mesh, plan)
+        >>> plan["proj"].sequence_parallel
+        False
+    """
 
     modes = ("row",)
 
 
 class TensorParallel(_Style):
-    """This style splits a LayerNormMLP, MultiheadAttention or TransformerLayer over ranks: the first weights by column,
-    the last by row."""
+    """This style splits a `LayerNormMLP`, `MultiheadAttention` or `TransformerLayer` over ranks, for
+    `parallelize_module` of PyTorch: the first weights by column, the last by row.
+
+    Args:
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
+            ranks as well. The default is False.
+
+    Example:
+        >>> from mezzotint.distributed import TensorParallel
+        >>> plan = {"blocks.*": TensorParallel(sequence_parallel=True)}  # for parallelize_module(model, mesh, plan)
+        >>> plan["blocks.*"].sequence_parallel
+        True
+    """
 
 
 class SequenceParallel(_Style):
-    """This style splits the tokens of a LayerNorm or RMSNorm over ranks."""
+    """This style splits the tokens of a `LayerNorm` or `RMSNorm` over ranks, for `parallelize_module` of PyTorch.
+
+    Example:
+        >>> from mezzotint.distributed import SequenceParallel
+        >>> plan = {"norm": SequenceParallel()}  # for parallelize_module(model, mesh, plan)
+        >>> plan["norm"].sequence_parallel
+        True
+    """
 
     def __init__(self) -> None:
         super().__init__(sequence_parallel=True)

@@ -15,7 +15,18 @@ __all__ = ["CustomGemmParams", "GEMMType", "is_made_by_custom", "multiply", "ope
 
 @dataclass(frozen=True)
 class CustomGemmParams:
-    """The options that a user's own `qgemm` is given beside its operands."""
+    """These are the options that a user's own `qgemm` is given beside its operands.
+
+    Args:
+        out_dtype: The dtype of the result, or None.
+        use_split_accumulator: Whether partial sums are to be promoted to FP32. The default is True.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.custom_recipes import MMParams
+        >>> MMParams(out_dtype=torch.bfloat16).use_split_accumulator
+        True
+    """
 
     out_dtype: torch.dtype | None = None
     use_split_accumulator: bool = True
@@ -55,7 +66,14 @@ def multiply(
 
 
 class GEMMType(Enum):
-    """A `GEMMType` names one of a linear's three products."""
+    """A `GEMMType` names one of a linear's three matrix products: forward (FPROP), input gradient (DGRAD), weight
+    gradient (WGRAD).
+
+    Example:
+        >>> from mezzotint.custom_recipes import GEMMType
+        >>> GEMMType.WGRAD.value
+        'wgrad'
+    """
 
     FPROP = "fprop"
     DGRAD = "dgrad"

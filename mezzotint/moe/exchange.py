@@ -29,7 +29,25 @@ from mezzotint.tracing import require
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An `Exchange` holds how many rows this rank sends and receives; `plan_exchange` makes it."""
+    """An `Exchange` holds how many rows this rank sends and receives; `plan_exchange` makes it.
+
+    Args:
+        sent: The number of rows for each rank.
+        received: The number of rows from each rank.
+        m_splits: The number of rows of each expert of this rank, as `GroupedLinear` takes it.
+        counts: The number of rows from each rank for each expert of this rank, int64 [ranks, experts of this rank].
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.distributed import combine, dispatch, plan_exchange
+        >>> x = torch.randn(6, 8)  # rows of one rank alone, sorted by expert
+        >>> exchange = plan_exchange(torch.tensor([4, 2]), rows=6)
+        >>> exchange.m_splits
+        (4, 2)
+        >>> y = dispatch(x, exchange)
+        >>> torch.equal(combine(y, exchange), x)
+        True
+    """
 
     sent: tuple[int, ...]  # rows to each rank
     received: tuple[int, ...]  # rows from each rank
@@ -38,10 +56,32 @@ class Exchange:
 
 
 def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None) -> Exchange:
-    """Return how many rows the ranks of `group` exchange with each other.
+    """Return how many rows the ranks of a group exchange with each other.
 
-    `tokens_per_expert` [E] counts this rank's rows for every expert of the group, and `rows` is their sum. This is a
-    collective, whose result the host waits for. If the counts of any rank do not add up to its rows, all ranks raise.
+    This is a collective, whose result the host waits for.
+
+    Args:
+        tokens_per_expert: This rank's number of rows for every expert of the group, integers [E].
+        rows: Their sum.
+        group: The process group, or None for a single rank.
+
+    Returns:
+        An `Exchange`.
+
+    Raises:
+        ValueError: If `tokens_per_expert` has not one integer for each expert; or, on all ranks, if the counts of any
+            rank do not add up to its rows.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.distributed import combine, dispatch, plan_exchange
+        >>> x = torch.randn(6, 8)  # rows of one rank alone, sorted by expert
+        >>> exchange = plan_exchange(torch.tensor([4, 2]), rows=6)
+        >>> exchange.m_splits
+        (4, 2)
+        >>> y = dispatch(x, exchange)
+        >>> torch.equal(combine(y, exchange), x)
+        True
     """
     if tokens_per_expert.dim() != 1 or tokens_per_expert.is_floating_point():
         raise ValueError(
@@ -77,8 +117,27 @@ def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None)
 def dispatch(x: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Tensor:
     """Send the rows of `x` to the ranks that have their experts, and return the rows that this rank's experts receive.
 
-    `x` [N, …] has this rank's rows, sorted by expert. The result [M, …] has rows from all ranks, sorted by expert, too;
-    `exchange` is that of `plan_exchange`.
+    Args:
+        x: This rank's rows [N, …], sorted by expert.
+        exchange: What `plan_exchange` returned.
+        group: The process group, or None for a single rank.
+
+    Returns:
+        Rows from all ranks [M, …], sorted by expert.
+
+    Raises:
+        ValueError: If the exchange was planned for another number of rows.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.distributed import combine, dispatch, plan_exchange
+        >>> x = torch.randn(6, 8)  # rows of one rank alone, sorted by expert
+        >>> exchange = plan_exchange(torch.tensor([4, 2]), rows=6)
+        >>> exchange.m_splits
+        (4, 2)
+        >>> y = dispatch(x, exchange)
+        >>> torch.equal(combine(y, exchange), x)
+        True
     """
     _check_rows("x", x, exchange.sent)
     got = _all_to_all(x, exchange.received, exchange.sent, group)
@@ -88,8 +147,27 @@ def dispatch(x: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Te
 def combine(y: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Tensor:
     """Send rows back to the ranks that they came from, which undoes `dispatch`.
 
-    `y` [M, …] has one row for each row that `dispatch` returned, usually the experts' outputs. The result [N, …] has
-    one for each row that it was given, in the same order.
+    Args:
+        y: One row for each row that `dispatch` returned [M, …], usually the experts' outputs.
+        exchange: What `plan_exchange` returned.
+        group: The process group, or None for a single rank.
+
+    Returns:
+        One row for each row that `dispatch` was given [N, …], in the same order.
+
+    Raises:
+        ValueError: If the exchange was planned for another number of rows.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.distributed import combine, dispatch, plan_exchange
+        >>> x = torch.randn(6, 8)  # rows of one rank alone, sorted by expert
+        >>> exchange = plan_exchange(torch.tensor([4, 2]), rows=6)
+        >>> exchange.m_splits
+        (4, 2)
+        >>> y = dispatch(x, exchange)
+        >>> torch.equal(combine(y, exchange), x)
+        True
     """
     _check_rows("y", y, exchange.received)
     return _all_to_all(_sort(y, exchange.counts.t()), exchange.sent, exchange.received, group)

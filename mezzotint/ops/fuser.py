@@ -259,7 +259,23 @@ def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[An
 
 class OperationFuser:
     """An `OperationFuser` is a pipeline of operations: it is fused for the recipe in force, and again when that
-    changes."""
+    changes.
+
+    `ops.Sequential` makes one for each run of operations; users need not.
+
+    Args:
+        ops: The operations, in order.
+
+    Raises:
+        ValueError: If there is none.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> pipeline = ops.OperationFuser([ops.ReLU(), ops.ConstantScale(2.0)])
+        >>> torch.equal(pipeline(torch.ones(4)), torch.full((4,), 2.0))
+        True
+    """
 
     forward_backward_fusion_functions = FORWARD_BACKWARD_FUSIONS
     forward_fusion_functions = FORWARD_FUSIONS

@@ -31,17 +31,68 @@ BACKWARD_FUSIONS: list[Fusion] = []
 
 
 def register_forward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Register a function that fuses forward passes; it comes before all others if `prepend`."""
+    """Register a function that fuses operations for the forward pass.
+
+    Args:
+        op_fusion_func: A function (ops, *, recipe) -> ops: it gets the operations of a pipeline in order and returns
+            them with some runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None if nothing
+            is quantized.
+        prepend: Whether it comes before all functions that were registered earlier. The default is False.
+
+    Raises:
+        TypeError: If it is no function.
+
+    Example:
+        >>> from mezzotint import ops
+        >>> def fuse_nothing(operations, *, recipe):
+        ...     return operations
+        >>> ops.register_forward_fusion(fuse_nothing)
+        >>> ops.OperationFuser.forward_fusion_functions.remove(fuse_nothing)
+    """
     _register(FORWARD_FUSIONS, op_fusion_func, prepend)
 
 
 def register_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Register a function that fuses backward passes; it comes before all others if `prepend`."""
+    """Register a function that fuses operations for the backward pass.
+
+    Args:
+        op_fusion_func: A function (ops, *, recipe) -> ops: it gets the operations of a pipeline in order and returns
+            them with some runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None if nothing
+            is quantized.
+        prepend: Whether it comes before all functions that were registered earlier. The default is False.
+
+    Raises:
+        TypeError: If it is no function.
+
+    Example:
+        >>> from mezzotint import ops
+        >>> def fuse_nothing(operations, *, recipe):
+        ...     return operations
+        >>> ops.register_backward_fusion(fuse_nothing)
+        >>> ops.OperationFuser.backward_fusion_functions.remove(fuse_nothing)
+    """
     _register(BACKWARD_FUSIONS, op_fusion_func, prepend)
 
 
 def register_forward_backward_fusion(op_fusion_func: Fusion, prepend: bool = False) -> None:
-    """Register a function that fuses both passes alike, before they are fused independently."""
+    """Register a function that fuses both passes alike, before they are fused independently.
+
+    Args:
+        op_fusion_func: A function (ops, *, recipe) -> ops: it gets the operations of a pipeline in order and returns
+            them with some runs of basic operations replaced by a `FusedOperation` of them. `recipe` is None if nothing
+            is quantized.
+        prepend: Whether it comes before all functions that were registered earlier. The default is False.
+
+    Raises:
+        TypeError: If it is no function.
+
+    Example:
+        >>> from mezzotint import ops
+        >>> def fuse_nothing(operations, *, recipe):
+        ...     return operations
+        >>> ops.register_forward_backward_fusion(fuse_nothing)
+        >>> ops.OperationFuser.forward_backward_fusion_functions.remove(fuse_nothing)
+    """
     _register(FORWARD_BACKWARD_FUSIONS, op_fusion_func, prepend)
 
 

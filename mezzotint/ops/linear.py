@@ -12,11 +12,40 @@ from mezzotint.tensor.printing import formats_of
 
 
 class Linear(FusedOperation):
-    """This operation computes x · `weight`ᵀ + `bias`, and is made of BasicLinear and Bias. Its state dict has the keys
+    """This operation computes x · `weight`ᵀ + `bias`, quantized as the recipe in force says.
+
+    It is made of a `BasicLinear` and a `Bias`, which is split with the rows of the weight. Its state dict has the keys
     of `torch.nn.Linear`.
 
-    `tensor_parallel_mode` is that of `BasicLinear`; the bias is split with the rows of the weight.
-    `accumulate_into_main_grad` adds the weight gradient to `weight.main_grad`.
+    Args:
+        in_features: The number of features of the input, over all ranks.
+        out_features: The number of features of the output, over all ranks.
+        bias: Whether there is a bias. The default is True.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        tensor_parallel_mode: How the weight is split over ranks: "column" splits the output features, "row" the input
+            features, and None (the default) nothing.
+        tensor_parallel_group: The process group whose ranks share the weight. None means all ranks if there is a
+            `tensor_parallel_mode`.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over these
+            ranks as well. The default is False.
+        rng_state_tracker_function: A function without arguments that returns a `CudaRNGStatesTracker`, from whose
+            random numbers initial values are drawn, or None for PyTorch's own.
+        accumulate_into_main_grad: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
+            training program puts there, instead of returning it to autograd. The default is False.
+
+    Raises:
+        ValueError: If a size is not positive, does not divide over the ranks, or the mode is unknown.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> linear = mz.ops.Linear(64, 32, device="cpu")
+        >>> with mz.autocast("mxfp8"):
+        ...     y = linear(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 32])
     """
 
     def __init__(

@@ -44,7 +44,22 @@ __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationCon
 
 class OperationContext:
     """An `OperationContext` holds what a basic operation keeps from forward to backward: tensors, by
-    `save_for_backward`, and free attributes."""
+    `save_for_backward`, and free attributes.
+
+    Args:
+        requires_grad: Whether backward will reach the operation. The default is True.
+        prev_op_grad_output_quantizer: The quantizer with which the operation before wants its gradient quantized, or
+            None for high precision.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ctx = ops.OperationContext()
+        >>> ctx.save_for_backward(torch.ones(4))
+        >>> ctx.factor = 2.0
+        >>> len(ctx.to_save)
+        1
+    """
 
     saved_tensors: tuple[Any, ...]
     to_save: tuple[Any, ...]
@@ -92,7 +107,15 @@ def used(ctx: OperationContext, op: nn.Module, name: str) -> Any:
 
 
 class FusibleOperation(nn.Module):
-    """A `FusibleOperation` is an operation that `ops.Sequential` may fuse with its neighbours."""
+    """A `FusibleOperation` is an operation that `ops.Sequential` may fuse with its neighbours.
+
+    This is the base class of `BasicOperation`, which is one step, and of `FusedOperation`, which is several at once.
+
+    Example:
+        >>> from mezzotint import ops
+        >>> issubclass(ops.ReLU, ops.FusibleOperation), ops.ReLU().is_fused_op
+        (True, False)
+    """
 
     is_split: ClassVar[bool] = False  # forward is written in split form
     _family: ClassVar[str] = "fuser"  # which of `FORMS` it is written in
@@ -208,7 +231,26 @@ class Run:
 
 
 class BasicOperation(FusibleOperation, Layer, is_base=True):
-    """A `BasicOperation` is one step of a pipeline. Gradients of its parameters come in the order of `parameters()`."""
+    """A `BasicOperation` is one step of a pipeline. Derive from it to write an operation of your own.
+
+    Write `op_forward_compute`, which returns the output and the tensors to save and must be pure;
+    `op_forward_save_ctx`, which writes them to the context; and `op_backward`, which returns the gradient of the input
+    and a tuple of those of the parameters, in the order of `parameters()`.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> class Double(ops.BasicOperation):
+        ...     def op_forward_compute(self, input_, **given):
+        ...         return 2 * input_, ()
+        ...     def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **given):
+        ...         pass
+        ...     def op_backward(self, ctx, grad_output):
+        ...         return 2 * grad_output, ()
+        >>> pipeline = ops.Sequential(Double(), ops.ReLU())
+        >>> torch.equal(pipeline(torch.ones(4)), torch.full((4,), 2.0))
+        True
+    """
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -496,7 +538,26 @@ def _of_one(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class FusedOperation(FusibleOperation, is_base=True):
-    """A `FusedOperation` does the work of several basic operations, `basic_ops`, at once."""
+    """A `FusedOperation` does the work of several basic operations at once. Derive from it to write a fusion of your
+    own.
+
+    Write `fuser_forward_compute` and `fuser_forward_save_ctx`, or `fuser_backward`, or all of them; a pass that is not
+    written runs operation by operation.
+
+    Args:
+        basic_ops: The operations whose work it does, in order.
+
+    Raises:
+        ValueError: If there is none.
+
+    Example:
+        >>> from mezzotint import ops
+        >>> linear = ops.Linear(16, 16, device="cpu")
+        >>> isinstance(linear, ops.FusedOperation)
+        True
+        >>> [type(each).__name__ for each in linear.basic_ops]
+        ['BasicLinear', 'Bias']
+    """
 
     def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
         super().__init__()

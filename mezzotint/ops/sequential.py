@@ -15,12 +15,29 @@ Segment = OperationFuser | nn.Module
 
 
 class Sequential(Named):
-    """This container is like `torch.nn.Sequential`, for operations and other modules: `Sequential(a, b)`, or with a
-    dict of names.
+    """This container is like `torch.nn.Sequential`, for operations and other modules, and runs neighbouring operations
+    as one where there is a fusion for them.
 
     A run of operations is one step: hooks of an operation in it are not called; those of this container and of other
     modules are. An operation whose class writes a `forward` of its own is called like any other module. Modules without
     a name get their path in this container as their name, which recipes see in their roles.
+
+    Args:
+        *args: The modules, in order; or one dict of names and modules.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mlp = mz.ops.Sequential(
+        ...     mz.ops.LayerNorm(64, device="cpu"),
+        ...     mz.ops.Linear(64, 128, device="cpu"),
+        ...     mz.ops.GELU(),
+        ...     mz.ops.Linear(128, 64, device="cpu"),
+        ... )
+        >>> with mz.autocast("mxfp8"):
+        ...     y = mlp(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 64])
     """
 
     def __init__(self, *args: Any) -> None:

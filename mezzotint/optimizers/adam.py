@@ -36,15 +36,50 @@ from mezzotint.tensor.quantized_tensor import QuantizedTensor
 
 
 class FusedAdam(FusedOptimizer):
-    """This optimizer is Adam (`adam_w_mode=False`) or AdamW, computed in FP32.
+    """This optimizer is Adam or AdamW, computed in FP32, for plain and quantized parameters.
 
-    The state of a parameter is `step`, FP32; `exp_avg` and `exp_avg_sq` in `exp_avg_dtype` and `exp_avg_sq_dtype`; and
-    with `master_weights` a `master_param` in `master_weight_dtype`, unless the parameter is FP32 itself. States in FP16
-    and uint8 (FP8, E4M3) come with `…_scale`. Without masters the values of a parameter are rounded in every step.
-    `state_dict()` has FP32 throughout, except remainders.
+    The state of a parameter is `step`, FP32; `exp_avg` and `exp_avg_sq`; and with `master_weights` a `master_param`,
+    unless the parameter is FP32 itself. States in FP16 and uint8 (FP8, E4M3) come with `…_scale`. Without masters the
+    values of a parameter are rounded in every step. `state_dict()` has FP32 throughout, except remainders.
 
-    `store_param_remainders` keeps only those bits of an FP32 master that its BF16 parameter does not have. `capturable`
-    makes the learning rate a tensor on the device. `use_decoupled_grad` reads gradients from `param.decoupled_grad`.
+    Args:
+        params: The parameters, or groups of parameters as dicts, as every optimizer of PyTorch takes them. They may be
+            quantized.
+        lr: The learning rate, a number or a tensor. The default is 1e-3.
+        betas: The decays of the first and of the second moment. The default is (0.9, 0.999).
+        eps: A small number that is added to the denominator. The default is 1e-8.
+        weight_decay: The factor of the weight decay. The default is 0.
+        amsgrad: Must be False.
+        bias_correction: Whether the moments are divided by 1 - beta^step. The default is True.
+        adam_w_mode: True (the default) for AdamW, whose weight decay does not go through the moments, False for Adam.
+        capturable: Whether the learning rate becomes a tensor on the device, for CUDA graphs. The default is False.
+        master_weights: Whether a copy of each parameter in higher precision is kept and updated, from which the
+            parameter is rounded or quantized. The default is False.
+        master_weight_dtype: The dtype of these copies, torch.float32 (the default) or torch.float16.
+        exp_avg_dtype: The dtype of the first moment, by default torch.float32; torch.uint8 is FP8 with a scale.
+        exp_avg_sq_dtype: The dtype of the second moment, likewise.
+        use_decoupled_grad: Whether gradients are read from `param.decoupled_grad` instead of `param.grad`. The default
+            is False.
+        store_param_remainders: Whether only those bits of an FP32 master are kept that its BF16 parameter does not
+            have. The default is False.
+        set_grad_none: A former option that gives a DeprecationWarning: give `set_to_none` to `zero_grad` instead. The
+            default is None.
+
+    Raises:
+        ValueError: If a rate is negative, a dtype is not one of those that there are, or options do not go together.
+        RuntimeError: If `amsgrad` is True.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> with mz.quantized_model_init(recipe=mz.recipe.MXFP8BlockScaling()):
+        ...     layer = mz.Linear(64, 64, device="cpu")
+        >>> optimizer = mz.optimizers.FusedAdam(layer.parameters(), lr=1e-3, master_weights=True)
+        >>> with mz.autocast("mxfp8"):
+        ...     layer(torch.randn(32, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> isinstance(layer.weight, mz.MXFP8Tensor), optimizer.state[layer.weight]["master_param"].dtype
+        (True, torch.float32)
     """
 
     _OPTIONS = (

@@ -20,7 +20,22 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 
 class MultiTensorApply:
-    """A `MultiTensorApply` calls a function over lists with its chunk size."""
+    """A `MultiTensorApply` calls a function over lists of tensors with its chunk size. `multi_tensor_applier` is one.
+
+    Args:
+        chunk_size: The first argument of the functions that it calls, a positive int. None of those that are here reads
+            it.
+
+    Raises:
+        ValueError: If it is no positive int.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_applier, multi_tensor_l2norm
+        >>> norm, _ = multi_tensor_applier(multi_tensor_l2norm, torch.zeros(1), [[torch.ones(4)]])
+        >>> torch.equal(norm, torch.tensor([2.0]))
+        True
+    """
 
     def __init__(self, chunk_size: int) -> None:
         if not isinstance(chunk_size, int) or chunk_size < 1:
@@ -36,8 +51,25 @@ multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """Compute output = input · scale in FP32 for `tensor_lists` [inputs, outputs], and write it in the output's
-    dtype."""
+    """Compute output = input · scale in FP32 for each pair of tensors, and write it in the output's dtype.
+
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed. It is set to 1 if an input is not finite.
+        tensor_lists: The two lists [inputs, outputs].
+        scale: The factor.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_scale
+        >>> given, out = [torch.ones(4)], [torch.empty(4)]
+        >>> multi_tensor_scale(1024, torch.zeros(1), [given, out], 0.5)
+        >>> torch.equal(out[0], torch.full((4,), 0.5))
+        True
+    """
     _scale(noop_flag, tensor_lists, scale)
 
 
@@ -45,7 +77,25 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
 def multi_tensor_scale_tensor(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
 ) -> None:
-    """Do what `multi_tensor_scale` does, with a scale of one element on the device."""
+    """Do what `multi_tensor_scale` does, with a scale on the device.
+
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed. It is set to 1 if an input is not finite.
+        tensor_lists: The two lists [inputs, outputs].
+        scale: The factor, a tensor of one element.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_scale_tensor
+        >>> given, out = [torch.ones(4)], [torch.empty(4)]
+        >>> multi_tensor_scale_tensor(1024, torch.zeros(1), [given, out], torch.tensor([0.5]))
+        >>> torch.equal(out[0], torch.full((4,), 0.5))
+        True
+    """
     _scale(noop_flag, tensor_lists, scale.float().view(()))
 
 
@@ -62,8 +112,27 @@ def _scale(noop_flag: torch.Tensor, tensor_lists: Lists, scale: Any) -> None:
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of all tensors as one vector, FP32 [1], and with `per_tensor` that of each, FP32 [n], else an
-    empty tensor. `tensor_lists` is [tensors]."""
+    """Return the L2 norm of all tensors as one vector.
+
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element, which is set to 1 if the norm is not finite.
+        tensor_lists: The one list [tensors].
+        per_tensor: Whether the norm of each tensor is returned as well. The default is False.
+
+    Returns:
+        The norm, FP32 [1]; and with `per_tensor` that of each tensor, FP32 [n], else an empty tensor.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_l2norm
+        >>> total, each = multi_tensor_l2norm(1024, torch.zeros(1), [[torch.ones(4), torch.ones(9)]], per_tensor=True)
+        >>> torch.equal(each, torch.tensor([2.0, 3.0]))
+        True
+    """
     (tensors,) = _checked(noop_flag, tensor_lists, 1)
     return _norms(noop_flag, [x.float() for x in tensors], bool(per_tensor))
 
@@ -76,8 +145,28 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norms of tensor · `inv_scale` (one element), like `multi_tensor_l2norm`; the tensors stay as they
-    are."""
+    """Return the norms of tensor · `inv_scale`, like `multi_tensor_l2norm`; the tensors stay as they are.
+
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element, which is set to 1 if the norm is not finite.
+        tensor_lists: The one list [tensors].
+        inv_scale: The factor, a tensor of one element.
+        per_tensor: Whether the norm of each tensor is returned as well. The default is False.
+
+    Returns:
+        The norm, FP32 [1]; and with `per_tensor` that of each tensor, FP32 [n], else an empty tensor.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_unscale_l2norm
+        >>> total, _ = multi_tensor_unscale_l2norm(1024, torch.zeros(1), [[torch.ones(4)]], torch.tensor([0.5]))
+        >>> torch.equal(total, torch.tensor([1.0]))
+        True
+    """
     (tensors,) = _checked(noop_flag, tensor_lists, 1)
     factor = inv_scale.float().view(())
     return _norms(noop_flag, [x.float() * factor for x in tensors], bool(per_tensor))
@@ -107,9 +196,32 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Do a step of Adam on `tensor_lists` [gradients, parameters, exp_avg, exp_avg_sq], or these and FP32 masters.
+    """Do a step of Adam or AdamW on lists of tensors, in place.
 
-    `mode` is 1 for AdamW, 0 for Adam. `step` counts from 1.
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed.
+        tensor_lists: The lists [gradients, parameters, exp_avg, exp_avg_sq], or these and one of FP32 masters.
+        lr: The learning rate, a number or a tensor.
+        beta1: The decay of the first moment.
+        beta2: The decay of the second moment.
+        epsilon: A small number that is added to the denominator.
+        step: The number of the step, from 1.
+        mode: 1 for AdamW, 0 for Adam.
+        bias_correction: Whether the moments are divided by 1 - beta^step: 1 or 0.
+        weight_decay: The factor of the weight decay.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_adam
+        >>> grads, params = [torch.ones(4)], [torch.ones(4)]
+        >>> lists = [grads, params, [torch.zeros(4)], [torch.zeros(4)]]
+        >>> multi_tensor_adam(1024, torch.zeros(1), lists, 0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+        >>> bool((params[0] < 1).all())
+        True
     """
     _adam(noop_flag, tensor_lists, lr, (beta1, beta2, epsilon, weight_decay), step, mode, bias_correction, None)
 
@@ -129,8 +241,37 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Do what `multi_tensor_adam` does with learning rate and step on the device, and gradients multiplied by
-    `inv_scale`."""
+    """Do what `multi_tensor_adam` does with learning rate and step on the device, for CUDA graphs.
+
+    `multi_tensor_adam_capturable_master` is another name of this function, for lists with masters.
+
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed.
+        tensor_lists: The lists [gradients, parameters, exp_avg, exp_avg_sq], or these and one of FP32 masters.
+        lr: The learning rate, a tensor.
+        beta1: The decay of the first moment.
+        beta2: The decay of the second moment.
+        epsilon: A small number that is added to the denominator.
+        step: The number of the step, from 1, as a tensor.
+        mode: 1 for AdamW, 0 for Adam.
+        bias_correction: Whether the moments are divided by 1 - beta^step: 1 or 0.
+        weight_decay: The factor of the weight decay.
+        inv_scale: A tensor of one element by which gradients are multiplied.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_adam_capturable
+        >>> grads, params = [torch.ones(4)], [torch.ones(4)]
+        >>> lists = [grads, params, [torch.zeros(4)], [torch.zeros(4)]]
+        >>> rate, step, one = torch.tensor(0.1), torch.tensor(1), torch.ones(1)
+        >>> multi_tensor_adam_capturable(1024, torch.zeros(1), lists, rate, 0.9, 0.999, 1e-8, step, 1, 1, 0.0, one)
+        >>> bool((params[0] < 1).all())
+        True
+    """
     _adam(noop_flag, tensor_lists, lr, (beta1, beta2, epsilon, weight_decay), step, mode, bias_correction, inv_scale)
 
 
@@ -153,9 +294,38 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: DType,
 ) -> None:
-    """Do a step of Adam on [gradients, FP8 codes, exp_avg, exp_avg_sq, FP32 masters, scale, amax, scale_inv].
+    """Do a step of Adam or AdamW on FP32 masters, and quantize them to FP8 codes by given scales.
 
-    Masters are updated, and quantized by the given scales; amax is a running maximum, scale_inv = 1 / scale.
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed.
+        tensor_lists: The lists [gradients, FP8 codes, exp_avg, exp_avg_sq, FP32 masters, scale, amax, scale_inv]; amax
+            becomes a running maximum, and scale_inv 1 / scale.
+        lr: The learning rate, a number or a tensor.
+        beta1: The decay of the first moment.
+        beta2: The decay of the second moment.
+        epsilon: A small number that is added to the denominator.
+        step: The number of the step, from 1.
+        mode: 1 for AdamW, 0 for Adam.
+        bias_correction: Whether the moments are divided by 1 - beta^step: 1 or 0.
+        weight_decay: The factor of the weight decay.
+        fp8_dtype: The element type of the codes, a `DType`.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> from mezzotint.optimizers import multi_tensor_adam_fp8
+        >>> grads, codes, masters = [torch.ones(16)], [torch.zeros(16, dtype=torch.uint8)], [torch.ones(16)]
+        >>> moments = [[torch.zeros(16)], [torch.zeros(16)]]
+        >>> scales = [[torch.ones(1)], [torch.zeros(1)], [torch.ones(1)]]
+        >>> lists = [grads, codes, *moments, masters, *scales]
+        >>> e4m3 = mz.DType.kFloat8E4M3
+        >>> multi_tensor_adam_fp8(1024, torch.zeros(1), lists, 0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0, e4m3)
+        >>> bool(codes[0].any()), bool((masters[0] < 1).all())
+        (True, True)
     """
     grads, codes, exp_avgs, exp_avg_sqs, masters, scales, amaxes, inverses = _checked(noop_flag, tensor_lists, 8)
     rates = (beta1, beta2, epsilon, weight_decay)
@@ -216,10 +386,33 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Do a step of SGD on [gradients, parameters, momentum buffers], or these and copies of the parameters in another
-    dtype.
+    """Do a step of SGD on lists of tensors, in place.
 
-    Gradients are multiplied by `scale`. `first_run` says that the buffers hold nothing yet.
+    Args:
+        chunk_size: It is accepted for the signature's sake and has no effect; `multi_tensor_applier` gives it.
+        noop_flag: A tensor of one element: if it is 1, nothing is changed.
+        tensor_lists: The lists [gradients, parameters, momentum buffers], or these and one of copies of the parameters
+            in another dtype.
+        wd: The factor of the weight decay.
+        momentum: The factor of the momentum.
+        dampening: How much less of the gradient goes into the momentum.
+        lr: The learning rate.
+        nesterov: Whether it is Nesterov momentum.
+        first_run: Whether the buffers hold nothing yet.
+        wd_after_momentum: Whether weight decay is added to what the momentum gives instead of to the gradient.
+        scale: The factor of the gradients.
+
+    Raises:
+        ValueError: If the flag has not one element, or the lists do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint.optimizers import multi_tensor_sgd
+        >>> params = [torch.ones(4)]
+        >>> lists = [[torch.ones(4)], params, [torch.zeros(4)]]
+        >>> multi_tensor_sgd(1024, torch.zeros(1), lists, 0.0, 0.0, 0.0, 0.5, False, True, False, 1.0)
+        >>> torch.equal(params[0], torch.full((4,), 0.5))
+        True
     """
     grads, params, buffers, *copies = _checked(noop_flag, tensor_lists, 3, 4)
     if not params:

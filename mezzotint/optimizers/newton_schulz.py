@@ -32,10 +32,31 @@ def newton_schulz(
     coefficients: Sequence[Any] | None = None,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """Turn x (…, m, n), FP32 or BF16, roughly into U Vᵀ of its singular value decomposition, in place, and return it.
+    """Turn a matrix roughly into U Vᵀ of its singular value decomposition, in place, by Newton-Schulz iteration, as the
+    optimizer Muon does.
 
-    `coefficients` are a, b, c for all rounds, or such triples, one for each round (flat or nested). `eps` is added to
-    the norm that x is divided by first. `ctx` must be None.
+    Args:
+        x: The matrix (…, m, n), FP32 or BF16, or a stack of matrices.
+        ctx: Must be None: Transformer Engine has matrices here that are spread over ranks.
+        num_iterations: The number of rounds. The default is 5.
+        coefficients: The numbers a, b, c for all rounds, or such triples, one for each round (flat or nested). None
+            means a built-in list.
+        eps: A small number that is added to the norm that x is divided by first. The default is 1e-7.
+
+    Returns:
+        x, which has been changed.
+
+    Raises:
+        ValueError: If `x` is no matrix, or the numbers do not fit.
+        TypeError: If `x` is neither FP32 nor BF16.
+        NotImplementedError: If `ctx` is given.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = torch.randn(8, 16)
+        >>> mz.newton_schulz(x) is x
+        True
     """
     if ctx is not None:
         raise NotImplementedError(

@@ -20,11 +20,37 @@ from mezzotint.optimizers.base import (
 
 
 class FusedSGD(FusedOptimizer):
-    """This optimizer is SGD with momentum, dampening and Nesterov momentum like torch.optim.SGD, computed in FP32.
+    """This optimizer is SGD with momentum, dampening and Nesterov momentum like `torch.optim.SGD`, computed in FP32,
+    for plain and quantized parameters.
 
-    The state of a parameter with momentum is `momentum_buffer` and `step`, both FP32. `wd_after_momentum` adds weight
-    decay to what the momentum gives instead of to the gradient. `materialize_master_grads` is accepted and has no
-    effect: gradients are read as they are.
+    The state of a parameter with momentum is `momentum_buffer` and `step`, both FP32.
+
+    Args:
+        params: The parameters, or groups of parameters as dicts, as every optimizer of PyTorch takes them. They may be
+            quantized.
+        lr: The learning rate, a number or a tensor.
+        momentum: The factor of the momentum. The default is 0, for none.
+        dampening: How much less of the gradient goes into the momentum. The default is 0.
+        weight_decay: The factor of the weight decay. The default is 0.
+        nesterov: Whether it is Nesterov momentum. The default is False.
+        wd_after_momentum: Whether weight decay is added to what the momentum gives instead of to the gradient. The
+            default is False.
+        materialize_master_grads: It is accepted and has no effect: gradients are read as they are.
+        set_grad_none: A former option that gives a DeprecationWarning: give `set_to_none` to `zero_grad` instead. The
+            default is None.
+
+    Raises:
+        ValueError: If a rate is negative, or `nesterov` is given without a momentum or with dampening.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer = mz.Linear(16, 16, device="cpu")
+        >>> optimizer = mz.optimizers.FusedSGD(layer.parameters(), lr=0.1, momentum=0.9)
+        >>> layer(torch.randn(4, 16)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[layer.weight])
+        ['momentum_buffer', 'step']
     """
 
     _OPTIONS = (*FusedOptimizer._OPTIONS, "materialize_master_grads", "wd_after_momentum")

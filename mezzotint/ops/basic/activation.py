@@ -121,68 +121,190 @@ _CACHE = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, rowwise=True, columnwi
 
 
 class GELU(Activation):
-    """This operation computes x · Φ(x), by its tanh approximation."""
+    """This operation computes x · Φ(x), by its tanh approximation.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.GELU()(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "gelu"
 
 
 class GLU(Activation):
-    """This operation computes sigmoid(x1) · x2, with x = [x1 | x2]."""
+    """This operation computes sigmoid(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.GLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "glu"
 
 
 class GEGLU(Activation):
-    """This operation computes gelu(x1) · x2, with x = [x1 | x2]."""
+    """This operation computes gelu(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.GEGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "geglu"
 
 
 class QGELU(Activation):
-    """This operation computes x · sigmoid(1.702 x)."""
+    """This operation computes x · sigmoid(1.702 x).
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.QGELU()(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "qgelu"
 
 
 class QGEGLU(Activation):
-    """This operation computes qgelu(x1) · x2, with x = [x1 | x2]."""
+    """This operation computes qgelu(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.QGEGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "qgeglu"
 
 
 class ReLU(Activation):
-    """This operation computes max(x, 0)."""
+    """This operation computes max(x, 0).
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ReLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "relu"
 
 
 class ReGLU(Activation):
-    """This operation computes relu(x1) · x2, with x = [x1 | x2]."""
+    """This operation computes relu(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ReGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "reglu"
 
 
 class SReLU(Activation):
-    """This operation computes max(x, 0)²."""
+    """This operation computes max(x, 0)².
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.SReLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "srelu"
 
 
 class SReGLU(Activation):
-    """This operation computes srelu(x1) · x2, with x = [x1 | x2]."""
+    """This operation computes srelu(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.SReGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "sreglu"
 
 
 class SiLU(Activation):
-    """This operation computes x · sigmoid(x)."""
+    """This operation computes x · sigmoid(x).
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.SiLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "silu"
 
 
 class SwiGLU(Activation):
-    """This operation computes silu(x1) · x2, with x = [x1 | x2]. With `glu_interleave_size`, x1 and x2 lie in turns of
-    that many columns."""
+    """This operation computes silu(x1) · x2. The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.SwiGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "swiglu"
 
@@ -193,7 +315,23 @@ class SwiGLU(Activation):
 
 class ClampedSwiGLU(SwiGLU):
     """This operation computes min(x1, limit) · sigmoid(alpha · min(x1, limit)) · (clamp(x2, ±limit) +
-    glu_linear_offset)."""
+    glu_linear_offset). The input x = [x1 | x2] is twice as wide as the output.
+
+    Args:
+        limit: The bound of both halves. The default is 7.0.
+        alpha: The factor inside of the sigmoid. The default is 1.702.
+        glu_linear_offset: What is added to the second half. The default is 1.0.
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ClampedSwiGLU(limit=5.0)(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "clamped_swiglu"
 
@@ -219,7 +357,26 @@ def _bounds(**given: float) -> tuple[float, ...]:
 
 
 class SiTUGLU(SwiGLU):
-    """This operation computes beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2)."""
+    """This operation computes beta1 · tanh(x1 / beta1) · sigmoid(x1) · beta2 · tanh(x2 / beta2). The input x = [x1 |
+    x2] is twice as wide as the output.
+
+    Args:
+        beta1: The bound of the first half, finite and above 0. The default is 4.0.
+        beta2: The bound of the second half, finite and above 0. The default is 25.0.
+        cache_quantized_input: Whether the input is kept for backward in FP8 instead of its own dtype. That takes half
+            the memory of BF16, and its rounding shows in the gradient. The default is False.
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+
+    Raises:
+        ValueError: If `beta1` or `beta2` is not finite and above 0.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.SiTUGLU()(torch.randn(4, 16)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "situglu"
 
@@ -272,8 +429,19 @@ def check_row_scales(scales: torch.Tensor, leading: Any) -> None:
 
 
 class ScaledSReLU(ScaledActivation):
-    """This operation computes max(x, 0)² · scales. Only the input is kept for backward, with
-    `activation_recompute_in_mlp` and without."""
+    """This operation computes max(x, 0)² · scales. The extra input `scales` has one number for each row, such as the
+    weights of a router.
+
+    Args:
+        activation_recompute_in_mlp: It is accepted and changes nothing: only the input is kept for backward in any
+            case. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ScaledSReLU()(torch.randn(4, 16), torch.rand(4)).shape
+        torch.Size([4, 16])
+    """
 
     activation = "srelu"
 
@@ -283,7 +451,23 @@ class ScaledSReLU(ScaledActivation):
 
 
 class ScaledSwiGLU(ScaledActivation):
-    """This operation computes silu(x1) · x2 · scales."""
+    """This operation computes silu(x1) · x2 · scales. The input x = [x1 | x2] is twice as wide as the output. The extra
+    input `scales` has one number for each row, such as the weights of a router.
+
+    Args:
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+
+    Raises:
+        ValueError: If `activation_recompute_in_mlp` is True.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ScaledSwiGLU()(torch.randn(4, 16), torch.rand(4)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "swiglu"
 
@@ -299,7 +483,25 @@ class ScaledSwiGLU(ScaledActivation):
 
 
 class ScaledSiTUGLU(ScaledSwiGLU):
-    """This operation computes `SiTUGLU`, multiplied by scales."""
+    """This operation computes `SiTUGLU`, multiplied by scales. The input x = [x1 | x2] is twice as wide as the output.
+    The extra input `scales` has one number for each row, such as the weights of a router.
+
+    Args:
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+        beta1: The bound of the first half, finite and above 0. The default is 4.0.
+        beta2: The bound of the second half, finite and above 0. The default is 25.0.
+
+    Raises:
+        ValueError: If `activation_recompute_in_mlp` is True, or `beta1` or `beta2` is not finite and above 0.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ScaledSiTUGLU()(torch.randn(4, 16), torch.rand(4)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "situglu"
 
@@ -316,7 +518,26 @@ class ScaledSiTUGLU(ScaledSwiGLU):
 
 
 class ScaledClampedQGeGLU(ScaledSwiGLU):
-    """This operation computes `ClampedSwiGLU`, multiplied by scales."""
+    """This operation computes `ClampedSwiGLU`, multiplied by scales. The input x = [x1 | x2] is twice as wide as the
+    output. The extra input `scales` has one number for each row, such as the weights of a router.
+
+    Args:
+        glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
+            None (the default) means that they lie one behind the other.
+        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+        limit: The bound of both halves. The default is 7.0.
+        alpha: The factor inside of the sigmoid. The default is 1.702.
+        glu_linear_offset: What is added to the second half. The default is 1.0.
+
+    Raises:
+        ValueError: If `activation_recompute_in_mlp` is True.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.ScaledClampedQGeGLU()(torch.randn(4, 16), torch.rand(4)).shape
+        torch.Size([4, 8])
+    """
 
     activation = "clamped_swiglu"
 

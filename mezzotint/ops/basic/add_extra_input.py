@@ -14,10 +14,22 @@ from mezzotint.tracing import eager_only
 
 
 class AddExtraInput(BasicOperation):
-    """This operation computes x + extra, both of one shape.
+    """This operation computes x + extra, both of one shape, as at the end of a residual branch.
 
-    `in_place` lets the result take the memory of the extra input, which the caller must not read afterwards. An extra
-    input that comes by a channel is read by others, too, and is not written to.
+    The extra input is given to the pipeline beside x, or comes by a channel from an earlier operation
+    (`set_extra_input_channel`).
+
+    Args:
+        in_place: Whether the result may take the memory of the extra input, which the caller must not read afterwards.
+            An extra input that comes by a channel is read by others, too, and is not written to. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> branch = ops.Sequential(ops.MakeExtraOutput(), ops.ReLU(), ops.AddExtraInput())
+        >>> y, x_again = branch(torch.ones(4), torch.ones(4))
+        >>> torch.equal(y, torch.full((4,), 2.0))
+        True
     """
 
     num_extra_inputs = 1

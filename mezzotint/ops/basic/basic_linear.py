@@ -46,11 +46,40 @@ class LinearRun(Run):
 
 
 class BasicLinear(BasicOperation):
-    """This operation computes x (…, in) · `weight` (out, in)ᵀ.
+    """This operation computes x (…, in) · `weight` (out, in)ᵀ, quantized as the recipe in force says.
 
-    A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does. With `accumulate_into_main_grad`
-    the weight gradient is added to `weight.main_grad`. `tensor_parallel_mode` is the `parallel_mode` of
-    `mezzotint.Linear`, over `tensor_parallel_group`, or over all ranks.
+    A run takes the keyword argument `is_first_microbatch`, as `mezzotint.Linear` does.
+
+    Args:
+        in_features: The number of features of the input, over all ranks.
+        out_features: The number of features of the output, over all ranks.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        tensor_parallel_mode: How the weight is split over ranks: "column" splits the output features, "row" the input
+            features, and None (the default) nothing.
+        tensor_parallel_group: The process group whose ranks share the weight. None means all ranks if there is a
+            `tensor_parallel_mode`.
+        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over these
+            ranks as well. The default is False.
+        rng_state_tracker_function: A function without arguments that returns a `CudaRNGStatesTracker`, from whose
+            random numbers initial values are drawn, or None for PyTorch's own.
+        accumulate_into_main_grad: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
+            training program puts there, instead of returning it to autograd. The default is False.
+        userbuffers_options: Must be None: Transformer Engine's user buffers do not exist here.
+
+    Raises:
+        ValueError: If a size is not positive, does not divide over the ranks, or the mode is unknown.
+        NotImplementedError: If `userbuffers_options` are given.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> linear = mz.ops.BasicLinear(64, 32, device="cpu")
+        >>> with mz.autocast("mxfp8"):
+        ...     y = linear(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 32])
     """
 
     weight: torch.nn.Parameter

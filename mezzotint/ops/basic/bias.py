@@ -15,8 +15,22 @@ from mezzotint.ops.quantizing import plain
 
 
 class Bias(BasicOperation):
-    """This operation computes x (…, size) + `bias` [size]. With `tensor_parallel` this rank holds its shard of the
-    bias."""
+    """This operation computes x (…, size) + `bias` [size].
+
+    Args:
+        size: The number of features, over all ranks.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        tensor_parallel: Whether this rank holds its shard of the bias. The default is False.
+        tensor_parallel_group: The process group whose ranks share the bias, or None.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.Bias(8, device="cpu")(torch.randn(4, 8)).shape
+        torch.Size([4, 8])
+    """
 
     bias: nn.Parameter
     _keywords = ()

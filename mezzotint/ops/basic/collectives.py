@@ -39,7 +39,19 @@ class _Collective(BasicOperation):
 
 
 class AllGather(_Collective):
-    """This operation returns the inputs of all ranks, one below the other; their gradients are summed and scattered."""
+    """This operation returns the inputs of all ranks, one below the other; their gradients are summed and scattered.
+
+    Args:
+        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
+            the identity.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> x = torch.randn(4, 8)
+        >>> torch.equal(ops.AllGather()(x), x)  # one rank alone
+        True
+    """
 
     def _collect(self, x: Any) -> Any:
         return all_gather(plain(x), self.process_group)
@@ -49,7 +61,20 @@ class AllGather(_Collective):
 
 
 class ReduceScatter(_Collective):
-    """This operation sums the inputs of all ranks, of which each gets its rows; gradients are gathered."""
+    """This operation sums the inputs of all ranks, of which each rank gets its share of the rows; gradients are
+    gathered.
+
+    Args:
+        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
+            the identity.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> x = torch.randn(4, 8)
+        >>> torch.equal(ops.ReduceScatter()(x), x)  # one rank alone
+        True
+    """
 
     def _collect(self, x: Any) -> Any:
         return reduce_scatter(plain(x), self.process_group)
@@ -59,7 +84,20 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """This operation sums the inputs of all ranks, and their gradients, too, if `reduce_in_backward`."""
+    """This operation sums the inputs of all ranks.
+
+    Args:
+        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
+            the identity.
+        reduce_in_backward: Whether gradients are summed over the ranks, too. The default is True.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> x = torch.randn(4, 8)
+        >>> torch.equal(ops.AllReduce()(x), x)  # one rank alone
+        True
+    """
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)

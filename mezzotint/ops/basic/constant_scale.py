@@ -9,7 +9,17 @@ from mezzotint.ops.quantizing import plain
 
 
 class ConstantScale(BasicOperation):
-    """This operation computes x · `scale`, a number that is not trained."""
+    """This operation computes x · `scale`.
+
+    Args:
+        scale: A number that is not trained.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> torch.equal(ops.ConstantScale(2.0)(torch.ones(4)), torch.full((4,), 2.0))
+        True
+    """
 
     _keywords = ()
 

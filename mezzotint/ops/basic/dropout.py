@@ -13,6 +13,18 @@ class Dropout(BasicOperation):
     """This operation returns 0 with probability `p`, else x / (1 - p), in training; otherwise it returns x.
 
     A counter-based generator says which elements are dropped: backward asks it again, instead of keeping a mask.
+
+    Args:
+        p: The probability, from 0 to 1.
+
+    Raises:
+        ValueError: If `p` is no probability.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> torch.equal(ops.Dropout(0.5).eval()(torch.ones(4)), torch.ones(4))
+        True
     """
 
     _keywords = ()

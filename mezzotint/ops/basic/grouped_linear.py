@@ -56,17 +56,45 @@ class GroupedRun(LinearRun):
 
 
 class GroupedLinear(GroupedLayer, BasicOperation):
-    """`num_groups` linears are applied to consecutive groups of rows, as the experts of a mixture are.
+    """This operation applies `num_groups` linear layers to consecutive groups of rows, as the experts of a
+    mixture-of-experts layer need it.
 
-    The parameters are `weight0`, `bias0`, `weight1`, …; or one holds those of all groups: `weight` (groups, out, in)
-    with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`.
+    The parameters are `weight0`, `bias0`, `weight1` and so on; or one parameter holds those of all groups: `weight`
+    (groups, out, in) with `single_grouped_weight`, `bias` (groups, out) with `single_grouped_bias`.
 
     The extra input is the number of rows of each group, as a list or a tensor. A tensor is read, which waits for the
-    GPU if it is there; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`. With
-    `scale_bias` a second extra input multiplies the bias of each row.
+    GPU if it is there; under `torch.compile` give a list, or set `torch._dynamo.config.capture_scalar_outputs`.
 
-    A run takes the keyword arguments `is_first_microbatch`, `output` and `grad_input`: the last two are tensors of the
-    caller, (…, out) and (…, in), into which the output and the gradient of the input are written.
+    A run takes the keyword arguments `is_first_microbatch`, as `mezzotint.Linear` does, and `output` and `grad_input`,
+    tensors of the caller, (…, out) and (…, in), into which the output and the gradient of the input are written.
+
+    Args:
+        num_groups: The number of linear layers, which is the number of groups of rows.
+        in_features: The number of features of the input.
+        out_features: The number of features of the output.
+        bias: Whether each linear layer has a bias. The default is True.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        rng_state_tracker_function: A function without arguments that returns a `CudaRNGStatesTracker`, from whose
+            random numbers initial values are drawn, or None for PyTorch's own.
+        accumulate_into_main_grad: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
+            training program puts there, instead of returning it to autograd. The default is False.
+        single_grouped_weight: Whether one parameter `weight` holds the weights of all groups. The default is False.
+        single_grouped_bias: Whether one parameter `bias` holds the biases of all groups. The default is False.
+        delay_wgrad_compute: Whether backward leaves the weight gradients to a later call of `backward_dw()`. The
+            default is False.
+        scale_bias: Whether a second extra input multiplies the bias of each row. The default is False.
+
+    Raises:
+        ValueError: If a size is not positive, or `scale_bias` is True without a bias.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> experts = ops.GroupedLinear(2, 16, 8, device="cpu")
+        >>> experts(torch.randn(6, 16), [4, 2]).shape
+        torch.Size([6, 8])
     """
 
     module_type = "grouped_linear"

@@ -6,7 +6,14 @@ from mezzotint.ops.op import BasicOperation, OperationContext
 
 
 class Identity(BasicOperation):
-    """This operation returns x."""
+    """This operation returns x.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> torch.equal(ops.Identity()(torch.ones(4)), torch.ones(4))
+        True
+    """
 
     _keywords = ()
 

@@ -10,8 +10,20 @@ from mezzotint.tensor.checks import check_epsilon
 
 
 class L2Normalization(BasicOperation):
-    """This operation computes x / sqrt(Σ x² + eps) over the last dimension. `seq_length` and `micro_batch_size` are
-    accepted for compatibility and have no effect."""
+    """This operation computes x / sqrt(Σ x² + eps) over the last dimension.
+
+    Args:
+        eps: A small number that is added before the square root is taken. The default is 1e-6.
+        seq_length: It is accepted for compatibility and has no effect.
+        micro_batch_size: It is accepted for compatibility and has no effect.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> y = ops.L2Normalization()(torch.randn(4, 16))
+        >>> torch.allclose(y.square().sum(-1), torch.ones(4))
+        True
+    """
 
     _keywords = ()
 

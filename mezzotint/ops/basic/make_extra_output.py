@@ -11,11 +11,20 @@ from mezzotint.ops.quantizing import plain
 
 
 class MakeExtraOutput(BasicOperation):
-    """This operation returns x as the output and as an extra output; their gradients are added up.
+    """This operation returns x as the output and as an extra output, as at the start of a residual branch; their
+    gradients are added up.
 
-    `in_place` would allow the sum to be written over the extra output's gradient. Here it only asks for the fusion with
-    a linear, and nothing is written over: autograd hands one tensor to all terms of a sum, and nobody can know who else
-    reads it.
+    Args:
+        in_place: Whether the sum of gradients may be written over the extra output's gradient. Here it only asks for
+            the fusion with a linear, and nothing is written over: autograd hands one tensor to all terms of a sum, and
+            nobody can know who else reads it. The default is False.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> y, x_again = ops.Sequential(ops.MakeExtraOutput(), ops.ReLU())(torch.full((4,), -1.0))
+        >>> torch.equal(y, torch.zeros(4)), torch.equal(x_again, torch.full((4,), -1.0))
+        (True, True)
     """
 
     num_extra_outputs = 1

@@ -125,14 +125,58 @@ def _flat(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 class LayerNorm(Normalization):
-    """This operation computes (x - mean) / sqrt(var + eps) · weight + bias; the weight is stored minus one if
-    `zero_centered_gamma`."""
+    """This operation computes (x - mean) / sqrt(var + eps) · weight + bias over the last dimensions.
+
+    In a pipeline it hands its output over quantized, if the operation behind it wants it so.
+
+    Args:
+        normalized_shape: The size of the last dimension, or the sizes of the last dimensions, over which the norm is
+            taken.
+        eps: A small number that is added before the square root is taken. The default is 1e-5.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        zero_centered_gamma: Whether the weight is stored minus one, so that its initial value is 0. The default is
+            False.
+        sm_margin: An option of Transformer Engine that is accepted and has no effect.
+
+    Raises:
+        ValueError: If no size is given, or one is not positive.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.LayerNorm(16, device="cpu")(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     rms = False
 
 
 class RMSNorm(Normalization):
-    """This operation computes x / sqrt(mean(x²) + eps) · weight; the weight is stored minus one if
-    `zero_centered_gamma`."""
+    """This operation computes x / sqrt(mean(x²) + eps) · weight over the last dimensions.
+
+    In a pipeline it hands its output over quantized, if the operation behind it wants it so.
+
+    Args:
+        normalized_shape: The size of the last dimension, or the sizes of the last dimensions, over which the norm is
+            taken.
+        eps: A small number that is added before the square root is taken. The default is 1e-5.
+        device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
+            there is a GPU.
+        dtype: The dtype of the parameters, or None for PyTorch's default dtype.
+        zero_centered_gamma: Whether the weight is stored minus one, so that its initial value is 0. The default is
+            False.
+        sm_margin: An option of Transformer Engine that is accepted and has no effect.
+
+    Raises:
+        ValueError: If no size is given, or one is not positive.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.RMSNorm(16, device="cpu")(torch.randn(4, 16)).shape
+        torch.Size([4, 16])
+    """
 
     rms = True

@@ -8,10 +8,22 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class Quantize(BasicOperation):
-    """This operation quantizes x as the recipe in force quantizes inputs (`forward`), and its gradient as it does
-    gradients (`backward`).
+    """This operation quantizes x as the recipe in force quantizes inputs.
 
     Without a recipe, and for what is quantized already, it is the identity.
+
+    Args:
+        forward: Whether x is quantized. The default is True.
+        backward: Whether the gradient of x is quantized, as the recipe quantizes gradients. The default is False.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantize = mz.ops.Quantize()
+        >>> with mz.autocast("mxfp8"):
+        ...     y = quantize(torch.randn(32, 32))
+        >>> isinstance(y, mz.MXFP8Tensor)
+        True
     """
 
     _takes_run = True

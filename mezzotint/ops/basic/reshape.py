@@ -8,7 +8,17 @@ from mezzotint.ops.quantizing import plain
 
 
 class Reshape(BasicOperation):
-    """This operation returns x in another shape of as many elements; one size may be -1."""
+    """This operation returns x in another shape of as many elements.
+
+    Args:
+        shape: The sizes of all dimensions, of which one may be -1.
+
+    Example:
+        >>> import torch
+        >>> from mezzotint import ops
+        >>> ops.Reshape((-1, 16))(torch.randn(4, 8)).shape
+        torch.Size([2, 16])
+    """
 
     _keywords = ()
 
