@@ -7,7 +7,13 @@ import torch
 
 class DType(IntEnum):
     """These are the element types, with Transformer Engine's numbers. FP8 and narrower types are stored as torch.uint8,
-    and so are scale bytes."""
+    and so are scale bytes.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> int(mz.DType.kFloat8E4M3)
+        7
+    """
 
     kByte = 0
     kInt32 = 2

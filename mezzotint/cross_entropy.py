@@ -81,12 +81,32 @@ def parallel_cross_entropy(
     *,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the FP32 loss of each token [..] for logits inp [.., V] and target ids [..]; with `reduce_loss`, the mean.
+    """Return the cross entropy of each token in FP32, also for a vocabulary that is split over ranks.
 
-    A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, including those. The gradient has
-    inp's dtype. With `dist_process_group` each of its ranks has an equal share of the vocabulary, in order: inp [.., V
-    / ranks] and the target ids of the whole; all get the same loss. `_input` is the former name of `inp`.
-    `is_cg_capturable` changes nothing: a CUDA graph can always capture this.
+    A target of `ignore_idx` has loss and gradient 0; the mean is over all tokens, including those. The gradient has the
+    dtype of `inp`.
+
+    Args:
+        inp: The logits [.., V], or with a group this rank's share of them [.., V / ranks], in the order of ranks.
+        target: The ids of the right tokens in the whole vocabulary [..].
+        label_smoothing: How much of the probability is spread over all tokens, from 0 (the default) to less than 1.
+        reduce_loss: Whether the mean is returned instead of the loss of each token. The default is False.
+        dist_process_group: The process group whose ranks share the vocabulary, or None; all get the same loss.
+        ignore_idx: The target that is ignored. The default is -100.
+        is_cg_capturable: It is accepted and changes nothing: a CUDA graph can always capture this.
+
+    Returns:
+        The loss of each token [..], or with `reduce_loss` the mean.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or `label_smoothing` is out of range.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> logits, target = torch.randn(4, 16), torch.tensor([0, 5, 15, -100])
+        >>> mz.parallel_cross_entropy(logits, target).shape
+        torch.Size([4])
     """
     if _input is not None:
         warnings.warn("_input of parallel_cross_entropy is called inp", DeprecationWarning, stacklevel=2)

@@ -87,14 +87,48 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Any = None,
 ) -> Any:
-    """Return the module, or tuple of modules, with a forward that replays a graph.
+    """Return the module, or tuple of modules, with a forward and a backward that replay CUDA graphs, under a recipe.
 
-    `sample_args` has the tensors of a call, or a tuple of such tuples for several modules; `sample_kwargs` likewise, as
-    dicts. Real inputs must have the same shapes. The region's arguments `enabled`, `calibrating`, `recipe` and
-    `amax_reduction_group` are those of `autocast`. With `cache_quantized_params` weights are kept quantized between
-    microbatches, and a call takes `is_first_microbatch`. `num_warmup_iters`, `allow_unused_input` and `pool` are those
-    of `torch.cuda.make_graphed_callables`; the warm-up hooks are called before and after. The arguments `fp8_…` are
-    older names of those after them.
+    Real inputs must have the shapes of the samples. Without a GPU the modules run as they are, under the same recipe.
+
+    Args:
+        modules: A module, or a tuple of modules.
+        sample_args: The tensors of a call, or a tuple of such tuples for several modules.
+        num_warmup_iters: How often the modules run before they are captured, as in `torch.cuda.make_graphed_callables`.
+            The default is 3.
+        allow_unused_input: Whether inputs may have no gradient, likewise. The default is False.
+        sample_kwargs: The tensors that are given by name, as a dict, or a tuple of dicts; or None.
+        fp8_enabled: The former name of `enabled`.
+        fp8_calibrating: The former name of `calibrating`.
+        fp8_recipe: The former name of `recipe`.
+        fp8_group: The former name of `amax_reduction_group`.
+        fp8_weight_caching: The former name of `cache_quantized_params`.
+        enabled: Whether the modules quantize, as in `autocast`. None (the default) means False.
+        calibrating: Whether they gather statistics, as in `autocast`.
+        recipe: The recipe, as in `autocast`.
+        amax_reduction_group: The process group over which delayed scaling reduces its amaxes, as in `autocast`.
+        cache_quantized_params: Whether weights are kept quantized between microbatches; a call then takes
+            `is_first_microbatch`.
+        pool: The memory pool of the graphs, as in `torch.cuda.make_graphed_callables`.
+        retain_graph_in_backward: Must be False.
+        clone_param_grads_on_return: Must be True: gradients are copied out of the graph's memory.
+        pre_warmup_hook: A function that is called before the modules warm up, or None.
+        post_warmup_hook: A function that is called after that, or None.
+        capture_time_hooks: Must be None.
+
+    Returns:
+        What `modules` was, with the new forward.
+
+    Raises:
+        NotImplementedError: If an option asks for what is not there.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layer, x = mz.Linear(64, 64, device="cpu"), torch.randn(32, 64)
+        >>> layer = mz.make_graphed_callables(layer, (x,), enabled=True, recipe=mz.recipe.MXFP8BlockScaling())
+        >>> layer(x).shape
+        torch.Size([32, 64])
     """
     for name, value in (
         ("_order", _order),

@@ -37,7 +37,14 @@ def multiplies_slowly(x: torch.Tensor) -> bool:
 
 
 class EmulationWarning(UserWarning):
-    """This warning says that a GPU computes a format's products in another way: the same numbers, slower than BF16."""
+    """This warning says that a GPU computes a format's products in another way: the same numbers, slower than BF16.
+
+    Example:
+        >>> import warnings
+        >>> import mezzotint as mz
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore", mz.EmulationWarning)  # then train
+    """
 
 
 def is_rocm() -> bool:

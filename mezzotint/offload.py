@@ -28,7 +28,16 @@ _MARK = "_mezzotint_not_offloaded"
 
 
 def mark_not_offload(*tensors: Any) -> None:
-    """Leave these tensors, or the buffers of quantized ones, on the GPU."""
+    """Leave these tensors, or the buffers of quantized ones, on the GPU when activations are offloaded.
+
+    Args:
+        *tensors: Tensors, quantized or not, and Nones.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.mark_not_offload(torch.ones(4), None)
+    """
     for tensor in tensors:
         if tensor is None:
             continue
@@ -236,7 +245,28 @@ class _EndOfLayer(torch.autograd.Function):
 
 
 class ManualOffloadSynchronizer:
-    """A synchronizer lets the caller start the copies, layer by layer, numbered in the order of the calls of `sync`."""
+    """A synchronizer lets the caller start the copies to and from the host, layer by layer, numbered in the order of
+    the calls of `sync`. `get_cpu_offload_context(manual_synchronization=True)` makes it.
+
+    Args:
+        offload: What holds the layers.
+        enabled: Whether there is anything to copy.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layers = [mz.Linear(16, 16, device="cpu") for _ in range(1)]
+        >>> context, sync, synchronizer = mz.get_cpu_offload_context(enabled=True, manual_synchronization=True)
+        >>> x = torch.randn(4, 16)
+        >>> for layer in layers:
+        ...     with context:
+        ...         x = layer(x)
+        ...     x = sync(x)
+        >>> synchronizer.start_offload_layer(0)
+        >>> synchronizer.release_activation_forward_gpu_memory(0)
+        >>> synchronizer.start_reload_layer(0)
+        >>> x.sum().backward()
+    """
 
     def __init__(self, offload: _Offload, enabled: bool) -> None:
         self._offload, self._enabled = offload, enabled
@@ -274,12 +304,42 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
 ) -> Any:
-    """Return (context, sync), or (context, sync, synchronizer) with `manual_synchronization`.
+    """Return what copies saved activations to the host's memory during forward, and back during backward.
 
-    `num_layers` of the `model_layers` are offloaded. `retain_pinned_cpu_buffers` keeps host buffers for reuse, and
-    `offload_stream` is the stream of the copies, by default a new one. `double_buffering` needs no buffers here: the
-    caching allocator hands one layer's memory to the next but one. If not `enabled`, the context and `sync` do nothing,
-    whatever the other arguments are; the same holds without `offload_activations`. `offload_weights` is not supported.
+    Run each layer inside of the context, and call `sync` on its output. If not `enabled`, or without
+    `offload_activations`, both do nothing, whatever the other arguments are. Tensors on the CPU, small ones and
+    parameters stay where they are.
+
+    Args:
+        enabled: Whether anything is offloaded. The default is False.
+        num_layers: How many layers are offloaded. The default is 1.
+        model_layers: How many layers the model has. The default is 1.
+        offload_activations: Whether activations are offloaded. The default is True.
+        offload_weights: Must be False: weights stay on the GPU.
+        double_buffering: It is accepted and has no effect: the caching allocator hands one layer's memory to the next
+            but one.
+        manual_synchronization: Whether the caller starts the copies. The default is False.
+        retain_pinned_cpu_buffers: Whether the host's buffers are kept for reuse. The default is False.
+        offload_stream: The CUDA stream of the copies, or None for a new one.
+
+    Returns:
+        The pair (context, sync), or with `manual_synchronization` (context, sync, synchronizer).
+
+    Raises:
+        NotImplementedError: If `offload_weights` is True.
+        ValueError: If a number of layers is not positive, or there are more than the model has.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> layers = [mz.Linear(16, 16, device="cpu") for _ in range(2)]
+        >>> context, sync = mz.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+        >>> x = torch.randn(4, 16)
+        >>> for layer in layers:
+        ...     with context:
+        ...         x = layer(x)
+        ...     x = sync(x)
+        >>> x.sum().backward()
     """
     if enabled:
         _check_arguments(num_layers, model_layers, offload_weights)

@@ -241,14 +241,40 @@ class PagedKVCacheManager(PageQuestions, _Cache):
 
 
 class InferenceParams:
-    """An `InferenceParams` holds what a model needs to decode: the cache, and how long each sequence of the batch is.
-
-    The cache is made for `max_batch_size` sequences of up to `max_sequence_length` tokens, with `num_heads_kv` heads of
-    `head_dim_k` (values: `head_dim_v`) channels in `dtype`. With `is_paged` it has `total_num_pages` pages of
-    `page_size` tokens. `custom_cache_manager` is a class that is used instead of those here.
+    """An `InferenceParams` holds what a model needs to decode: the cache of keys and values, and how long each sequence
+    of the batch is.
 
     `cu_seqlens_q` counts the new tokens of a step, `cu_seqlens_kv` all tokens, both int32 [max_batch_size + 1]; rows of
     the batch behind the last sequence have none.
+
+    Args:
+        max_batch_size: How many sequences there may be at once.
+        max_sequence_length: How many tokens a sequence may have.
+        num_heads_kv: The number of heads of keys and values. It must be given.
+        head_dim_k: The number of channels of a key. It must be given.
+        dtype: The dtype of keys and values. It must be given.
+        head_dim_v: The number of channels of a value, or None for that of a key.
+        is_paged: Whether the cache is made of pages that sequences share. The default is False.
+        total_num_pages: The number of pages, if there are pages.
+        page_size: The number of tokens of a page, a divisor of `max_sequence_length`.
+        max_ctx_len: It is kept as an attribute and has no effect.
+        qkv_format: The order of dimensions of the new keys and values. The default is "bshd".
+        custom_cache_manager: A class that is used instead of those here, or None.
+        device: The device of the cache. None means PyTorch's default device, or the GPU if that is the CPU and there is
+            a GPU.
+
+    Raises:
+        ValueError: If a size is missing or not positive, or pages do not divide sequences.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> cache = mz.InferenceParams(2, 32, num_heads_kv=4, head_dim_k=16, dtype=torch.float32, device="cpu")
+        >>> attention = mz.DotProductAttention(4, 16, qkv_format="bshd", attn_mask_type="padding_causal")
+        >>> q, k, v = torch.randn(3, 2, 8, 4, 16)
+        >>> cache.pre_step({0: 8, 1: 8})
+        >>> attention(q, k, v, inference_params=cache).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

@@ -21,11 +21,26 @@ from mezzotint.tensor.checks import check_choice
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """This module makes the angles for `apply_rotary_pos_emb`.
+    """This module makes the angles for `apply_rotary_pos_emb`. Call it with the number of positions.
 
-    The fraction `rotary_percent` of the `dim` channels is rotated. `rotary_base` is the base of the frequencies.
-    `interleaved` lays the angles out for pairs (2i, 2i + 1). With `seq_len_interpolation_factor` and
-    `pretrained_max_position_embeddings`, positions are squeezed into the range that a model was trained on.
+    Args:
+        dim: The number of channels of a head.
+        rotary_percent: The fraction of the channels that is rotated. The default is 1.0.
+        seq_len_interpolation_factor: How much longer sequences are than those that a model was trained on; with it and
+            `pretrained_max_position_embeddings`, positions are squeezed into the range of training. None (the default)
+            squeezes nothing.
+        pretrained_max_position_embeddings: The number of positions that a model was trained on, or None.
+        rotary_base: The base of the frequencies. The default is 10000.
+        interleaved: Whether angles are laid out for pairs of channels (2i, 2i + 1), instead of pairs of the two halves.
+            The default is False.
+
+    Raises:
+        ValueError: If the channels make no pairs.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> mz.RotaryPositionEmbedding(64)(128).shape
+        torch.Size([128, 1, 1, 64])
     """
 
     inv_freq: torch.Tensor
@@ -82,13 +97,36 @@ def apply_rotary_pos_emb(
     cp_size: int = 1,
     cp_rank: int = 0,
 ) -> torch.Tensor:
-    """Rotate t [s, b, h, d], [b, s, h, d] or [t, h, d] by the angles `freqs` [s2, 1, 1, d2], d2 ≤ d, and return it in
-    t's dtype.
+    """Rotate queries or keys by angles that depend on their positions.
 
-    Sequence i begins at `start_positions[i]`; more entries than sequences are not read. "thd" needs `cu_seqlens` [b +
-    1]. With `cp_size` and `cp_rank`, t holds the rank's two chunks of each sequence, and `cu_seqlens` counts all
-    tokens. There is one implementation, whether `fused` or not. In "thd", and with `start_positions`, tokens past the
-    last angle are taken for padding: they get the last one.
+    In "thd", and with `start_positions`, tokens past the last angle are taken for padding: they get the last one.
+
+    Args:
+        t: The queries or keys, [s, b, h, d], [b, s, h, d] or [t, h, d].
+        freqs: The angles [positions, 1, 1, d2], with d2 at most d, that a `RotaryPositionEmbedding` made.
+        tensor_format: The order of dimensions of `t`, "sbhd" (the default), "bshd" or "thd".
+        start_positions: The position at which each sequence begins, or None for 0; more entries than sequences are not
+            read.
+        interleaved: Whether pairs are channels (2i, 2i + 1). The default is False.
+        fused: It is accepted and has no effect: there is one implementation.
+        cu_seqlens: The bounds of sequences [b + 1], which "thd" needs.
+        cp_size: The number of ranks of context parallelism: if there are several, `t` holds this rank's two chunks of
+            each sequence, and `cu_seqlens` counts all tokens. The default is 1.
+        cp_rank: This rank among them. The default is 0.
+
+    Returns:
+        The rotated tensor, of the shape and dtype of `t`.
+
+    Raises:
+        ValueError: If `t` has not the dimensions of its format.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> q = torch.randn(16, 2, 4, 64)  # sequence, batch, head, channel
+        >>> freqs = mz.RotaryPositionEmbedding(64).to("cpu")(16)
+        >>> mz.apply_rotary_pos_emb(q, freqs).shape
+        torch.Size([16, 2, 4, 64])
     """
     check_choice("tensor_format", tensor_format, QKV_FORMATS)
     if t.dim() != len(tensor_format):

@@ -8,7 +8,20 @@ from typing import Any
 
 @contextmanager
 def onnx_export(enabled: bool = False) -> Iterator[None]:
-    """Do nothing if `enabled` is False, and raise an error that says how to export if it is True."""
+    """Do nothing if `enabled` is False, and raise an error that says how to export if it is True.
+
+    Args:
+        enabled: Whether Transformer Engine's mode for ONNX is asked for, which does not exist here. The default is
+            False.
+
+    Raises:
+        NotImplementedError: If `enabled` is True.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> with mz.onnx_export(enabled=False):
+        ...     pass
+    """
     if enabled:
         raise NotImplementedError(
             "onnx_export(enabled=True): quantized products have no form in ONNX here. In high precision: program = "

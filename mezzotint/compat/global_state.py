@@ -25,7 +25,15 @@ from mezzotint.region import AutocastState, State, current_state, get_autocast_s
 
 
 class FP8GlobalStateManager:
-    """This class has functions only; the state that they ask for is in `region.py`."""
+    """This class has functions only, by which programs for Transformer Engine ask for the region in force. The state is
+    in `region.py`.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> with mz.autocast("mxfp8"):
+        ...     mz.FP8GlobalStateManager.is_fp8_enabled()
+        True
+    """
 
     is_fp8_available = staticmethod(is_fp8_available)
     is_mxfp8_available = staticmethod(is_mxfp8_available)

@@ -31,9 +31,25 @@ from mezzotint.tensor.quantizer import Quantizer
 
 
 class RecipeState:
-    """A `RecipeState` has the slots of one direction, `mode` "forward" or "backward": one quantizer for each tensor.
+    """A `RecipeState` has the quantizers of the tensors of one direction, as Transformer Engine's class of this name.
 
-    Slots without a role are taken as those of a linear layer, repeated.
+    Tensors without a role are taken as those of a linear layer, repeated.
+
+    Args:
+        recipe: The recipe that says which quantizers they are.
+        mode: The direction, "forward" or "backward".
+        num_quantizers: The number of tensors. The default is 1.
+        device: The device of the state of delayed scaling, or None.
+        roles: What each tensor is, or None.
+
+    Raises:
+        ValueError: If `mode` is unknown, or there is not one role for each tensor.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> state = mz.RecipeState.create(mz.recipe.MXFP8BlockScaling(), mode="forward", num_quantizers=2)
+        >>> [type(each).__name__ for each in state.make_quantizers()]
+        ['MXFP8Quantizer', 'MXFP8Quantizer']
     """
 
     _counted_type: ClassVar[str] = "linear"  # the module type of slots without a role

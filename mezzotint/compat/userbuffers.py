@@ -13,7 +13,13 @@ import torch
 
 
 class UserBufferQuantizationMode(Enum):
-    """This enumeration says what a userbuffer would hold."""
+    """This enumeration says what one of Transformer Engine's user buffers would hold. There are none here.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> mz.UserBufferQuantizationMode("fp8").name
+        'FP8'
+    """
 
     NONE = "none"
     FP8 = "fp8"
@@ -29,7 +35,21 @@ def initialize_ub(
     bootstrap_backend: Any = None,
     with_cublasmp: bool = False,
 ) -> None:
-    """Raise an error: without one, userbuffers would seem to be there, and nothing would overlap."""
+    """Raise an error: without one, Transformer Engine's user buffers would seem to be there, and nothing would overlap.
+
+    Args:
+        shape: It is accepted and not read.
+        tp_size: It is accepted and not read.
+        use_fp8: It is accepted and not read.
+        quantization_modes: It is accepted and not read.
+        dtype: It is accepted and not read.
+        ub_cfgs: It is accepted and not read.
+        bootstrap_backend: It is accepted and not read.
+        with_cublasmp: It is accepted and not read.
+
+    Raises:
+        NotImplementedError: Always.
+    """
     raise NotImplementedError(
         "initialize_ub: there are no CUDA userbuffers here. Leave the call and the ub_… options out: collectives of "
         "modules are functional ones, which torch.compile overlaps, with symmetric memory where it is set up "
@@ -38,4 +58,9 @@ def initialize_ub(
 
 
 def destroy_ub() -> None:
-    """Do nothing: there is nothing to free."""
+    """Do nothing: there are no user buffers to free.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> mz.destroy_ub()
+    """

@@ -96,18 +96,48 @@ def assert_dim_for_fp8_exec(*tensors: torch.Tensor) -> None:
 
 
 def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Return blocks of rows [a0, b0, a1, b1, …] of a weight or bias, `interleave_size` rows each, as [a0, a1, … b0, …].
+    """Return the blocks of rows [a0, b0, a1, b1, …] of a weight or bias as [a0, a1, … b0, b1, …].
 
-    a is the half that the activation takes, b the one that it is multiplied with.
+    a is the half that a gated activation takes, b the one that it is multiplied with.
+
+    Args:
+        tensor: The weight or bias.
+        interleave_size: The number of rows of a block.
+
+    Returns:
+        A tensor of the same shape.
+
+    Raises:
+        ValueError: If the first dimension is no multiple of two blocks.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.deinterleave_glu_tensor(torch.arange(8), 2).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
     """
     return _regrouped(tensor, interleave_size, (-1, 2, interleave_size))
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Return the halves [a, b] of a weight or bias, along its first dimension, in alternating
-    blocks of `interleave_size` rows.
+    """Return the halves [a, b] of a weight or bias, along its first dimension, in alternating blocks. This undoes
+    `deinterleave_glu_tensor`.
 
-    This undoes `deinterleave_glu_tensor`.
+    Args:
+        tensor: The weight or bias.
+        interleave_size: The number of rows of a block.
+
+    Returns:
+        A tensor of the same shape.
+
+    Raises:
+        ValueError: If the first dimension is no multiple of two blocks.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.interleave_glu_tensor(torch.arange(8), 2).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
     """
     return _regrouped(tensor, interleave_size, (2, -1, interleave_size))
 

@@ -44,6 +44,23 @@ def register_value_opaque_quantizer(cls: type) -> type:
     Two instances are then equal if all attributes are, and a graph bakes one in. Attributes must be plain: ints, bools,
     floats, strings, enums, or quantizers that are values. On a PyTorch without the API for opaque types, the class is
     one of values in eager code alone.
+
+    Args:
+        cls: The class, derived from `Quantizer`.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: If it is none.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> @mz.register_value_opaque_quantizer
+        ... class Mine(mz.MXFP8Quantizer):
+        ...     pass
+        >>> Mine() == Mine(), Mine() == Mine(columnwise=False)
+        (True, False)
     """
     if not (isinstance(cls, type) and issubclass(cls, Quantizer)):
         raise TypeError(f"cls is {cls!r}: give a subclass of Quantizer")
@@ -54,7 +71,22 @@ def register_value_opaque_quantizer(cls: type) -> type:
 
 
 def is_value_opaque_quantizer(quantizer: Any) -> bool:
-    """Return whether the compiler takes `quantizer` as a constant."""
+    """Return whether the compiler takes `quantizer` as a constant.
+
+    Args:
+        quantizer: A quantizer, or anything else.
+
+    Returns:
+        True or False.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.is_value_opaque_quantizer(mz.MXFP8Quantizer())
+        True
+        >>> mz.is_value_opaque_quantizer(mz.Float8Quantizer(torch.ones(1), torch.zeros(1), mz.DType.kFloat8E4M3))
+        False
+    """
     return isinstance(quantizer, Quantizer) and quantizer._is_constant()
 
 

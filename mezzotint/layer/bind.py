@@ -13,15 +13,33 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 def bind_rules(model: _M, rules: Rules, *, is_whole: bool = True) -> _M:
-    """Tell each module of Mezzotint in `model` what `rules` give it, by its path in the model, and return the model.
+    """Tell each module of Mezzotint in a model what `Rules` give it, by its path in the model, and return the model.
 
-        rules = recipe.Rules([("0", None), ("*", "mxfp8")])
-        mz.bind_rules(model, rules)
-        with mz.autocast(rules): ...
+    Call it when the model is made, and again when modules were added. `convert` does this by itself.
 
-    Call it when the model is made, and again when modules were added. A rule that matches nothing is an error; for a
-    part of a model, such as a stage of a pipeline, give `is_whole=False`, and it is none. `convert` does this by
-    itself.
+    Args:
+        model: The model.
+        rules: The `Rules`.
+        is_whole: Whether a rule that matches nothing is an error (True, the default). For a part of a model, such as a
+            stage of a pipeline, give False.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If `model` is no module or `rules` are none.
+        ValueError: If a rule matches nothing, or a linear has no rule.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(mz.Linear(64, 64, device="cpu"), mz.Linear(64, 64, device="cpu"))
+        >>> rules = mz.recipe.Rules([("0", None), ("*", "mxfp8")])
+        >>> model = mz.bind_rules(model, rules)
+        >>> with mz.autocast(rules):
+        ...     y = model(torch.randn(32, 64))
+        >>> y.shape
+        torch.Size([32, 64])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}: give an nn.Module")

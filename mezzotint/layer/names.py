@@ -72,12 +72,28 @@ def join_path(prefix: str, path: str) -> str:
 
 
 def name_modules(root: nn.Module, prefix: str = "") -> nn.Module:
-    """Give every module of Mezzotint in `root` its path as its name, with `prefix` before it, and return the root.
+    """Give every module of Mezzotint in a model its path as its name, and return the model.
 
-        model = mz.name_modules(nn.Sequential(mz.Linear(64, 64), mz.LayerNormMLP(64, 256)))
+    A `CustomRecipe` then sees these names in roles, such as "0", "1.fc1" and "1.fc2". Modules that were made with
+    `name=` keep their names.
 
-    A `CustomRecipe` then sees roles named "0", "1.fc1" and "1.fc2". Modules that were made with `name=` keep their
-    names.
+    Args:
+        root: The model.
+        prefix: What comes before each path. The default is nothing.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If `root` is no module, or `prefix` no text.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model = torch.nn.Sequential(mz.Linear(64, 64, device="cpu"), mz.LayerNormMLP(64, 128, device="cpu"))
+        >>> model = mz.name_modules(model, "encoder")
+        >>> model[1].name
+        'encoder.1'
     """
     if not isinstance(root, nn.Module):
         raise TypeError(f"root is {type(root).__name__}: give an nn.Module")

@@ -27,16 +27,36 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     name: str = "",
 ) -> torch.Tensor:
-    """Multiply rows `offs[e - 1]` to `offs[e]` of `a` (M, K) by b[e] of `b` (E, K, N), add bias[e] of `bias` (E, N),
-    and return the result (M, N).
+    """Multiply each group of rows of a matrix by a matrix of its own, with the signature of
+    `torch.nn.functional.grouped_mm`.
 
-    `offs` int32 [E] are the ends of the groups, as `torch.nn.functional.grouped_mm` takes them; they must not fall, and
-    the last one is M. A group may be empty. The values of `offs` are read, which waits for the GPU if they are there.
+    The product and its gradients are quantized as in `GroupedLinear`. A recipe that keeps state from one call to the
+    next (delayed scaling) is refused: use `GroupedLinear`.
 
-    The product and its gradients are quantized as `recipe` says, as in `GroupedLinear`. If it is None, the `autocast`
-    around the call says how, and outside of any they are not quantized. `name` is the name of the roles which a
-    `CustomRecipe` is asked for. A recipe that keeps state from one call to the next (delayed scaling) is refused: use
-    `GroupedLinear`.
+    Args:
+        a: The rows (M, K), group by group.
+        b: The matrices (E, K, N), one for each group.
+        offs: The ends of the groups, int32 [E]; they must not fall, and the last one is M. A group may be empty. Their
+            values are read, which waits for the GPU if they are there.
+        recipe: The recipe. None (the default) means what the `autocast` around the call says; outside of any nothing is
+            quantized.
+        bias: What is added to the rows of each group (E, N), or None.
+        name: The name of the roles which a `CustomRecipe` is asked for.
+
+    Returns:
+        The result (M, N).
+
+    Raises:
+        ValueError: If shapes do not fit, or the recipe keeps state.
+        TypeError: If an argument is of a wrong type.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> a, b = torch.randn(48, 64), torch.randn(2, 64, 32)
+        >>> offs = torch.tensor([16, 48], dtype=torch.int32)
+        >>> mz.grouped_mm(a, b, offs, mz.recipe.MXFP8BlockScaling()).shape
+        torch.Size([48, 32])
     """
     _check(a, b, offs, bias)
     if recipe is None:

@@ -22,8 +22,23 @@ def _align_size(given: int | None) -> int:
 
 
 class Fp8Padding(nn.Module):
-    """This module pads each group of rows to a multiple of `align_size`; None means what the recipe in force asks
-    for."""
+    """This module pads each group of rows with zeros to a multiple of a number, as quantized products of groups need
+    it.
+
+    Args:
+        num_gemms: The number of groups.
+        align_size: The multiple, or None (the default) for what the recipe in force asks for.
+
+    Raises:
+        ValueError: If a number is not positive.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> padded, sizes = mz.Fp8Padding(2, align_size=16)(torch.randn(24, 8), [20, 4])
+        >>> padded.shape, sizes
+        (torch.Size([48, 8]), [32, 16])
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -46,7 +61,22 @@ class Fp8Padding(nn.Module):
 
 
 class Fp8Unpadding(nn.Module):
-    """This module removes the padding of `Fp8Padding`; `m_splits` are the sizes before padding."""
+    """This module removes the padding of `Fp8Padding`; it is called with the sizes of groups before padding.
+
+    Args:
+        num_gemms: The number of groups.
+        align_size: The multiple to which groups were padded, or None (the default) for what the recipe in force asks
+            for.
+
+    Raises:
+        ValueError: If a number is not positive.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.Fp8Unpadding(2, align_size=16)(torch.randn(48, 8), [20, 4]).shape
+        torch.Size([24, 8])
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()

@@ -30,12 +30,33 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sort tokens by expert; return rows [N, H], and the row_id_map that `moe_unpermute` takes.
+    """Sort tokens by the expert that they go to.
 
-    `inp` is [T, H]. `routing_map` is [T, experts] if `map_type` is "mask" (1 where a token goes to an expert), or [T,
-    choices] if it is "index" (the number of an expert, or -1). N is `num_out_tokens`, and rows past it are dropped; -1
-    counts the map, which waits for the GPU: give the number where it is known, and under `torch.compile`.
-    `max_token_num` is accepted but has no effect, because nothing is allocated ahead.
+    Args:
+        inp: The tokens [T, H].
+        routing_map: [T, experts] if `map_type` is "mask" (1 where a token goes to an expert), or [T, choices] if it is
+            "index" (the number of an expert, or -1).
+        num_out_tokens: The number of rows N of the result; rows past it are dropped. -1 (the default) counts the map,
+            which waits for the GPU: give the number where it is known, and under `torch.compile`.
+        max_token_num: It is accepted and has no effect, because nothing is allocated ahead.
+        map_type: What `routing_map` is, "mask" (the default) or "index".
+
+    Returns:
+        The rows [N, H], and the row_id_map that `moe_unpermute` takes.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> tokens = torch.randn(4, 8)
+        >>> mask = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])  # which expert each token goes to
+        >>> rows, row_id_map = mz.moe_permute(tokens, mask)
+        >>> torch.equal(rows, tokens[[0, 2, 1, 3]])
+        True
+        >>> torch.equal(mz.moe_unpermute(rows, row_id_map), tokens)
+        True
     """
     _check_input(inp, routing_map, map_type)
     row_id_map, rows = _route(routing_map, num_out_tokens, map_type)
@@ -45,9 +66,29 @@ def moe_permute(
 def moe_permute_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort tokens and probabilities by expert; return rows [N, H], the probability of each [N], and the row_id_map.
+    """Sort tokens and probabilities by the expert that the tokens go to.
 
-    `inp` is [T, H]; `probs` and `routing_map`, a mask, are [T, experts]. `num_out_tokens` is as in `moe_permute`.
+    Args:
+        inp: The tokens [T, H].
+        probs: The probability of each expert for each token [T, experts].
+        routing_map: A mask [T, experts], 1 where a token goes to an expert.
+        num_out_tokens: The number of rows N of the result; rows past it are dropped. -1 (the default) counts the map,
+            which waits for the GPU: give the number where it is known, and under `torch.compile`.
+
+    Returns:
+        The rows [N, H], the probability of each [N], and the row_id_map that `moe_unpermute` takes.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> tokens = torch.randn(4, 8)
+        >>> mask = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])  # which expert each token goes to
+        >>> rows, probs, row_id_map = mz.moe_permute_with_probs(tokens, torch.rand(4, 2), mask)
+        >>> rows.shape, probs.shape
+        (torch.Size([4, 8]), torch.Size([4]))
     """
     _check_input(inp, routing_map, "mask")
     _check_probs("probs", probs, routing_map.shape)
@@ -65,9 +106,29 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort as `moe_permute_with_probs` does, and pad each expert's rows with zeros to a multiple of `align_size`.
 
-    `tokens_per_expert` [experts] must be the counts of the mask `routing_map`. The result is rows, probabilities, the
-    row_id_map without padding, pad_offsets [experts] (the padding before each expert, which `moe_unpermute` takes) and
-    the padded counts [experts].
+    Args:
+        inp: The tokens [T, H].
+        probs: The probability of each expert for each token [T, experts].
+        routing_map: A mask [T, experts], 1 where a token goes to an expert.
+        tokens_per_expert: The counts of the mask `routing_map` [experts].
+        align_size: The number of rows to pad to a multiple of.
+
+    Returns:
+        Rows, probabilities, the row_id_map without padding, pad_offsets [experts] (the padding before each expert,
+        which `moe_unpermute` takes) and the padded counts [experts].
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> tokens = torch.randn(4, 8)
+        >>> mask = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])  # which expert each token goes to
+        >>> counts = mask.sum(0)
+        >>> rows, *_, padded = mz.moe_permute_and_pad_with_probs(tokens, torch.rand(4, 2), mask, counts, 16)
+        >>> rows.shape, padded.tolist()
+        (torch.Size([32, 8]), [16, 16])
     """
     _check_input(inp, routing_map, "mask")
     _check_probs("probs", probs, routing_map.shape)
@@ -108,11 +169,32 @@ def moe_unpermute(
     probs: torch.Tensor | None = None,
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return tokens [T, H] for rows [N, H]: the sum of each token's rows, weighted by `merging_probs` [T, C] if given.
+    """Undo `moe_permute`: return for each token the sum of its rows, weighted if probabilities are given. A token
+    without rows is zeros.
 
-    `row_id_map` [T, C] is what the permutation returned, and so are `pad_offsets` if it padded. A token without rows is
-    zeros. `restore_shape` is only checked, because T is known from the map. `map_type` is "mask" or "index", with no
-    effect. `probs` is the former name of `merging_probs`.
+    Args:
+        inp: The rows [N, H], usually the experts' outputs.
+        row_id_map: What the permutation returned [T, C].
+        merging_probs: The weight of each row [T, C], or None (the default) for a plain sum.
+        restore_shape: It is only checked, because T is known from the map.
+        map_type: "mask" or "index", with no effect.
+        probs: The former name of `merging_probs`.
+        pad_offsets: What the permutation returned if it padded, or None.
+
+    Returns:
+        The tokens [T, H].
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> tokens = torch.randn(4, 8)
+        >>> mask = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])  # which expert each token goes to
+        >>> rows, row_id_map = mz.moe_permute(tokens, mask)
+        >>> torch.equal(mz.moe_unpermute(rows, row_id_map), tokens)
+        True
     """
     if probs is not None:
         warnings.warn("probs of moe_unpermute is called merging_probs", DeprecationWarning, stacklevel=2)
@@ -143,10 +225,25 @@ def moe_unpermute(
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: Any) -> torch.Tensor:
-    """Return the chunks of rows of `inp` [N, H] in another order.
+    """Return the chunks of rows of a matrix in another order.
 
-    `split_sizes` has the number of rows of each chunk, and `sorted_index`, a permutation, the chunks in their new
-    order.
+    Args:
+        inp: The rows [N, H].
+        split_sizes: The number of rows of each chunk.
+        sorted_index: The chunks in their new order, a permutation.
+
+    Returns:
+        The rows in their new order.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = torch.arange(6.0).view(3, 2)
+        >>> torch.equal(mz.moe_sort_chunks_by_index(x, [1, 2], [1, 0]), x[[1, 2, 0]])
+        True
     """
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)
     return sort_chunks(inp, sizes, order)
@@ -155,9 +252,27 @@ def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: Any, sorted_index: 
 def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: Any, sorted_index: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the chunks of rows of `inp` [N, H], and the probability of each row, `probs` [N], in another order.
+    """Return the chunks of rows of a matrix, and the probability of each row, in another order.
 
-    `split_sizes` and `sorted_index` are as in `moe_sort_chunks_by_index`.
+    Args:
+        inp: The rows [N, H].
+        probs: The probability of each row [N].
+        split_sizes: The number of rows of each chunk.
+        sorted_index: The chunks in their new order, a permutation.
+
+    Returns:
+        The rows and the probabilities in their new order.
+
+    Raises:
+        ValueError: If shapes do not fit each other, or a number makes no sense.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = torch.arange(6.0).view(3, 2)
+        >>> y, probs = mz.moe_sort_chunks_by_index_with_probs(x, torch.rand(3), [1, 2], [1, 0])
+        >>> y.shape, probs.shape
+        (torch.Size([3, 2]), torch.Size([3]))
     """
     _check_probs("probs", probs, inp.shape[:1])
     sizes, order = _check_chunks(inp, split_sizes, sorted_index)

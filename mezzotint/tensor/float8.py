@@ -26,7 +26,22 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
-    """This storage holds `_data` (logical shape), `_transpose` (last dimension first) and `_scale_inv`, FP32 [1]."""
+    """This storage holds `_data` (logical shape), `_transpose` (last dimension first) and `_scale_inv`, FP32 [1].
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `data`, `data_transpose`, `fp8_scale_inv`, `fp8_dtype`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3)
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8TensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _FLATTEN_TENSOR_BUFFERS = (
         ("_data", "data"),
@@ -120,7 +135,29 @@ def _scalar(buffer: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class Float8Tensor(Float8TensorStorage, QuantizedTensor):
-    """An FP8 tensor has one scale for all its elements."""
+    """An FP8 tensor has one scale for all its elements.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `data`, `data_transpose`, `fp8_scale_inv`, `fp8_dtype`,
+            `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3)(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     def remove_caches(self) -> None:
         """Drop the transposed copy."""
@@ -128,10 +165,35 @@ class Float8Tensor(Float8TensorStorage, QuantizedTensor):
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
-    """This FP8 quantizer takes the scale from the amax of the tensor at hand (current scaling).
+    """This FP8 quantizer takes one scale from the amax (the largest absolute value) of the tensor at hand (current
+    scaling).
 
-    `force_pow_2_scales` rounds the scale to a power of two; `amax_epsilon` is the least amax that is assumed. `device`,
-    `use_existing_amax`, `scale` and `amax` are accepted and not used.
+    Args:
+        fp8_dtype: The element type, `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        device: It is accepted and not used.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        use_existing_amax: It is accepted and not used.
+        with_amax_reduction: Must be False: a quantizer does not reduce amaxes over ranks.
+        amax_reduction_group: Must be None, likewise.
+        force_pow_2_scales: Whether the scale is rounded to a power of two. The default is False.
+        amax_epsilon: The least amax (largest absolute value) that is assumed. The default is 0.
+        scale: It is accepted and not used.
+        amax: It is accepted and not used.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3)(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True
@@ -259,8 +321,29 @@ class Float8ScaledQuantizer(Quantizer):
 
 
 class Float8Quantizer(Quantizer):
-    """This FP8 quantizer does delayed scaling: it quantizes by `scale`, FP32 [1], and keeps the running maximum of the
-    amaxes that it saw in `amax`, FP32 [1]."""
+    """This FP8 quantizer does delayed scaling: it quantizes by a scale that is given, and keeps the running maximum of
+    the amaxes that it saw.
+
+    Args:
+        scale: The scale, FP32 [1]: values are multiplied by it.
+        amax: The running maximum, FP32 [1], which each call updates.
+        fp8_dtype: The element type, `DType.kFloat8E4M3` or `DType.kFloat8E5M2`.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> scale, amax = torch.ones(1), torch.zeros(1)
+        >>> x = mz.Float8Quantizer(scale, amax, mz.DType.kFloat8E4M3)(torch.full((16, 16), 3.0))
+        >>> isinstance(x, mz.Float8Tensor), torch.equal(amax, torch.tensor([3.0]))
+        (True, True)
+    """
 
     scale: torch.Tensor
     amax: torch.Tensor

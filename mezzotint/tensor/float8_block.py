@@ -23,7 +23,23 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 class Float8BlockwiseQTensorStorage(TwoDirectionStorage):
     """This storage holds codes in the logical shape and transposed codes (K, *leading), each with its scales in the
-    layout that the GEMM reads."""
+    layout that the GEMM reads.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `fp8_dtype`, `quantizer`, `is_2D_scaled`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.Float8BlockQuantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8BlockwiseQTensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _VALUES = (
         ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
@@ -128,14 +144,56 @@ def _transposed(scales: torch.Tensor) -> torch.Tensor:
 
 
 class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, QuantizedTensor):
-    """An FP8 block tensor has one scale per block."""
+    """An FP8 block tensor has one scale per block.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `fp8_dtype`, `quantizer`, `is_2D_scaled`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8BlockQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8BlockwiseQTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
 
 class Float8BlockQuantizer(Quantizer):
-    """This FP8 quantizer uses 1x128 blocks (`block_scaling_dim=1`, for activations and gradients) or 128x128 tiles
-    (`block_scaling_dim=2`, for weights).
+    """This FP8 quantizer has one scale for each block of 1x128 elements or each tile of 128x128.
 
-    `force_pow_2_scales` rounds scales to powers of two; `amax_epsilon` is the least amax that is assumed for a block.
+    Args:
+        fp8_dtype: The element type, `DType.kFloat8E4M3` or `DType.kFloat8E5M2`. The default is E4M3.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        amax_epsilon: The least amax (largest absolute value) that is assumed for a block. The default is 0.
+        force_pow_2_scales: Whether scales are rounded to powers of two. The default is True.
+        block_scaling_dim: 1 for blocks of 1x128, as is usual for activations and gradients, or 2 (the default) for
+            tiles of 128x128, as is usual for weights.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8BlockQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8BlockwiseQTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

@@ -22,7 +22,23 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class Float8RowwiseTensorStorage(TwoDirectionStorage):
-    """This storage holds codes in the logical shape with scales [M], and transposed (K, *leading) with scales [K]."""
+    """This storage holds codes in the logical shape with scales [M], and transposed (K, *leading) with scales [K].
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `fp8_dtype`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.Float8RowwiseQuantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8RowwiseTensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _VALUES = (("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3), ("_quantizer", "quantizer", None))
 
@@ -80,14 +96,54 @@ class Float8RowwiseTensorStorage(TwoDirectionStorage):
 
 
 class Float8RowwiseTensor(Float8RowwiseTensorStorage, QuantizedTensor):
-    """An FP8 row-wise tensor has one scale per row."""
+    """An FP8 row-wise tensor has one scale per row.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `fp8_dtype`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8RowwiseQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8RowwiseTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
 
 class Float8RowwiseQuantizer(Quantizer):
     """This FP8 quantizer gives each row (and, in the column-wise copy, each column) one FP32 scale from its amax.
 
-    `force_pow_2_scales`, on by default, rounds scales to powers of two; `amax_epsilon` is the least amax that is
-    assumed.
+    Args:
+        fp8_dtype: The element type, `DType.kFloat8E4M3` or `DType.kFloat8E5M2`. The default is E4M3.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        force_pow_2_scales: Whether scales are rounded to powers of two. The default is True.
+        amax_epsilon: The least amax (largest absolute value) that is assumed. The default is 0.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.Float8RowwiseQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.Float8RowwiseTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

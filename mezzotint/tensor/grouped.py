@@ -43,11 +43,24 @@ _aten = torch.ops.aten
 
 
 class GroupedTensorStorage(QuantizedTensorStorage):
-    """This storage holds flat buffers of all members. `shapes` and the quantizer say what is where; without a
-    quantizer, the values are plain.
+    """This storage holds flat buffers of all members of a group. `shapes` and the quantizer say what is where; without
+    a quantizer, the values are plain.
 
     `first_dims` and `last_dims` are int64 [num], or None if all are equal. `tensor_offsets` is int64 [num + 1], the
     element at which each member begins, or None if all shapes are equal.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `data`, `columnwise_data`, `scale_inv`, `columnwise_scale_inv`, `amax`,
+            `columnwise_amax`, `first_dims`, `last_dims`, `tensor_offsets`, `shapes`, `quantizer`.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> make = mz.GroupedTensor.make_grouped_tensor_with_shapes
+        >>> group = make(2, [(32, 64), (64, 64)], mz.MXFP8Quantizer(), "cpu")
+        >>> isinstance(group, mz.GroupedTensorStorage), group.num_tensors
+        (True, 2)
     """
 
     _quantizer: Quantizer | None
@@ -373,7 +386,26 @@ class GroupedTensorStorage(QuantizedTensorStorage):
 
 
 class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
-    """A `GroupedTensor` is a group as one tensor. Operations use the plain values, as for any quantized tensor."""
+    """A `GroupedTensor` is a group of tensors as one tensor, such as the weights of experts. Operations use the plain
+    values, as for any quantized tensor.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `data`, `columnwise_data`, `scale_inv`,
+            `columnwise_scale_inv`, `amax`, `columnwise_amax`, `first_dims`, `last_dims`, `tensor_offsets`, `shapes`,
+            `quantizer`.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> make = mz.GroupedTensor.make_grouped_tensor_with_shapes
+        >>> group = make(2, [(32, 64), (32, 64)], mz.MXFP8Quantizer(), "cpu")
+        >>> len(group.split_into_quantized_tensors())
+        2
+    """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

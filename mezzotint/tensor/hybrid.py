@@ -19,7 +19,23 @@ _COLUMN = tuple(f"_columnwise_{i}" for i in range(_SLOTS))
 
 
 class HybridQuantizedTensorStorage(QuantizedTensorStorage):
-    """This storage holds the buffers of two storages by position; the quantizer says which storages they are."""
+    """This storage holds the buffers of two storages by position; the quantizer says which storages they are.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_0` to `rowwise_5`, `columnwise_0` to `columnwise_5`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> parts = {"rowwise_quantizer": mz.NVFP4Quantizer(), "columnwise_quantizer": mz.MXFP8Quantizer()}
+        >>> quantizer = mz.HybridQuantizer(**parts)
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.HybridQuantizedTensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = tuple((n, n[1:]) for n in (*_ROW, *_COLUMN))
     _VALUES = (("_quantizer", "quantizer", None),)
@@ -122,7 +138,30 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
 
 class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
-    """A hybrid tensor is in two formats, one for each direction."""
+    """A hybrid tensor is in two formats, one for each direction.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_0` to `rowwise_5`, `columnwise_0` to
+            `columnwise_5`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> parts = {"rowwise_quantizer": mz.NVFP4Quantizer(), "columnwise_quantizer": mz.MXFP8Quantizer()}
+        >>> x = mz.HybridQuantizer(**parts)(torch.randn(128, 128))
+        >>> isinstance(x, mz.HybridQuantizedTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     def _known_shape(self) -> tuple[int, ...] | None:
         return tuple(self.shape)
@@ -131,8 +170,25 @@ class HybridQuantizedTensor(HybridQuantizedTensorStorage, QuantizedTensor):
 class HybridQuantizer(Quantizer):
     """This quantizer is made of two, one for each direction.
 
-    `columnwise_source` says what the column-wise copy is quantized from: "original", the source, or
-    "rowwise_dequantized", the values that the row-wise copy dequantizes to.
+    Args:
+        rowwise_quantizer: The quantizer of the row-wise copy.
+        columnwise_quantizer: The quantizer of the column-wise copy.
+        columnwise_source: What the column-wise copy is quantized from: "original" (the default), the source, or
+            "rowwise_dequantized", the values that the row-wise copy dequantizes to.
+
+    Raises:
+        TypeError: If one of them is no quantizer.
+        ValueError: If there is no such source.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> parts = {"rowwise_quantizer": mz.NVFP4Quantizer(), "columnwise_quantizer": mz.MXFP8Quantizer()}
+        >>> x = mz.HybridQuantizer(**parts)(torch.randn(128, 128))
+        >>> isinstance(x, mz.HybridQuantizedTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

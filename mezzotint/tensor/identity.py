@@ -16,7 +16,22 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
-    """This storage holds one high-precision buffer that serves both directions."""
+    """This storage holds one high-precision buffer that serves both directions.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `hp_data`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.IdentityQuantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.IdentityTensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _FLATTEN_TENSOR_BUFFERS = (("_hp_data", "hp_data"),)
     _VALUES = (("_quantizer", "quantizer", None),)
@@ -61,11 +76,53 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
 
 class IdentityTensor(IdentityTensorStorage, QuantizedTensor):
-    """An identity tensor has the interface of a quantized tensor, and holds high precision."""
+    """An identity tensor has the interface of a quantized tensor, and holds high precision.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `hp_data`, `quantizer`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.IdentityQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.IdentityTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
 
 class IdentityQuantizer(Quantizer):
-    """This quantizer returns a copy of a tensor, cast to `dtype` if one is given."""
+    """This quantizer leaves values as they are: it returns a copy of a tensor, which stands where a quantized one is
+    expected.
+
+    Args:
+        dtype: The dtype to which the copy is cast, or None (the default) for that of the tensor.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+
+    Raises:
+        ValueError: If `dtype` is neither None nor float32, float16 or bfloat16.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.IdentityQuantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.IdentityTensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     _by_value = True
 

@@ -24,7 +24,23 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP4TensorStorage(PackedMXStorage):
-    """This storage holds packed codes (…, K/2) and transposed ones (K, M/2), with E8M0 scale bytes for each."""
+    """This storage holds packed codes (…, K/2) and transposed ones (K, M/2), with E8M0 scale bytes for each.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `fp4_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.MXFP4Quantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP4TensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _VALUES = (
         ("_fp4_dtype", "fp4_dtype", DType.kFloat4E2M1),
@@ -64,19 +80,62 @@ class MXFP4TensorStorage(PackedMXStorage):
 
 
 class MXFP4Tensor(MXFP4TensorStorage, QuantizedTensor):
-    """An MXFP4 tensor has one E8M0 scale for 32 elements of 4 bits."""
+    """An MXFP4 tensor has one E8M0 scale, a power of two, for 32 elements of 4 bits.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `fp4_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP4Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP4Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class MXFP4Quantizer(Quantizer):
-    """This MXFP4 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights).
+    """This MXFP4 quantizer has one scale, a power of two, for each block of 32 elements or each tile of 32x32.
 
-    `scale_rule` is "floor", the rule of the OCP specification, or "roundup", with which nothing saturates. `with_rht`
-    says whether the column-wise copy is Hadamard-transformed, `with_random_sign_mask` whether the transform has its
-    random signs. `stochastic_rounding` draws from torch's generator. `optimize_for_gemm` makes scales in the GEMM's
-    order.
+    Args:
+        fp4_dtype: The element type, of which there is only `DType.kFloat4E2M1`.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        with_rht: Whether the column-wise copy goes through a random Hadamard transform. The default is False.
+        with_random_sign_mask: Whether this transform has its random signs. The default is True.
+        with_2d_quantization: Whether square tiles of the tensor share a scale, as is usual for weights. The default is
+            False.
+        stochastic_rounding: Whether values are rounded stochastically, with PyTorch's generator. The default is False.
+        scale_rule: How the scale follows from the amax of a block: "floor" (the default) is the rule of the OCP
+            standard, with which the largest elements of a block may saturate; with "roundup" none saturates.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP4Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP4Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

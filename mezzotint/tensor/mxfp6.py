@@ -24,7 +24,23 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class MXFP6TensorStorage(PackedMXStorage):
-    """This storage holds packed codes (…, K/4, 3) and transposed ones (K, M/4, 3), with E8M0 scale bytes for each."""
+    """This storage holds packed codes (…, K/4, 3) and transposed ones (K, M/4, 3), with E8M0 scale bytes for each.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `fp6_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.MXFP6Quantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP6TensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _VALUES = (
         ("_fp6_dtype", "fp6_dtype", DType.kFloat6E2M3),
@@ -57,17 +73,59 @@ class MXFP6TensorStorage(PackedMXStorage):
 
 
 class MXFP6Tensor(MXFP6TensorStorage, QuantizedTensor):
-    """An MXFP6 tensor has one E8M0 scale for 32 elements of 6 bits."""
+    """An MXFP6 tensor has one E8M0 scale, a power of two, for 32 elements of 6 bits.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `fp6_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP6Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP6Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class MXFP6Quantizer(Quantizer):
-    """This quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights), of E2M3 or E3M2 elements.
+    """This MXFP6 quantizer has one scale, a power of two, for each block of 32 elements or each tile of 32x32.
 
-    `scale_rule` is "floor", the rule of the OCP specification, or "roundup", with which nothing saturates.
-    `optimize_for_gemm` makes scales in the GEMM's byte order.
+    Args:
+        fp6_dtype: The element type, `DType.kFloat6E2M3` (the default) or `DType.kFloat6E3M2`.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        with_2d_quantization: Whether square tiles of the tensor share a scale, as is usual for weights. The default is
+            False.
+        scale_rule: How the scale follows from the amax of a block: "floor" (the default) is the rule of the OCP
+            standard, with which the largest elements of a block may saturate; with "roundup" none saturates.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP6Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP6Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

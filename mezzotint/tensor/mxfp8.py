@@ -22,7 +22,23 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 
 class MXFP8TensorStorage(TwoDirectionStorage):
-    """This storage holds codes of each direction in the logical shape, and the E8M0 scale bytes of each direction."""
+    """This storage holds codes of each direction in the logical shape, and the E8M0 scale bytes of each direction.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `fp8_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.MXFP8Quantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP8TensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _VALUES = (
         ("_fp8_dtype", "fp8_dtype", DType.kFloat8E4M3),
@@ -126,14 +142,56 @@ class MXFP8TensorStorage(TwoDirectionStorage):
 
 
 class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor):
-    """An MXFP8 tensor has one E8M0 scale for 32 elements."""
+    """An MXFP8 tensor has one E8M0 scale, a power of two, for 32 elements.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `fp8_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP8Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP8Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
 
 class MXFP8Quantizer(Quantizer):
-    """This MXFP8 quantizer uses blocks of 32, or 32x32 tiles (`with_2d_quantization`, for weights).
+    """This MXFP8 quantizer has one scale, a power of two, for each block of 32 elements or each tile of 32x32.
 
-    `scale_rule` is "roundup", with which nothing saturates, or "floor", the rule of the OCP specification.
-    `optimize_for_gemm` makes scales in the GEMM's byte order.
+    Args:
+        fp8_dtype: The element type, `DType.kFloat8E4M3` or `DType.kFloat8E5M2`. The default is E4M3.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        with_2d_quantization: Whether square tiles of the tensor share a scale, as is usual for weights. The default is
+            False.
+        scale_rule: How the scale follows from the amax of a block: with "roundup" (the default) nothing saturates;
+            "floor" is the rule of the OCP standard.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP8Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.MXFP8Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

@@ -29,7 +29,24 @@ from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
 class NVFP4TensorStorage(TwoDirectionStorage):
     """This storage holds packed codes (…, K/2) and packed transposed codes (K, M/2), and for each direction E4M3 scale
-    bytes and an FP32 amax."""
+    bytes and an FP32 amax.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`, `columnwise_scale_inv`,
+            `amax_rowwise`, `amax_columnwise`, `fp4_dtype`, `quantizer`, `with_gemm_swizzled_scales`,
+            `row_scaled_nvfp4`, `nvfp4_use_4over6`, `nvfp4_e4m3_max`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.NVFP4Quantizer()
+        >>> quantizer.internal = True  # bare storages instead of tensors
+        >>> x = quantizer(torch.randn(128, 128))
+        >>> isinstance(x, mz.NVFP4TensorStorage), isinstance(x, torch.Tensor)
+        (True, False)
+    """
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = (
         *TwoDirectionStorage._FLATTEN_TENSOR_BUFFERS,
@@ -196,20 +213,74 @@ def _padded(scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
-    """An NVFP4 tensor has one E4M3 scale for 16 elements of 4 bits, and an amax."""
+    """An NVFP4 tensor has one E4M3 scale for 16 elements of 4 bits, and an amax.
+
+    A quantizer makes it. It can be used wherever a tensor can: operations that do not know its format compute with the
+    values that it stands for.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
+            `columnwise_scale_inv`, `amax_rowwise`, `amax_columnwise`, `fp4_dtype`, `quantizer`,
+            `with_gemm_swizzled_scales`, `row_scaled_nvfp4`, `nvfp4_use_4over6`, `nvfp4_e4m3_max`.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.NVFP4Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.NVFP4Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
+    """
 
     def _logical_shape(self) -> tuple[int, ...]:
         return tuple(self.shape)
 
 
 class NVFP4Quantizer(Quantizer):
-    """This NVFP4 quantizer uses blocks of 16, or 16x16 tiles (`with_2d_quantization`).
+    """This NVFP4 quantizer has one E4M3 scale for each block of 16 elements or each tile of 16x16, under one scale of
+    the tensor.
 
-    `with_rht` says whether the column-wise copy is Hadamard-transformed, and `with_random_sign_mask`, which is a flag
-    of its own, whether the transform has its random signs. `stochastic_rounding` draws from torch's generator.
-    `row_scaled_nvfp4` gives each row an amax of its own. `nvfp4_use_4over6` lets each block map its amax to 4 or 6,
-    whichever has the smaller error (`nvfp4_4over6_err_mode`). `kernels/nvfp4.py` says what each option does to the
-    numbers.
+    `kernels/nvfp4.py` says what each option does to the numbers.
+
+    Args:
+        fp4_dtype: The element type, of which there is only `DType.kFloat4E2M1`.
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies. The default is
+            True.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
+            is True.
+        with_amax_reduction: Must be False: a quantizer does not reduce amaxes over ranks.
+        amax_reduction_group: Must be None, likewise.
+        with_rht: Whether the column-wise copy goes through a random Hadamard transform. The default is False.
+        with_post_rht_amax: Whether the amax of the column-wise copy is taken after the transform. It must be True with
+            `with_rht`. The default is False.
+        with_2d_quantization: Whether square tiles of the tensor share a scale, as is usual for weights. The default is
+            False.
+        stochastic_rounding: Whether values are rounded stochastically, with PyTorch's generator. The default is False.
+        row_scaled_nvfp4: Whether each row has an amax of its own. The default is False.
+        nvfp4_use_4over6: Whether each block maps its amax to 4 or 6, whichever has the smaller error. The default is
+            False.
+        nvfp4_e4m3_max: The largest scale of a block, 448 (the default) or 256.
+        nvfp4_4over6_err_mode: The error by which a block chooses: "MAE" (mean absolute error, the default) or "MSE"
+            (mean squared error).
+        with_random_sign_mask: Whether this transform has its random signs. The default is True.
+
+    Raises:
+        ValueError: If an option has a value that the format does not have, or two options exclude each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.NVFP4Quantizer()(torch.randn(128, 128))
+        >>> isinstance(x, mz.NVFP4Tensor), x.shape, x.dtype
+        (True, torch.Size([128, 128]), torch.float32)
+        >>> x.dequantize().shape
+        torch.Size([128, 128])
     """
 
     _by_value = True

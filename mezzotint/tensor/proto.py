@@ -17,7 +17,25 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 
 @dataclass
 class TensorProto:
-    """A `TensorProto` stands for a plain tensor, or a quantized one if it has a quantizer, of which it owns a copy."""
+    """A `TensorProto` stands for a plain tensor, or a quantized one if it has a quantizer, without memory: it says
+    which buffers the tensor would have.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype.
+        quantizer: The quantizer, of which a copy is kept, or None (the default) for a plain tensor.
+        requires_grad: Whether the tensor would require a gradient. The default is False.
+        device: The device, or None for PyTorch's default.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> proto = mz.TensorProto((32, 64), torch.bfloat16, mz.MXFP8Quantizer(columnwise=False))
+        >>> proto.is_quantized, proto.num_bytes() < 32 * 64 * 2
+        (True, True)
+        >>> isinstance(proto.create_tensor(), mz.MXFP8Tensor)
+        True
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -89,7 +107,24 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def to_tensor_proto(tensor: Any) -> TensorProto:
-    """Return the prototype of a plain tensor, a storage or a quantized tensor."""
+    """Return the prototype of a plain tensor, a storage or a quantized tensor.
+
+    Args:
+        tensor: The tensor or storage.
+
+    Returns:
+        A `TensorProto`.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is a quantized tensor without a quantizer.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> mz.to_tensor_proto(mz.MXFP8Quantizer()(torch.randn(32, 64))).shape
+        (32, 64)
+    """
     if not isinstance(tensor, torch.Tensor | QuantizedTensorStorage):
         raise TypeError(f"tensor is {type(tensor).__name__}: give a torch.Tensor or a QuantizedTensorStorage")
     if not isinstance(tensor, QuantizedTensorStorage):

@@ -28,7 +28,30 @@ _aten = torch.ops.aten
 
 
 class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
-    """This is the base of tensor classes: `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)` is a full format."""
+    """This is the base of tensor classes: a `QuantizedTensor` holds codes and scales, and stands for the values that
+    they mean.
+
+    It is a `torch.Tensor` of the nominal dtype. Operations that know the format use the codes; all others compute with
+    the values. A format is a class such as `class MXFP8Tensor(MXFP8TensorStorage, QuantizedTensor)`, and a quantizer
+    makes its tensors.
+
+    Args:
+        shape: The logical shape.
+        dtype: The nominal dtype, which is that of the values when they are dequantized.
+        requires_grad: Whether autograd records operations on it. The default is False.
+        device: The device, or None for that of the buffers.
+        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        **fields: The buffers and values of the storage by name: those that its storage declares.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> x = mz.MXFP8Quantizer()(torch.ones(32, 32))
+        >>> isinstance(x, mz.QuantizedTensor), isinstance(x, torch.Tensor)
+        (True, True)
+        >>> torch.equal(x.dequantize(), torch.ones(32, 32))
+        True
+    """
 
     _STORAGE: ClassVar[type[QuantizedTensorStorage]]  # the same buffers in a plain holder
 

@@ -52,11 +52,23 @@ _PLAIN = (bool, int, float, str, Enum, type(None))
 
 
 class Quantizer(metaclass=OpaqueMeta):
-    """A quantizer makes quantized tensors out of high-precision ones, in one format.
+    """A quantizer makes quantized tensors out of high-precision ones, in one format. Call it with a tensor.
 
-    `rowwise` and `columnwise` say which directions it makes: a copy that is quantized along the rows, one along the
-    columns, or both. If the attribute `internal` is set, it makes bare storages instead of tensors; if
-    `optimize_for_gemm` is set, it lays scales out as the GEMM reads them.
+    This is the base class. If the attribute `internal` is set, it makes bare storages instead of tensors; if
+    `optimize_for_gemm` is set, it lays scales out as the GEMM (the matrix product) reads them.
+
+    Args:
+        rowwise: Whether the copy that is quantized along the rows is made, which forward multiplies.
+        columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> quantizer = mz.MXFP8Quantizer(columnwise=False)
+        >>> isinstance(quantizer, mz.Quantizer)
+        True
+        >>> quantizer(torch.randn(32, 64)).shape
+        torch.Size([32, 64])
     """
 
     rowwise_usage: bool

@@ -19,7 +19,21 @@ Along = tuple[int, int] | None  # (dimension, how many rows or columns an entry 
 
 
 class QuantizedTensorStorage(Flattenable):
-    """This storage holds the buffers of one or two directions. Subclasses declare them; the rest follows from that."""
+    """This storage holds the buffers of one or two directions, and is no tensor. Subclasses declare them; the rest
+    follows from that.
+
+    Args:
+        *args: The buffers and values, in the order in which they are named below.
+        fake_dtype: The nominal dtype, which is that of the values when they are dequantized. None means torch.float32.
+        **fields: The same by name: those that the subclass declares.
+
+    Example:
+        >>> import mezzotint as mz
+        >>> issubclass(mz.MXFP8TensorStorage, mz.QuantizedTensorStorage)
+        True
+        >>> issubclass(mz.MXFP8Tensor, mz.MXFP8TensorStorage)
+        True
+    """
 
     # These attributes make up a direction; a storage has a usage if it holds all of them.
     _ROWWISE: ClassVar[tuple[str, ...]] = ()
