@@ -110,11 +110,11 @@ def make_graphed_callables(
         cache_quantized_params: Whether weights are kept quantized between microbatches; a call then takes
             `is_first_microbatch`.
         pool: The memory pool of the graphs, as in `torch.cuda.make_graphed_callables`.
-        retain_graph_in_backward: Must be False.
-        clone_param_grads_on_return: Must be True: gradients are copied out of the graph's memory.
+        retain_graph_in_backward: It must be False.
+        clone_param_grads_on_return: It must be True: gradients are copied out of the graph's memory.
         pre_warmup_hook: A function that is called before the modules warm up, or None.
         post_warmup_hook: A function that is called after that, or None.
-        capture_time_hooks: Must be None.
+        capture_time_hooks: It must be None.
 
     Returns:
         What `modules` was, with the new forward.

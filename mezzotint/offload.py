@@ -315,7 +315,7 @@ def get_cpu_offload_context(
         num_layers: How many layers are offloaded. The default is 1.
         model_layers: How many layers the model has. The default is 1.
         offload_activations: Whether activations are offloaded. The default is True.
-        offload_weights: Must be False: weights stay on the GPU.
+        offload_weights: It must be False: weights stay on the GPU.
         double_buffering: It is accepted and has no effect: the caching allocator hands one layer's memory to the next
             but one.
         manual_synchronization: Whether the caller starts the copies. The default is False.

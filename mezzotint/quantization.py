@@ -332,8 +332,8 @@ class quantized_model_init:
     """A `quantized_model_init` is a region in which modules are made with quantized weights, without a copy in high
     precision.
 
-    The parameters are then quantized tensors. `mezzotint.optimizers.FusedAdam` with `master_weights=True` keeps a copy of
-    them in FP32, updates that, and quantizes the result. `fp8_model_init` is the former name of this class.
+    The parameters are then quantized tensors. `mezzotint.optimizers.FusedAdam` with `master_weights=True` keeps a copy
+    of them in FP32, updates that, and quantizes the result. `fp8_model_init` is the former name of this class.
 
     Args:
         enabled: Whether weights are quantized; or, in its place, a recipe or its short name. The default is True.

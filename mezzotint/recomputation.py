@@ -105,7 +105,7 @@ def checkpoint(
         *args: Its positional arguments.
         use_reentrant: Which of PyTorch's two implementations is used, as in `torch.utils.checkpoint.checkpoint`. The
             default is True; compiled code always uses the one that is not reentrant.
-        distribute_saved_activations: Must be False: what is saved stays whole on each rank.
+        distribute_saved_activations: It must be False: what is saved stays whole on each rank.
         tp_group: The process group of tensor parallelism. It is accepted and has no effect.
         get_rng_state_tracker: A function without arguments that returns the `CudaRNGStatesTracker` which `function`
             forks, so that it draws the same random numbers again, or None.

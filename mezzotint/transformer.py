@@ -193,7 +193,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
             is False.
         qkv_weight_interleaved: How rows of that one weight are ordered: group by group, each with its queries, key and
             value (True, the default), or first all queries, then all keys, then all values.
-        ub_tp_comm_overlap: Must be False: Transformer Engine's overlap through user buffers does not exist here.
+        ub_tp_comm_overlap: It must be False: Transformer Engine's overlap through user buffers does not exist here.
         ub_overlap_ag: A detail of that overlap, which has no effect without it.
         ub_overlap_rs: A detail of that overlap, which has no effect without it.
         ub_overlap_rs_dgrad: A detail of that overlap, which has no effect without it.

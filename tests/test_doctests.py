@@ -45,7 +45,9 @@ over_names = pytest.mark.parametrize("name", PUBLIC)
 
 
 def examples_of(name: str) -> doctest.DocTest:
-    return doctest.DocTestParser().get_doctest(inspect.getdoc(PUBLIC[name]) or "", {"__name__": "__main__"}, name, name, 0)
+    return doctest.DocTestParser().get_doctest(
+        inspect.getdoc(PUBLIC[name]) or "", {"__name__": "__main__"}, name, name, 0
+    )
 
 
 def parameters_of(value: Any) -> list[str]:

@@ -113,13 +113,13 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
             value (True, the default), or first all queries, then all keys, then all values.
         rotary_pos_interleaved: Whether rotary position embeddings rotate neighbouring channels as pairs, instead of
             channels of the two halves. The default is False.
-        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
-            here.
-        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+        ub_overlap_ag: It must be False: Transformer Engine's overlap of the all-gather through user buffers does not
             exist here.
-        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        ub_overlap_rs: It must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does
+            not exist here.
+        ub_overlap_rs_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: It must be False: this overlap for the weight gradient does not exist here.
         bias: Whether the linear layers have biases. The default is True.
         normalization: Which norm it is: "LayerNorm" (the default) or "RMSNorm".
         device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and

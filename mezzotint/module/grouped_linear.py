@@ -112,7 +112,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
             that `set_tensor_parallel_group` sets later. The default is 1.
         get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
-            numbers initial values and dropout are drawn, or None for PyTorch's own.
+            numbers initial values are drawn, or None for PyTorch's own.
         rng_tracker_name: The name of the generator in that tracker, or None for the tracker's default.
         init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
             with mean 0 and standard deviation 0.023.
@@ -123,10 +123,10 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         parallel_mode: How each weight is split over the ranks of `tp_group`: "column", "row" or None (the default).
         device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
             there is a GPU; "meta" leaves the parameters without memory.
-        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+        ub_overlap_rs: It must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does
+            not exist here.
+        ub_overlap_ag: It must be False: Transformer Engine's overlap of the all-gather through user buffers does not
             exist here.
-        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
-            here.
         ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
         delay_wgrad_compute: Whether backward leaves the weight gradients to a later call of `backward_dw()`. The
             default is False.

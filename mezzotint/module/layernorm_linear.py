@@ -107,7 +107,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
             that `set_tensor_parallel_group` sets later. The default is 1.
         get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
-            numbers initial values and dropout are drawn, or None for PyTorch's own.
+            numbers initial values are drawn, or None for PyTorch's own.
         init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
             with mean 0 and standard deviation 0.023.
         bias: Whether there is a bias. The default is True.
@@ -126,17 +126,17 @@ class LayerNormLinear(TransformerEngineBaseModule):
             is False.
         device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
             there is a GPU; "meta" leaves the parameters without memory.
-        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
-            here.
-        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+        ub_overlap_ag: It must be False: Transformer Engine's overlap of the all-gather through user buffers does not
             exist here.
-        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
-        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
+        ub_overlap_rs: It must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does
+            not exist here.
+        ub_overlap_rs_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: It must be False: this overlap for the weight gradient does not exist here.
+        ub_bulk_dgrad: It must be False: this overlap for the input gradient does not exist here.
         ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
         delay_wgrad_compute: Whether backward leaves the weight gradient to a later call of `backward_dw()`. The default
             is False.
-        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        symmetric_ar_type: It must be None: all-reduce over symmetric memory does not exist here.
         name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
             means the path that `name_modules` or `convert` gives it.
         dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.

@@ -120,7 +120,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         return_bias: Whether the bias of fc2 is returned beside the output instead of being added to it. The default is
             False.
         get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
-            numbers initial values and dropout are drawn, or None for PyTorch's own.
+            numbers initial values are drawn, or None for PyTorch's own.
         tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
             split.
         tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
@@ -151,18 +151,18 @@ class LayerNormMLP(TransformerEngineBaseModule):
             is False.
         device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
             there is a GPU; "meta" leaves the parameters without memory.
-        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
-            here.
+        ub_overlap_ag: It must be False: Transformer Engine's overlap of the all-gather through user buffers does not
+            exist here.
         name: The name of the module, by which a recipe can choose its format and by which messages mention it. None
             means the path that `name_modules` or `convert` gives it.
-        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
-            exist here.
-        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        ub_overlap_rs: It must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does
+            not exist here.
+        ub_overlap_rs_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: It must be False: this overlap for the weight gradient does not exist here.
         delay_wgrad_compute: Whether backward leaves the weight gradients to a later call of `backward_dw()`. The
             default is False.
-        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        symmetric_ar_type: It must be None: all-reduce over symmetric memory does not exist here.
         checkpoint: Whether backward computes norm, first linear layer and activation again, instead of keeping what
             they made. The default is False.
         dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.

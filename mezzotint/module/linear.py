@@ -59,13 +59,14 @@ _run_linear_inlined = inlined(run_linear)
 class Linear(TransformerEngineBaseModule):
     """This module computes y = x · Wᵀ + b, with its matrix products quantized as the recipe in force says.
 
-    It can be used in the place of `torch.nn.Linear` and of `transformer_engine.pytorch.Linear`, whose signature it has.
-    That is not the signature of `nn.Linear`: the third positional argument is `sequence_parallel`, so give `bias=False`
-    by name. `mezzotint.convert` replaces the layers of an existing model.
+    It has the signature of `transformer_engine.pytorch.Linear`, which is not that of `torch.nn.Linear`: the third
+    positional argument is `sequence_parallel`, so give `bias=False` by name. `mezzotint.convert` replaces the
+    `nn.Linear` layers of an existing model.
 
-    A recipe is put in force by the region `mezzotint.autocast`. Inside of it the input, the weight and the gradient of
-    the output are quantized, and the three products of forward and backward are computed from that. Outside of it the
-    module computes in high precision, as `nn.Linear` does.
+    A recipe says in which number format each tensor is multiplied, and the region `mezzotint.autocast` puts it in
+    force. Inside of the region the input, the weight and the gradient of the output are quantized, and the three
+    products of forward and backward are computed from that. Outside of any region the module computes in high
+    precision, as `nn.Linear` does.
 
     The parameters are `weight` (out, in) and `bias` (out), as in `nn.Linear`, and weights of its state dicts load. The
     dtype of the computation is that of the input, or of `torch.autocast` if that is on: FP32 parameters with a BF16
@@ -90,7 +91,7 @@ class Linear(TransformerEngineBaseModule):
         tp_size: The number of ranks that share the weights. Without a `tp_group` it says how large the group will be
             that `set_tensor_parallel_group` sets later. The default is 1.
         get_rng_state_tracker: A function without arguments that returns a `CudaRNGStatesTracker`, from whose random
-            numbers initial values and dropout are drawn, or None for PyTorch's own.
+            numbers initial values are drawn, or None for PyTorch's own.
         rng_tracker_name: The name of the generator in that tracker, or None for the tracker's default.
         init_method: A function that fills a weight with its initial values in place, or None for a normal distribution
             with mean 0 and standard deviation 0.023.
@@ -104,17 +105,17 @@ class Linear(TransformerEngineBaseModule):
             `weight`.
         device: The device of the parameters. None means PyTorch's default device, or the GPU if that is the CPU and
             there is a GPU; "meta" leaves the parameters without memory.
-        ub_overlap_ag: Must be False: Transformer Engine's overlap of the all-gather through user buffers does not exist
-            here.
-        ub_overlap_rs: Must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does not
+        ub_overlap_ag: It must be False: Transformer Engine's overlap of the all-gather through user buffers does not
             exist here.
-        ub_overlap_rs_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_dgrad: Must be False: this overlap for the input gradient does not exist here.
-        ub_bulk_wgrad: Must be False: this overlap for the weight gradient does not exist here.
+        ub_overlap_rs: It must be False: Transformer Engine's overlap of the reduce-scatter through user buffers does
+            not exist here.
+        ub_overlap_rs_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_dgrad: It must be False: this overlap for the input gradient does not exist here.
+        ub_bulk_wgrad: It must be False: this overlap for the weight gradient does not exist here.
         ub_name: A name that Transformer Engine gives to its user buffers. It is kept as an attribute and has no effect.
         delay_wgrad_compute: Whether backward leaves the weight gradient to a later call of `backward_dw()`. The default
             is False.
-        symmetric_ar_type: Must be None: all-reduce over symmetric memory does not exist here.
+        symmetric_ar_type: It must be None: all-reduce over symmetric memory does not exist here.
         save_original_input: Whether forward keeps the input as it came for backward, instead of a quantized copy. That
             saves memory when another operation keeps the same input anyway. The default is False.
         name: The name of the module, by which a recipe can choose its format and by which messages mention it. None

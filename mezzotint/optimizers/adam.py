@@ -49,7 +49,7 @@ class FusedAdam(FusedOptimizer):
         betas: The decays of the first and of the second moment. The default is (0.9, 0.999).
         eps: A small number that is added to the denominator. The default is 1e-8.
         weight_decay: The factor of the weight decay. The default is 0.
-        amsgrad: Must be False.
+        amsgrad: It must be False.
         bias_correction: Whether the moments are divided by 1 - beta^step. The default is True.
         adam_w_mode: True (the default) for AdamW, whose weight decay does not go through the moments, False for Adam.
         capturable: Whether the learning rate becomes a tensor on the device, for CUDA graphs. The default is False.

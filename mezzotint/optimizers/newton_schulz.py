@@ -37,7 +37,7 @@ def newton_schulz(
 
     Args:
         x: The matrix (…, m, n), FP32 or BF16, or a stack of matrices.
-        ctx: Must be None: Transformer Engine has matrices here that are spread over ranks.
+        ctx: It must be None: Transformer Engine has matrices here that are spread over ranks.
         num_iterations: The number of rounds. The default is 5.
         coefficients: The numbers a, b, c for all rounds, or such triples, one for each round (flat or nested). None
             means a built-in list.

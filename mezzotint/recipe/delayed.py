@@ -30,7 +30,7 @@ class DelayedScaling(Recipe):
         fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The
             default is False.
         fp8_mha: Whether tensors around attention are FP8, which is not supported either. The default is False.
-        backward_override: Must be None, because scales of gradients are made in backward.
+        backward_override: It must be None, because scales of gradients are made in backward.
 
     Raises:
         ValueError: If an option has a value that the recipe does not take.

@@ -17,7 +17,7 @@ class MXFP8BlockScaling(Recipe):
     """This recipe uses FP8 with one scale, a power of two, per 32 elements (the MXFP8 format of the OCP standard).
 
     Args:
-        margin: Must be 0: the scale of a block follows from the block.
+        margin: It must be 0: the scale of a block follows from the block.
         fp8_format: The element types, a `Format`: `Format.E4M3` for all tensors, or `Format.HYBRID` for E4M3 in forward
             and E5M2 for gradients. The default is E4M3.
         fp8_dpa: Whether attention runs in FP8, which is not supported: attention raises an error if it is True. The

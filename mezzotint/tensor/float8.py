@@ -176,8 +176,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
             is True.
         use_existing_amax: It is accepted and not used.
-        with_amax_reduction: Must be False: a quantizer does not reduce amaxes over ranks.
-        amax_reduction_group: Must be None, likewise.
+        with_amax_reduction: It must be False: a quantizer does not reduce amaxes over ranks.
+        amax_reduction_group: It must be None, likewise.
         force_pow_2_scales: Whether the scale is rounded to a power of two. The default is False.
         amax_epsilon: The least amax (largest absolute value) that is assumed. The default is 0.
         scale: It is accepted and not used.

@@ -254,8 +254,8 @@ class NVFP4Quantizer(Quantizer):
             True.
         columnwise: Whether the copy that is quantized along the columns is made, which backward multiplies. The default
             is True.
-        with_amax_reduction: Must be False: a quantizer does not reduce amaxes over ranks.
-        amax_reduction_group: Must be None, likewise.
+        with_amax_reduction: It must be False: a quantizer does not reduce amaxes over ranks.
+        amax_reduction_group: It must be None, likewise.
         with_rht: Whether the column-wise copy goes through a random Hadamard transform. The default is False.
         with_post_rht_amax: Whether the amax of the column-wise copy is taken after the transform. It must be True with
             `with_rht`. The default is False.

@@ -21,7 +21,7 @@ SAMPLES = {
         {"scale": "does not begin with a verb"},
     ),
     "a method": (
-        'class Rows:\n    """A `Rows` holds rows."""\n\n    async def count(self):\n        """How many there are."""\n',
+        'class Rows:\n    """A `Rows` holds rows."""\n\n    async def count(self):\n        """How many."""\n',
         {"count": "does not begin with a verb"},
     ),
     "a class that begins in the middle": (

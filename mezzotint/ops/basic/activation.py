@@ -457,7 +457,7 @@ class ScaledSwiGLU(ScaledActivation):
     Args:
         glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
             None (the default) means that they lie one behind the other.
-        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+        activation_recompute_in_mlp: It must be False: the output is not kept for backward in any case.
 
     Raises:
         ValueError: If `activation_recompute_in_mlp` is True.
@@ -489,7 +489,7 @@ class ScaledSiTUGLU(ScaledSwiGLU):
     Args:
         glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
             None (the default) means that they lie one behind the other.
-        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+        activation_recompute_in_mlp: It must be False: the output is not kept for backward in any case.
         beta1: The bound of the first half, finite and above 0. The default is 4.0.
         beta2: The bound of the second half, finite and above 0. The default is 25.0.
 
@@ -524,7 +524,7 @@ class ScaledClampedQGeGLU(ScaledSwiGLU):
     Args:
         glu_interleave_size: If the two halves of the input lie in turns of a few columns, how many columns a turn has.
             None (the default) means that they lie one behind the other.
-        activation_recompute_in_mlp: Must be False: the output is not kept for backward in any case.
+        activation_recompute_in_mlp: It must be False: the output is not kept for backward in any case.
         limit: The bound of both halves. The default is 7.0.
         alpha: The factor inside of the sigmoid. The default is 1.702.
         glu_linear_offset: What is added to the second half. The default is 1.0.

@@ -66,7 +66,7 @@ class BasicLinear(BasicOperation):
             random numbers initial values are drawn, or None for PyTorch's own.
         accumulate_into_main_grad: Whether backward adds the weight gradient to `weight.main_grad`, a tensor that the
             training program puts there, instead of returning it to autograd. The default is False.
-        userbuffers_options: Must be None: Transformer Engine's user buffers do not exist here.
+        userbuffers_options: It must be None: Transformer Engine's user buffers do not exist here.
 
     Raises:
         ValueError: If a size is not positive, does not divide over the ranks, or the mode is unknown.
