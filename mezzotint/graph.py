@@ -90,14 +90,14 @@ def make_graphed_callables(
     """Return the module, or tuple of modules, with a forward and a backward that replay CUDA graphs, under a recipe.
 
     Real inputs must have the shapes of the samples. Without a GPU the modules run as they are, under the same recipe.
+    An option that is not supported raises NotImplementedError.
 
     Args:
         modules: A module, or a tuple of modules.
         sample_args: The tensors of a call, or a tuple of such tuples for several modules.
-        num_warmup_iters: How often the modules run before they are captured, as in `torch.cuda.make_graphed_callables`.
-            The default is 3.
-        allow_unused_input: Whether inputs may have no gradient, likewise. The default is False.
-        sample_kwargs: The tensors that are given by name, as a dict, or a tuple of dicts; or None.
+        num_warmup_iters: How often the modules run before they are captured. The default is 3.
+        allow_unused_input: Whether inputs may have no gradient. The default is False.
+        sample_kwargs: The tensors given by name, as a dict, or a tuple of dicts; or None.
         fp8_enabled: The former name of `enabled`.
         fp8_calibrating: The former name of `calibrating`.
         fp8_recipe: The former name of `recipe`.
@@ -106,21 +106,14 @@ def make_graphed_callables(
         enabled: Whether the modules quantize, as in `autocast`. None (the default) means False.
         calibrating: Whether they gather statistics, as in `autocast`.
         recipe: The recipe, as in `autocast`.
-        amax_reduction_group: The process group over which delayed scaling reduces its amaxes, as in `autocast`.
-        cache_quantized_params: Whether weights are kept quantized between microbatches; a call then takes
-            `is_first_microbatch`.
-        pool: The memory pool of the graphs, as in `torch.cuda.make_graphed_callables`.
+        amax_reduction_group: The process group of delayed scaling, as in `autocast`.
+        cache_quantized_params: Whether calls take `is_first_microbatch` and keep quantized weights.
+        pool: The memory pool of the graphs, or None for one of their own.
         retain_graph_in_backward: It must be False.
-        clone_param_grads_on_return: It must be True: gradients are copied out of the graph's memory.
-        pre_warmup_hook: A function that is called before the modules warm up, or None.
+        clone_param_grads_on_return: It must be True.
+        pre_warmup_hook: A function that is called before the warm-up, or None.
         post_warmup_hook: A function that is called after that, or None.
         capture_time_hooks: It must be None.
-
-    Returns:
-        What `modules` was, with the new forward.
-
-    Raises:
-        NotImplementedError: If an option asks for what is not there.
 
     Example:
         >>> import torch

@@ -41,7 +41,7 @@ def reduce_gradients(model: nn.Module, group: Any) -> None:
 
     Args:
         model: The model whose gradients are summed.
-        group: The process group of tensor parallelism, or None for a single rank, with which nothing is done.
+        group: The process group of tensor parallelism. None means all ranks. With one rank nothing is done.
 
     Example:
         >>> import mezzotint as mz

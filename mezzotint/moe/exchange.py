@@ -63,7 +63,7 @@ def plan_exchange(tokens_per_expert: torch.Tensor, rows: int, group: Any = None)
     Args:
         tokens_per_expert: This rank's number of rows for every expert of the group, integers [E].
         rows: Their sum.
-        group: The process group, or None for a single rank.
+        group: The process group whose ranks exchange rows. None means all ranks.
 
     Returns:
         An `Exchange`.
@@ -120,7 +120,7 @@ def dispatch(x: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Te
     Args:
         x: This rank's rows [N, …], sorted by expert.
         exchange: What `plan_exchange` returned.
-        group: The process group, or None for a single rank.
+        group: The process group whose ranks exchange rows. None means all ranks.
 
     Returns:
         Rows from all ranks [M, …], sorted by expert.
@@ -150,7 +150,7 @@ def combine(y: torch.Tensor, exchange: Exchange, group: Any = None) -> torch.Ten
     Args:
         y: One row for each row that `dispatch` returned [M, …], usually the experts' outputs.
         exchange: What `plan_exchange` returned.
-        group: The process group, or None for a single rank.
+        group: The process group whose ranks exchange rows. None means all ranks.
 
     Returns:
         One row for each row that `dispatch` was given [N, …], in the same order.

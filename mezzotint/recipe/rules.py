@@ -90,8 +90,8 @@ class Rules(Recipe):
     end with a tensor: "*.fc2:grad_output" is for the output gradients of these linears alone, and ":input" and
     ":weight" are for the others. A linear that no pattern matches raises an error: end with `("*", ...)`.
 
-    Modules must know their paths: `name_modules` or `bind_rules` tells them. The recipes are taken as they are when the
-    rules are made.
+    A model is bound to the rules once, by `bind_rules`, before it runs in a region with them. The recipes are taken as
+    they are when the rules are made.
 
     Args:
         rules: Pairs of a pattern and a recipe, or its short name, or None for high precision.

@@ -394,7 +394,7 @@ class GroupedTensor(GroupedTensorStorage, QuantizedTensor):
         dtype: The nominal dtype, which is that of the values when they are dequantized.
         requires_grad: Whether autograd records operations on it. The default is False.
         device: The device, or None for that of the buffers.
-        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        fake_dtype: It is accepted and has no effect.
         **fields: The buffers and values of the storage by name: `data`, `columnwise_data`, `scale_inv`,
             `columnwise_scale_inv`, `amax`, `columnwise_amax`, `first_dims`, `last_dims`, `tensor_offsets`, `shapes`,
             `quantizer`.

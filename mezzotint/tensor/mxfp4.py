@@ -90,7 +90,7 @@ class MXFP4Tensor(MXFP4TensorStorage, QuantizedTensor):
         dtype: The nominal dtype, which is that of the values when they are dequantized.
         requires_grad: Whether autograd records operations on it. The default is False.
         device: The device, or None for that of the buffers.
-        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        fake_dtype: It is accepted and has no effect.
         **fields: The buffers and values of the storage by name: `rowwise_data`, `rowwise_scale_inv`, `columnwise_data`,
             `columnwise_scale_inv`, `fp4_dtype`, `quantizer`, `with_gemm_swizzled_scales`.
 

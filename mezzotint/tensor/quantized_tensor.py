@@ -40,7 +40,7 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
         dtype: The nominal dtype, which is that of the values when they are dequantized.
         requires_grad: Whether autograd records operations on it. The default is False.
         device: The device, or None for that of the buffers.
-        fake_dtype: A former name of `dtype` that is accepted and has no effect.
+        fake_dtype: It is accepted and has no effect.
         **fields: The buffers and values of the storage by name: those that its storage declares.
 
     Example:

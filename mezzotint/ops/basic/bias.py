@@ -23,7 +23,7 @@ class Bias(BasicOperation):
             there is a GPU.
         dtype: The dtype of the parameters, or None for PyTorch's default dtype.
         tensor_parallel: Whether this rank holds its shard of the bias. The default is False.
-        tensor_parallel_group: The process group whose ranks share the bias, or None.
+        tensor_parallel_group: The process group whose ranks share the bias. None means all ranks.
 
     Example:
         >>> import torch

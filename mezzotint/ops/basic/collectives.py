@@ -42,8 +42,8 @@ class AllGather(_Collective):
     """This operation returns the inputs of all ranks, one below the other; their gradients are summed and scattered.
 
     Args:
-        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
-            the identity.
+        process_group: The process group whose ranks take part. None means all ranks. With one rank the operation is the
+            identity.
 
     Example:
         >>> import torch
@@ -65,8 +65,8 @@ class ReduceScatter(_Collective):
     gathered.
 
     Args:
-        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
-            the identity.
+        process_group: The process group whose ranks take part. None means all ranks. With one rank the operation is the
+            identity.
 
     Example:
         >>> import torch
@@ -87,8 +87,8 @@ class AllReduce(_Collective):
     """This operation sums the inputs of all ranks.
 
     Args:
-        process_group: The process group whose ranks take part, or None for a single rank, with which the operation is
-            the identity.
+        process_group: The process group whose ranks take part. None means all ranks. With one rank the operation is the
+            identity.
         reduce_in_backward: Whether gradients are summed over the ranks, too. The default is True.
 
     Example:
