@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-MODULES = ("api", "recipe", "ops", "optimizers", "distributed", "custom_recipes")
+MODULES = ("api", "recipe", "ops", "optimizers", "distributed", "custom_recipes", "moe")
 
 # Names that have no example, and why.
 NO_EXAMPLE = {

@@ -64,15 +64,43 @@ def fused_topk_with_score_function(
     qb_bin_bounds: torch.Tensor | None = None,
     qb_histogram_mode: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose `topk` experts for each token; return probs like logits, 0 for experts not chosen, and the routing map.
+    """Choose the experts of each token, and their probabilities.
 
-    `logits` are [.., experts], and the map is [tokens, experts], stored as `routing_map_format` says. `score_function`
-    is "softmax", "sigmoid" or "sqrtsoftplus"; with `use_pre_softmax` the softmax comes before the choice. If
-    `num_groups` and `group_topk` are given, experts come from the best `group_topk` of `num_groups` groups of
-    neighbours, by the sum of a group's topk / group_topk largest scores. The probabilities are multiplied by
-    `scaling_factor`, if given. `expert_bias` [experts] changes the choice, not the probabilities. `topk_indices`,
-    integers [tokens, topk], are experts that were chosen before, and replace the choice. Histograms (`qb_…`) are
-    refused.
+    Args:
+        logits: The logits of the router [.., experts], FP32, BF16 or FP16.
+        topk: How many experts a token goes to.
+        use_pre_softmax: Whether the softmax comes before the choice, over all experts, instead of after it, over the
+            chosen ones.
+        num_groups: The number of groups of neighbouring experts, or None.
+        group_topk: From how many of these groups experts come: from the best, by the sum of a group's topk / group_topk
+            largest scores. None means from all.
+        scaling_factor: What the probabilities are multiplied by, or None.
+        score_function: How logits become scores: "softmax", "sigmoid" or "sqrtsoftplus".
+        expert_bias: What is added to the scores [experts] for the choice, not for the probabilities; or None. It goes
+            with "sigmoid" and "sqrtsoftplus".
+        routing_map_format: How the routing map is stored: `RoutingMapFormat.BYTEMAP` (the default), bool [tokens,
+            experts], or `RoutingMapFormat.BITMAP_U8`, eight experts in a byte; or the name of one.
+        topk_indices: Experts that were chosen before, integers [tokens, topk], which replace the choice; or None.
+        qb_histogram: It must be None: no histogram is written.
+        qb_bin_bounds: It must be None, likewise.
+        qb_histogram_mode: It must be None, likewise.
+
+    Returns:
+        The probabilities, in the shape of the logits, with 0 for experts that are not chosen; and the routing map.
+
+    Raises:
+        ValueError: If a name is unknown, or numbers and shapes do not fit each other.
+        TypeError: If the dtype of the logits is another.
+        NotImplementedError: If a histogram is asked for.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> logits = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]])
+        >>> choose = mz.moe.fused_topk_with_score_function
+        >>> probs, routing_map = choose(logits, 1, False, None, None, None, "softmax", None)
+        >>> routing_map.tolist()
+        [[True, False, False], [False, True, False]]
     """
     _check(logits, topk, score_function)
     _refuse_histogram(qb_histogram=qb_histogram, qb_bin_bounds=qb_bin_bounds, qb_histogram_mode=qb_histogram_mode)
@@ -109,9 +137,28 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: RoutingMapFormat | int | str = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the routing map of the top k, and FP32 scores like logits, which add up to 1 for each token.
+    """Return what `fused_moe_aux_loss` needs of the logits: the routing map and scores.
 
-    `logits` are [.., experts]; `score_function` and `routing_map_format` are as in `fused_topk_with_score_function`.
+    Args:
+        logits: The logits of the router [.., experts], FP32, BF16 or FP16.
+        topk: How many experts a token goes to.
+        score_function: How logits become scores: "softmax", "sigmoid" or "sqrtsoftplus".
+        routing_map_format: How the routing map is stored: `RoutingMapFormat.BYTEMAP` (the default), bool [tokens,
+            experts], or `RoutingMapFormat.BITMAP_U8`, eight experts in a byte; or the name of one.
+
+    Returns:
+        The routing map of the top k, and FP32 scores in the shape of the logits, which add up to 1 for each token.
+
+    Raises:
+        ValueError: If a name is unknown, or `topk` is not among the experts.
+        TypeError: If the dtype of the logits is another.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> routing_map, scores = mz.moe.fused_compute_score_for_moe_aux_loss(torch.randn(4, 8), 2, "softmax")
+        >>> routing_map.sum(-1).tolist(), scores.shape
+        ([2, 2, 2, 2], torch.Size([4, 8]))
     """
     _check(logits, topk, score_function)
     scores = SCORES[score_function](logits.reshape(-1, logits.shape[-1]).float())
@@ -129,12 +176,31 @@ def fused_moe_aux_loss(
     topk: int,
     coeff: float,
 ) -> torch.Tensor:
-    """Return the loss that balances the load of the experts, in probs' dtype:
+    """Return the loss that balances the load of the experts, in the dtype of `probs`:
 
         Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e] · coeff · num_experts / (topk · total_num_tokens²)
 
-    `probs` [tokens, experts] are the scores of this rank's tokens. `tokens_per_expert` [experts] and `total_num_tokens`
-    count the tokens that the loss is over, which may be those of more ranks.
+    Args:
+        probs: The scores of this rank's tokens [tokens, experts].
+        tokens_per_expert: How many tokens go to each expert [experts], over all tokens that the loss is over, which may
+            be those of more ranks.
+        total_num_tokens: How many tokens these are.
+        num_experts: The number of experts.
+        topk: How many experts a token goes to.
+        coeff: The weight of the loss.
+
+    Returns:
+        The loss, a tensor of no dimension.
+
+    Raises:
+        ValueError: If shapes do not fit each other.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> routing_map, scores = mz.moe.fused_compute_score_for_moe_aux_loss(torch.randn(4, 8), 2, "softmax")
+        >>> mz.moe.fused_moe_aux_loss(scores, routing_map.sum(0), 4, 8, 2, 0.01).shape
+        torch.Size([])
     """
     _check_shape("probs", probs, (probs.shape[0], num_experts))
     _check_shape("tokens_per_expert", tokens_per_expert, (num_experts,))
