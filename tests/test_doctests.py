@@ -44,10 +44,13 @@ PUBLIC = dict(find_public())
 over_names = pytest.mark.parametrize("name", PUBLIC)
 
 
+def doc_of(name: str) -> str:
+    """Its own docstring, not that of a base class."""
+    return inspect.cleandoc(PUBLIC[name].__doc__ or "")
+
+
 def examples_of(name: str) -> doctest.DocTest:
-    return doctest.DocTestParser().get_doctest(
-        inspect.getdoc(PUBLIC[name]) or "", {"__name__": "__main__"}, name, name, 0
-    )
+    return doctest.DocTestParser().get_doctest(doc_of(name), {"__name__": "__main__"}, name, name, 0)
 
 
 def parameters_of(value: Any) -> list[str]:
@@ -66,7 +69,7 @@ def explained_in(doc: str) -> list[str]:
 @over_names
 def test_it_is_documented(name: str) -> None:
     """Every argument of the signature is explained, in order, and none that is not there."""
-    doc = inspect.getdoc(PUBLIC[name])
+    doc = doc_of(name)
     assert doc
     if name not in NO_ARGUMENTS:
         wanted = [each for each in parameters_of(PUBLIC[name]) if not each.startswith("_")]

@@ -77,8 +77,8 @@ def convert(
     inplace: bool = True,
     memory: str | None = None,
 ) -> ModelT:
-    """Swap a model's linear layers for ours, which share the parameters, and return it; `convert_report` tells what was
-    done.
+    """Swap a model's linear layers for those of Mezzotint, which share the parameters, and return it; `convert_report`
+    tells what was done.
 
     The layers are `nn.Linear` and, of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. A role's
     name, by which a `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.

@@ -103,8 +103,8 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             parallelism this is the number of the whole weight.
         out_features: The number of features of the output. Under tensor parallelism this is the number of the whole
             weight.
-        sequence_parallel: Whether the first dimension of the tensors outside of the split weights is divided over the
-            ranks of `tp_group` as well. It has no effect when that group has one rank. The default is False.
+        sequence_parallel: Whether the tokens are divided over the ranks of `tp_group`. It is kept as an attribute: this
+            module does not communicate itself. The default is False.
         fuse_wgrad_accumulation: Whether backward adds the weight gradients to the parameters' `main_grad`, tensors that
             the training program puts there, instead of returning them to autograd. The default is False.
         tp_group: The process group whose ranks share the weights (tensor parallelism), or None for a module that is not
