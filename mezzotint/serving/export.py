@@ -80,7 +80,8 @@ def export(
             formats in which the recipe trains.
         path: The folder that is made.
         recipe: The recipe that quantizes weights which are in high precision, or None.
-        config: Entries that complete config.json, or None.
+        config: Entries that complete config.json, or None. A model of `TransformerLayer`s needs `rope_theta` and
+            `max_position_embeddings`.
         dtype: What tensors that are not quantized are cast to. None keeps theirs.
         requantize: Whether other blocks than those of training are allowed, where rows of one trained weight are
             published apart and cut its tiles. The default is False.
@@ -95,6 +96,22 @@ def export(
     Raises:
         ValueError: If the folder exists, or the format does not fit the model or the recipe.
         TypeError: If `recipe` is no recipe.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         options = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "device": "cpu"}
+        ...         self.embedding = torch.nn.Embedding(64, 128)
+        ...         self.layers = torch.nn.ModuleList([mz.TransformerLayer(128, 256, 4, **options)])
+        ...         self.norm = mz.RMSNorm(128, device="cpu")
+        ...         self.head = mz.Linear(128, 64, bias=False, device="cpu")
+        >>> config = {"rope_theta": 10000.0, "max_position_embeddings": 256}
+        >>> report = mz.export(Model(), "compressed-tensors-mxfp8", "served", config=config)
+        >>> report.format, len(report.quantized)
+        ('compressed-tensors-mxfp8', 7)
     """
     source = source_of_model(model, config) if isinstance(model, nn.Module) else source_of_folder(Path(model))
     if recipe is not None:

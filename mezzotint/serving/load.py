@@ -58,6 +58,23 @@ def load_quantized(
 
     Raises:
         ValueError: If the checkpoint is not quantized, or does not fit the model.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         options = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "device": "cpu"}
+        ...         self.embedding = torch.nn.Embedding(64, 128)
+        ...         self.layers = torch.nn.ModuleList([mz.TransformerLayer(128, 256, 4, **options)])
+        ...         self.norm = mz.RMSNorm(128, device="cpu")
+        ...         self.head = mz.Linear(128, 64, bias=False, device="cpu")
+        >>> config = {"rope_theta": 10000.0, "max_position_embeddings": 256}
+        >>> report = mz.export(Model(), "compressed-tensors-mxfp8", "served", config=config)
+        >>> model = mz.load_quantized("served", Model(), high_precision=True)
+        >>> model.head.weight.shape
+        torch.Size([64, 128])
     """
     folder = PublishedFolder(Path(path))
     if folder.scheme is None:
