@@ -18,7 +18,7 @@ endif
 PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
 
-.PHONY: help smoke test test-all clients check gpu bench train docs clean
+.PHONY: help smoke test test-all clients check gpu bench train docs site clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
@@ -63,13 +63,19 @@ bench: $(SETUP) ## measurements
 train: $(SETUP) ## BF16 and four recipes side by side: a table and a figure, in minutes on two CPU cores
 	$(RUN) -m mezzotint compare --threads 1 $(ARGS)
 
-docs: $(SETUP) ## write the generated pages of docs/
+docs: $(SETUP) .venv-docs/.installed ## write the generated pages of docs/, and build the site into site/
 	mkdir -p docs
 	$(RUN) -m bench conformance --write docs/conformance.md $(ARGS)
 	$(RUN) -m dev.compatibility --write docs/compatibility.md
+	$(RUN) -m dev.reference
+	$(MAKE) site
+
+# A broken link, a page outside of the navigation or a name that cannot be found is an error (`strict` in mkdocs.yml).
+site: .venv-docs/.installed ## build the site into site/ from the pages as they are
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 
 clean: ## remove caches and build outputs; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # torch goes first and by its pinned version, so that nothing later picks another build of it.
@@ -84,4 +90,9 @@ clean: ## remove caches and build outputs; .venv stays
 .venv-clients/.installed: tests/clients/requirements.txt
 	test -x .venv-clients/bin/pip || $(PYTHON) -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.venv-docs/.installed: docs/requirements.txt
+	test -x .venv-docs/bin/pip || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
 	touch $@
