@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 KINDS = ("python", "python torchrun")
 # What a block prints, by a page and a word of it.
@@ -29,7 +29,7 @@ def find_blocks() -> Iterator[tuple[str, str, str]]:
         text = page.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             if match[1].startswith("py"):
-                yield f"{page.name}:{text[: match.start()].count(chr(10)) + 1}", match[1].strip(), match[2]
+                yield f"{page.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}", match[1].strip(), match[2]
 
 
 BLOCKS = list(find_blocks())
