@@ -67,16 +67,16 @@ def draw_formats(out: Path) -> None:
         bits.text(-0.4, -row, name, ha="right", va="center", weight="bold")
         bits.text(16.4, -row, f"{1 + exponent + mantissa} bits", va="center")
     for i, (label, colour) in enumerate((("sign", GREY), ("exponent", ORANGE), ("mantissa", SKY))):
-        bits.add_patch(Rectangle((1 + 5 * i, -6.35), 0.7, 0.6, color=colour))
-        bits.text(2 + 5 * i, -6.05, label, va="center")
+        bits.add_patch(Rectangle((6 * i, -6.35), 0.7, 0.6, color=colour))
+        bits.text(6 * i + 1, -6.05, label, va="center")
     bits.set(xlim=(-3, 19), ylim=(-6.6, 0.7))
     bits.axis("off")
     names = [name for name in BITS if name != "BF16"]
     for row, name in enumerate(names):
         values = positive_values(name)
-        line.vlines(values, -row - 0.32, -row + 0.32, color=BLUE, lw=0.8)
+        line.vlines(values, -row - 0.4, -row + 0.15, color=BLUE, lw=0.8)
         text = f"{len(values)} values, largest {values[-1]:g}, smallest {format_power(values[0])}"
-        line.text(2.0**-16, -row + 0.38, text, fontsize=7.5, color="#444444")
+        line.text(2.0**-16, -row + 0.25, text, fontsize=7.5, color="#444444")
     line.set_xscale("log", base=2)
     line.set(yticks=[-i for i in range(len(names))], yticklabels=names, ylim=(-4.6, 0.8))
     line.set_xlabel("positive values, each a line")
@@ -168,17 +168,19 @@ def print_table() -> None:
 
 
 def draw_errors(out: Path) -> None:
-    """Draw the signal to noise of a cast in each recipe."""
-    fig, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
+    """Draw the signal to noise of a cast in each recipe, and the share of values that became 0."""
+    fig, axes = plt.subplots(2, 1, figsize=(9, 5), layout="constrained", sharex=True)
     errors, width = relative_errors(), 0.27
-    for i, (kind, colour) in enumerate(zip(tensors(), (SKY, ORANGE, GREEN), strict=True)):
-        places = np.arange(len(errors)) + (i - 1) * width
-        bars = axis.bar(places, [row[i][0] for row in errors.values()], width * 0.92, color=colour, label=kind)
-        axis.bar_label(bars, fmt="%.0f", fontsize=7)
-    axis.set_xticks(range(len(errors)), list(errors))
-    axis.set_ylabel("signal to noise, dB")
-    axis.legend(loc="upper right", frameon=False, ncols=3, fontsize=8)
-    axis.set_ylim(0, 40)
+    for axis, part, factor, label in ((axes[0], 0, 1, "signal to noise, dB"), (axes[1], 1, 100, "became 0, %")):
+        for i, (kind, colour) in enumerate(zip(tensors(), (SKY, ORANGE, GREEN), strict=True)):
+            places = np.arange(len(errors)) + (i - 1) * width
+            heights = [factor * row[i][part] for row in errors.values()]
+            bars = axis.bar(places, heights, width * 0.92, color=colour, label=kind)
+            axis.bar_label(bars, fmt="%.0f" if part == 0 else "%.1f", fontsize=7)
+        axis.set_ylabel(label)
+        axis.margins(y=0.2)
+    axes[0].legend(loc="upper right", frameon=False, ncols=3, fontsize=8)
+    axes[1].set_xticks(range(len(errors)), list(errors))
     save(fig, out / "errors.svg")
 
 
@@ -226,7 +228,7 @@ def draw_linear(out: Path) -> None:
         for i, operand in enumerate(operands):
             arrow(axis, (4.62, operand), (6.03, y + 0.12 - 0.24 * i))
         arrow(axis, (7.97, y), (8.7, y))
-        axis.text(8.78, y, "BF16", va="center", fontsize=8.5)
+        axis.text(8.78, y, "BF16\nor FP32", va="center", fontsize=8)
     axis.text(0.9, 3.85, "BF16 or FP32", ha="center", fontsize=8)
     axis.text(3.4, 3.85, "8, 6 or 4 bits", ha="center", fontsize=8)
     axis.text(7.0, 3.85, "products, summed in FP32", ha="center", fontsize=8)
