@@ -59,7 +59,7 @@ def positive_values(name: str) -> np.ndarray:
 
 def draw_formats(out: Path) -> None:
     """Draw the bits of each element type, and where its values lie."""
-    fig, (bits, line) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(5, 6))
+    fig, (bits, line) = plt.subplots(2, 1, figsize=(7, 5.6), height_ratios=(5, 6), layout="constrained")
     for row, (name, (exponent, mantissa)) in enumerate(BITS.items()):
         for i in range(1 + exponent + mantissa):
             colour = GREY if i == 0 else ORANGE if i <= exponent else SKY
