@@ -18,7 +18,7 @@ endif
 PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
 
-.PHONY: help smoke test test-all clients check gpu bench train docs site clean
+.PHONY: help smoke test test-all clients check gpu bench train docs site visit clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
@@ -63,16 +63,20 @@ bench: $(SETUP) ## measurements
 train: $(SETUP) ## BF16 and four recipes side by side: a table and a figure, in minutes on two CPU cores
 	$(RUN) -m mezzotint compare --threads 1 $(ARGS)
 
-docs: $(SETUP) .venv-docs/.installed ## write the generated pages of docs/, and build the site into site/
+docs: $(SETUP) .venv-docs/.installed ## write the generated pages and figures of docs/, build the site into site/, and visit it
 	mkdir -p docs
 	$(RUN) -m bench conformance --write docs/conformance.md $(ARGS)
 	$(RUN) -m dev.compatibility --write docs/compatibility.md
-	$(RUN) -m dev.reference
-	$(MAKE) site
+	$(RUN) -m docs.figures
+	$(MAKE) visit
 
 # A broken link, a page outside of the navigation or a name that cannot be found is an error (`strict` in mkdocs.yml).
 site: .venv-docs/.installed ## build the site into site/ from the pages as they are
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+visit: $(SETUP) site ## build the site, and visit every page in Chromium at two widths
+	$(RUN) -m dev.reference
+	$(RUN) -m dev.visit
 
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,8 +1,8 @@
 """This program draws the figures of docs/concepts, and prints the table of errors of docs/recipes.md.
 
-    python docs/figures.py              every figure, into docs/concepts
-    python docs/figures.py --out DIR    into another folder
-    python docs/figures.py --table      the errors of casts, as rows of a table, and no figure
+    python -m docs.figures              every figure, into docs/concepts
+    python -m docs.figures --out DIR    into another folder
+    python -m docs.figures --table      the errors of casts, as rows of a table, and no figure
 
 Nothing in a figure is drawn by hand: values of formats are decoded by Mezzotint's own code, errors are measured by
 `mezzotint.quantization_error`.
@@ -231,7 +231,7 @@ def draw_linear(out: Path) -> None:
         axis.text(8.78, y, "BF16\nor FP32", va="center", fontsize=8)
     axis.text(0.9, 3.85, "BF16 or FP32", ha="center", fontsize=8)
     axis.text(3.4, 3.85, "8, 6 or 4 bits", ha="center", fontsize=8)
-    axis.text(7.0, 3.85, "products, summed in FP32", ha="center", fontsize=8)
+    axis.text(7.0, 3.85, "products", ha="center", fontsize=8)
     axis.set(xlim=(0, 9.4), ylim=(-0.1, 4.1))
     axis.axis("off")
     save(fig, out / "linear.svg")
