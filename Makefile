@@ -72,7 +72,7 @@ docs: $(SETUP) .venv-docs/.installed ## write the generated pages and figures of
 
 # A broken link, a page outside of the navigation or a name that cannot be found is an error (`strict` in mkdocs.yml).
 site: .venv-docs/.installed ## build the site into site/ from the pages as they are
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 visit: $(SETUP) site ## build the site, and visit every page in Chromium at two widths
 	$(RUN) -m dev.reference

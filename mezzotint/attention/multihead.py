@@ -377,8 +377,10 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         *,
         _branch: Branch | None = None,
     ) -> torch.Tensor | Any:
-        """Compute the output[, proj's bias][, norm's output] from hidden_states [s, b, hidden] (or [b, s, hidden], [t,
-        hidden]); the output has their shape.
+        """Compute the output from hidden_states (s, b, hidden), or (b, s, hidden), or (t, hidden); it has their shape.
+
+        With `return_bias` proj's bias is a second output, and with `return_layernorm_output` the norm's output is
+        another one.
 
         `rotary_pos_emb` are angles of `RotaryPositionEmbedding`, or a pair for queries and keys. `is_first_microbatch`
         is that of `Linear.forward`, and the other arguments are those of `DotProductAttention.forward`. With `_branch`,
