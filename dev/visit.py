@@ -73,8 +73,11 @@ def main() -> None:
     if not pages:
         sys.exit(f"{site} has no pages: build them by `make site`")
     with sync_playwright() as playwright:
-        # None is the browser that Playwright has installed itself.
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        path = shutil.which("chromium") or playwright.chromium.executable_path  # the latter is Playwright's own
+        if not Path(path).exists():
+            print("There is no Chromium here, so the pages were not visited: install Debian's chromium to do so.")
+            return
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         faults = [fault for width in WIDTHS for fault in visit(browser, base, pages, width)]
         browser.close()
     print("\n".join([*faults, f"{len(pages)} pages at {len(WIDTHS)} widths, {len(faults)} faults"]))
