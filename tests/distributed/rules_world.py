@@ -46,7 +46,8 @@ def fully_sharded(rank: int) -> Result:
     return {"losses": losses, "resumed": train(other, RULES, STEPS, first=STEPS, optim=again), "kinds": kinds}
 
 
-def parallel_step(group: Any) -> list[torch.Tensor]:
+def parallel_step(group: Any, by_hand: bool = False) -> list[torch.Tensor]:
+    """A step under rules, or with a region around each module that says what the rules say."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"tp_group": group, "params_dtype": torch.bfloat16, "device": "cpu"}
     split = group is not None
@@ -54,11 +55,17 @@ def parallel_step(group: Any) -> list[torch.Tensor]:
         mz.LayerNormMLP(64, 128, set_parallel_mode=split, sequence_parallel=False, **options),
         mz.Linear(64, 64, parallel_mode="column" if split else None, **options),
     )
-    rules = Rules([("*.fc1", "current"), ("1", None), ("*", "mxfp8")])
+    rules = Rules([("0", "current"), ("*", "mxfp8")])
     mz.bind_rules(made, rules)
     x = batch(0, 64).requires_grad_()
-    with mz.autocast(rules):
-        y = made(x)
+    if by_hand:
+        with mz.autocast("current"):
+            y = made[0](x)
+        with mz.autocast("mxfp8"):
+            y = made[1](y)
+    else:
+        with mz.autocast(rules):
+            y = made(x)
     y.float().square().sum().backward()
     assert x.grad is not None
     return [y.detach(), x.grad]
@@ -66,9 +73,10 @@ def parallel_step(group: Any) -> list[torch.Tensor]:
 
 def tensor_parallel(rank: int) -> Result:
     """Parts of weights under rules, and ranks whose rules are not the same."""
-    found: Result = dict(zip(("y", "dx"), parallel_step(dist.group.WORLD), strict=True))
+    group = dist.group.WORLD
+    found: Result = {"by_rules": parallel_step(group), "by_hand": parallel_step(group, by_hand=True)}
     rules = Rules([("0", "mxfp8" if rank else "current"), ("*", None)])
-    made = nn.Sequential(mz.Linear(64, 64, parallel_mode="column", tp_group=dist.group.WORLD, device="cpu"))
+    made = nn.Sequential(mz.Linear(64, 64, parallel_mode="column", tp_group=group, device="cpu"))
     mz.bind_rules(made, rules)
 
     def run() -> None:
