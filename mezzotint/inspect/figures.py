@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS
+from mezzotint.kernels.statistics import ROW_OF, SIDE
 
-_ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 FIRST_EXPONENT = -127  # the exponent of bin 0, which holds all that is below 2^-126
 
 # These are the figures that are shares, sizes and ratios, and then those that are counts.
@@ -61,7 +60,7 @@ def figures_of(whole: torch.Tensor) -> Figures:
     values = whole.tolist()
 
     def of(name: str) -> float:
-        return values[_ROW[name]]
+        return values[ROW_OF[name]]
 
     def largest(name: str) -> float | None:
         return None if of(name) == -math.inf else of(name)
@@ -93,7 +92,7 @@ def decibels(signal: float, noise: float) -> float | None:
 def exponents_of(table: torch.Tensor) -> dict[int, tuple[int, int]]:
     """Return e → how many elements of x, and of x̂, have 2^e ≤ |·| < 2^(e+1), from the first such e to the last. The
     exponent -127 counts all that is smaller."""
-    before, after = table[_ROW["exponents"]].tolist(), table[_ROW["quantized"]].tolist()
+    before, after = table[ROW_OF["exponents"]].tolist(), table[ROW_OF["quantized"]].tolist()
     used = [b for b in range(len(before)) if before[b] or after[b]]
     bins = range(used[0], used[-1] + 1) if used else range(0)
     return {b + FIRST_EXPONENT: (int(before[b]), int(after[b])) for b in bins}

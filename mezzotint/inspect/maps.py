@@ -9,9 +9,8 @@ import base64
 import numpy as np
 import torch
 
-from mezzotint.kernels.statistics import MAXIMA, SUMS
+from mezzotint.kernels.statistics import ROW_OF
 
-_ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 # This maps a figure to how many units make up 1: tenths of a decibel, ten-thousandths of all elements of a cell.
 UNITS = {"snr_db": 10, "underflow": 10_000, "saturated": 10_000}
 _NONE = -(1 << 15)  # a cell without this figure
@@ -20,10 +19,10 @@ _NONE = -(1 << 15)  # a cell without this figure
 def pack_map(table: torch.Tensor) -> dict[str, str]:
     """Return the figures of `UNITS` in the 256 cells of a table, row by row."""
     rows = table.numpy()
-    count, signal, noise = rows[_ROW["count"]], rows[_ROW["signal"]], rows[_ROW["noise"]]
+    count, signal, noise = rows[ROW_OF["count"]], rows[ROW_OF["signal"]], rows[ROW_OF["noise"]]
     with np.errstate(divide="ignore", invalid="ignore"):
         made = {"snr_db": 10 * (np.log10(signal) - np.log10(noise))}
-        made |= {name: rows[_ROW[name]] / count for name in ("underflow", "saturated")}
+        made |= {name: rows[ROW_OF[name]] / count for name in ("underflow", "saturated")}
         return {name: _pack(values * UNITS[name]) for name, values in made.items()}
 
 

@@ -15,10 +15,9 @@ from mezzotint.comm.groups import world_size
 from mezzotint.functional.observation import Probe
 from mezzotint.inspect.figures import Figures, as_plain, exponents_of, figures_of
 from mezzotint.inspect.maps import pack_map
-from mezzotint.kernels.statistics import MAXIMA, SUMS
+from mezzotint.kernels.statistics import ROW_OF, SUMS
 
 _COUNT = len(SUMS)
-_ROW = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ def read_probes(
     found = []
     for (name, module, role), probe, formats, table, whole in zip(names, probes, trials, tables, wholes, strict=True):
         others = {each: figures_of(next(columns)) for each in formats} if probe.tried is not None else {}
-        if whole[_ROW["count"]] > 0:
+        if whole[ROW_OF["count"]] > 0:
             found.append(SeenTensor(name, module, role, figures_of(whole), table, others))
     return found
 

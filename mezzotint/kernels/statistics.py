@@ -44,6 +44,7 @@ SUMS = (
 NONFINITE = ("nan", "posinf", "neginf")
 MAXIMA = ("amax", "relative", "scale", "negative_scale")
 ROWS = len(SUMS) + len(MAXIMA)
+ROW_OF = {name: row for row, name in enumerate((*SUMS, *MAXIMA))}
 
 # Each element type has the code of 1, the bits of a code, and the largest value plus half of the step that leads there.
 ELEMENTS: dict[int, tuple[int, int, float]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.constants import cdiv
+from mezzotint.constants import HIGH_PRECISION, cdiv
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import Along, QuantizedTensorStorage
@@ -134,3 +134,9 @@ def _is_tiled(made: Any, quantizer: Any) -> bool:
 def is_quantized(value: Any) -> bool:
     """Return whether a tensor holds codes."""
     return isinstance(value, QuantizedTensorStorage)
+
+
+def check_plain_dtype(dtype: torch.dtype | None) -> None:
+    """Raise a ValueError if tensors that hold no codes cannot have this dtype; None keeps theirs."""
+    if dtype is not None and dtype not in HIGH_PRECISION:
+        raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.constants import HIGH_PRECISION
 from mezzotint.files import describe_files, remove, sync, write_json
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import GPT_OSS, Mapped, PublishedPart
-from mezzotint.serving.codes import Codes, codes_of, is_quantized, tensor_of
+from mezzotint.serving.codes import Codes, check_plain_dtype, codes_of, is_quantized, tensor_of
 from mezzotint.serving.published import MODEL_CONFIG, Manifest, PublishedFolder, options_of, write_manifest
 from mezzotint.serving.schemes import HF_QUANT_CONFIG, SCHEMES, Scheme, find_scheme
 from mezzotint.serving.shards import ShardWriter, StoredSpec
@@ -144,8 +143,7 @@ def export_source(
 ) -> ExportReport:
     """Write weights from any source, as `export` does; `progress` is called with how many of
     how many weights are written."""
-    if dtype is not None and dtype not in HIGH_PRECISION:
-        raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")
+    check_plain_dtype(dtype)
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists already: give overwrite=True to replace it, or another path")
     scheme = find_scheme(format, recipe or _own_recipe(source))
@@ -332,7 +330,7 @@ def tensor_specs(
                 blocks = shape[1] // scheme.block[1]
                 inner = (blocks, scheme.block[1] // 2) if suffix == "blocks" else (blocks,)
                 size = (mapped.experts, shape[0], *inner)
-            made[f"{part.name}{scheme.joint}{suffix}"] = StoredSpec(spec.dtype, size)
+            made[scheme.tensor_name(part.name, suffix)] = StoredSpec(spec.dtype, size)
     return made
 
 
@@ -348,7 +346,7 @@ def _announce(
     for part, tensors in published_weight(source, planned, scheme):
         for suffix, tensor in tensors.items():
             if suffix != "amax":
-                made[f"{part.name}{scheme.joint}{suffix}"] = StoredSpec(tensor.dtype, tuple(tensor.shape))
+                made[scheme.tensor_name(part.name, suffix)] = StoredSpec(tensor.dtype, tuple(tensor.shape))
     return made
 
 
@@ -378,7 +376,7 @@ def _write(
                     if "amax" in tensors:
                         amax[part.name] = tensors.pop("amax")
                     for suffix, tensor in tensors.items():
-                        writer.write(f"{part.name}{scheme.joint}{suffix}", tensor)
+                        writer.write(scheme.tensor_name(part.name, suffix), tensor)
                     quantized.append(part.name)
                     as_they_were += [part.name] if holds_codes(source, each.mapped) else []
                     requantized += [part.name] if each.is_cut else []

@@ -17,7 +17,7 @@ from mezzotint.convert.model import convert
 from mezzotint.layer.parameters import replace_parameter
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import Mapped, check_model_type, map_names
-from mezzotint.serving.codes import Codes, join_codes, tensor_of
+from mezzotint.serving.codes import Codes, check_plain_dtype, join_codes, tensor_of
 from mezzotint.serving.export import tensor_specs
 from mezzotint.serving.own_model import is_own_model
 from mezzotint.serving.published import PublishedFolder
@@ -81,8 +81,7 @@ def load_quantized(
         raise ValueError(f"{path} is not quantized: load it with transformers, then mezzotint.convert")
     if recipe is not None:
         check_recipe(recipe)
-    if dtype is not None and dtype not in HIGH_PRECISION:
-        raise ValueError(f"dtype is {dtype}: give torch.float32, torch.float16 or torch.bfloat16, or None")
+    check_plain_dtype(dtype)
     dtype = _dtype_of(folder.config) if dtype is None else dtype
     check_model_type(folder.config)
     made = _make_model(folder.config, dtype) if model is None else model

@@ -116,7 +116,7 @@ class PublishedFolder:
     def tensor_names(self, name: str) -> dict[str, str]:
         """Return the names of a quantized weight's tensors by suffix."""
         assert self.scheme is not None
-        return {suffix: f"{name}{self.scheme.joint}{suffix}" for suffix in self.scheme.suffixes}
+        return {suffix: self.scheme.tensor_name(name, suffix) for suffix in self.scheme.suffixes}
 
     def tensors(self, name: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a quantized weight by suffix."""

@@ -62,6 +62,10 @@ class Scheme:
     joint: str = "."  # between the name of a module and the suffix
     is_for_experts: bool = False  # experts alone are quantized, all of a layer in one tensor
 
+    def tensor_name(self, weight: str, suffix: str) -> str:
+        """Return the published name of one of a weight's tensors."""
+        return f"{weight}{self.joint}{suffix}"
+
     def default_quantizer(self) -> Quantizer:
         """Return the quantizer of weights that is used unless a recipe says otherwise."""
         return self.quantizer_of(self.recipe(), "")

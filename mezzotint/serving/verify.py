@@ -82,7 +82,7 @@ def _expected(
     for part, tensors in published_weight(source, planned, scheme):
         tensors.pop("amax", None)
         for suffix, tensor in tensors.items():
-            yield f"{part.name}{scheme.joint}{suffix}", tensor, part.name if suffix == scheme.suffixes[0] else None
+            yield scheme.tensor_name(part.name, suffix), tensor, part.name if suffix == scheme.suffixes[0] else None
 
 
 def verify_folders(
