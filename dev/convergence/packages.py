@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pip._internal.models.index import PyPI  # `pip download` would build each source distribution for its metadata
+
 MANIFEST = Path(__file__).with_name("corpus.toml")
 # fmt: off
 SUFFIXES = frozenset((
@@ -66,7 +68,7 @@ def fetch_package(package: Package, folder: Path) -> Path:
             asked = f"{package.name}={package.version}"
             subprocess.run(["apt-get", "-q", "download", asked], cwd=folder, check=True, capture_output=True)
         else:
-            with urllib.request.urlopen(f"https://pypi.org/simple/{package.name}/", timeout=60) as answer:
+            with urllib.request.urlopen(f"{PyPI.simple_url}/{package.name}/", timeout=60) as answer:
                 links = re.findall(r'href="([^"#]+)', answer.read().decode())
             link = next(link for link in links if link.endswith(f"/{package.file}"))
             with urllib.request.urlopen(link, timeout=600) as answer:

@@ -55,11 +55,15 @@ def first_rows(history: torch.Tensor, length: int) -> torch.Tensor:
 _NUMBERS = itertools.count()
 
 
+def _draw_number() -> int:
+    return next(_NUMBERS)
+
+
 def next_module_number() -> torch.Tensor:
     """Return the number of the next module that this process makes, int64 [1]. It is a tensor on the CPU, because an
     operator in a graph that layers share reads it when the graph runs."""
     with lasting():
-        return torch.tensor([next(_NUMBERS)], device="cpu")
+        return torch.tensor([call_untraced(_draw_number)], device="cpu")  # torch 2.11 does not trace a count
 
 
 class StatefulModule(nn.Module):
