@@ -8,6 +8,9 @@ medians of wall-clock blocks, interleaved over the candidates; the split comes f
 time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside the
 CUDA launch calls, `python` what is left. With `--stub`, on a CPU, our kernels compute nothing: what is measured is the
 Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
+
+"autograd.Function alone" is the least that a linear with a backward in Python takes: the same products and the same sum
+as `nn.Linear`, and nothing else. Whatever quantizes its operands itself begins there.
 """
 
 import argparse
@@ -37,6 +40,27 @@ RECIPES: dict[str, recipe.Recipe | None] = {
     "mezzotint, no recipe": None,
     **{f"mezzotint {name}": kind() for name, kind in recipe.RECIPES.items()},
 }
+
+
+class _BareLinear(torch.autograd.Function):
+    """This is a linear whose backward is written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight, grads[0].t() @ x, grads[0].sum(0)
+
+
+class _BareModule(torch.nn.Linear):
+    """This module calls `_BareLinear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _BareLinear.apply(input, self.weight, self.bias)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,6 +95,7 @@ def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[]
     made: dict[str, Callable[[], None]] = {}
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
+    made["autograd.Function alone"] = _step(_BareModule(features, features, **options), tokens)
     for name, chosen in RECIPES.items():
         linear = mz.Linear(features, features, device=device, params_dtype=torch.bfloat16)
         made[name] = _step(linear, tokens, chosen)
