@@ -4,6 +4,7 @@ What is written goes under another name first. These names are known beforehand,
 it is removed, and never followed.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -12,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -23,6 +26,13 @@ def write_durably(path: Path, data: bytes) -> None:
     sync(aside)
     aside.replace(path)
     sync(path.parent)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, to be read or written in place; NumPy is not needed."""
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor  # the memory stays while the view does
+    return memoryview(array).cast("B")
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -10,7 +10,6 @@ from functools import partial, wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
-import numpy as np
 import torch
 
 from mezzotint.availability import (
@@ -206,7 +205,8 @@ def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Rec
 
 def as_bool(caller: str, name: str, value: Any) -> bool:
     """Return a flag as a bool; raise TypeError for what is only truthy, since it may be meant as something else."""
-    if not isinstance(value, bool | np.bool_):
+    is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")  # it may be absent
+    if not (isinstance(value, bool) or is_numpys):
         raise TypeError(f"{caller}({name}={value!r}): give True or False, and the recipe as recipe=...")
     return bool(value)
 

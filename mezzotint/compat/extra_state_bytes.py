@@ -100,7 +100,7 @@ def read_extra_state(data: torch.Tensor) -> torch.Tensor | None:
 
     It returns None if the bytes hold no scales, and raises a ValueError if they are no such state. Nothing is executed.
     """
-    raw = data.detach().cpu().contiguous().numpy().tobytes()
+    raw = bytes(data.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
     try:
         found = _Reader(io.BytesIO(raw)).load()
         if found is None:

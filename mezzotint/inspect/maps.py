@@ -5,8 +5,8 @@ take longer to write than the step that is inspected.
 """
 
 import base64
+import struct
 
-import numpy as np
 import torch
 
 from mezzotint.kernels.statistics import ROW_OF
@@ -18,17 +18,15 @@ _NONE = -(1 << 15)  # a cell without this figure
 
 def pack_map(table: torch.Tensor) -> dict[str, str]:
     """Return the figures of `UNITS` in the 256 cells of a table, row by row."""
-    rows = table.numpy()
-    count, signal, noise = rows[ROW_OF["count"]], rows[ROW_OF["signal"]], rows[ROW_OF["noise"]]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        made = {"snr_db": 10 * (np.log10(signal) - np.log10(noise))}
-        made |= {name: rows[ROW_OF[name]] / count for name in ("underflow", "saturated")}
-        return {name: _pack(values * UNITS[name]) for name, values in made.items()}
+    count, signal, noise = (table[ROW_OF[name]] for name in ("count", "signal", "noise"))
+    made = {"snr_db": 10 * (signal.log10() - noise.log10())}
+    made |= {name: table[ROW_OF[name]] / count for name in ("underflow", "saturated")}
+    return {name: _pack(values * UNITS[name]) for name, values in made.items()}
 
 
-def _pack(values: np.ndarray) -> str:
-    whole = np.where(np.isfinite(values), np.rint(values), _NONE).astype("<i2")
-    return base64.b64encode(whole.tobytes()).decode("ascii")
+def _pack(values: torch.Tensor) -> str:
+    whole = torch.where(values.isfinite(), values.round(), _NONE).short().tolist()
+    return base64.b64encode(struct.pack(f"<{len(whole)}h", *whole)).decode("ascii")
 
 
 def unpack_map(packed: dict[str, str]) -> dict[str, list[float | None]]:
@@ -37,5 +35,5 @@ def unpack_map(packed: dict[str, str]) -> dict[str, list[float | None]]:
 
 
 def _unpack(text: str, units: int) -> list[float | None]:
-    whole = np.frombuffer(base64.b64decode(text), dtype="<i2").tolist()
-    return [None if value == _NONE else value / units for value in whole]
+    whole = struct.iter_unpack("<h", base64.b64decode(text))
+    return [None if value == _NONE else value / units for (value,) in whole]

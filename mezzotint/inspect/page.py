@@ -7,26 +7,28 @@ run has more steps than `COLUMNS`, a column stands for several steps, and shows 
 import base64
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
+from mezzotint.files import bytes_of
 from mezzotint.inspect.store import FIGURES, read_details, read_records
 
 TEMPLATE = Path(__file__).with_name("page.html")
 COLUMNS = 512
 
 # This maps a figure to how several steps become one: by the worst of them, where NaN means no figure.
-WORST: dict[str, Any] = {
-    "snr_db": np.fmin,
-    "underflow": np.fmax,
-    "saturated": np.fmax,
-    "relative_error": np.fmax,
-    "mse": np.fmax,
-    "amax": np.fmax,
-    "nonfinite": np.fmax,
+WORST: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "snr_db": torch.fmin,
+    "underflow": torch.fmax,
+    "saturated": torch.fmax,
+    "relative_error": torch.fmax,
+    "mse": torch.fmax,
+    "amax": torch.fmax,
+    "nonfinite": torch.fmax,
 }
 
 
@@ -65,17 +67,17 @@ def page_data(
 ) -> dict[str, Any]:
     """Return what the page's script reads."""
     columns = in_columns(list(steps))
-    whole = np.full((len(WORST), len(tensors), len(columns)), np.nan, dtype=np.float32)
+    whole = torch.full((len(WORST), len(tensors), len(columns)), torch.nan)
     for column, grouped in enumerate(columns):
-        part = np.full((len(grouped), len(tensors), len(WORST)), np.nan)
+        part = torch.full((len(grouped), len(tensors), len(WORST)), torch.nan)
         for i, step in enumerate(grouped):
             places, values = steps[step]
-            part[i, np.array(places)] = np.array(values).reshape(-1, len(WORST))  # the last one of duplicates counts
+            last = {place: row for row, place in enumerate(places)}  # of several records of a tensor
+            found = torch.frombuffer(values, dtype=torch.float32).view(-1, len(WORST))
+            part[i, list(last)] = found[list(last.values())]
         for row, worst in enumerate(WORST.values()):
-            whole[row, :, column] = worst.reduce(part[:, :, row], axis=0)
-    packed = {
-        name: base64.b64encode(whole[row].astype("<f4").tobytes()).decode("ascii") for row, name in enumerate(WORST)
-    }
+            whole[row, :, column] = reduce(worst, part[:, :, row])
+    packed = {name: base64.b64encode(bytes_of(whole[row])).decode("ascii") for row, name in enumerate(WORST)}
     return {
         "title": title,
         "columns": [[column[0], column[-1]] for column in columns],

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self
 
 import torch
 
-from mezzotint.files import sync, write_json
+from mezzotint.files import bytes_of, sync, write_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100 * 2**20  # bytes, the limit of the format's own library
@@ -96,7 +96,7 @@ class ShardReader:
         raw = torch.empty(spec.num_bytes, dtype=torch.uint8)
         with place.file.open("rb") as file:
             file.seek(place.start)
-            if file.readinto(_bytes_of(raw)) != spec.num_bytes:
+            if file.readinto(bytes_of(raw)) != spec.num_bytes:
                 raise ValueError(f"{place.file} ends inside of {name}: {_AGAIN}")
         return raw.view(spec.dtype).view(spec.shape)
 
@@ -210,7 +210,7 @@ class ShardWriter:
             self._close()
             self._open = place.file, place.file.open("r+b")
         self._open[1].seek(place.start)
-        self._open[1].write(_bytes_of(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)))
+        self._open[1].write(bytes_of(tensor.detach().cpu().contiguous()))
         self._left[place.file].remove(name)
 
     def finish(self) -> None:
@@ -251,12 +251,6 @@ def _pack(groups: Iterable[Mapping[str, StoredSpec]], max_bytes: int) -> list[di
         shards[-1] |= group
         held += size
     return shards
-
-
-def _bytes_of(raw: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous uint8 tensor."""
-    data: Any = raw.numpy()
-    return memoryview(data)
 
 
 _AGAIN = "the checkpoint is damaged or incomplete, copy it again"
