@@ -18,7 +18,7 @@ endif
 PIP := .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt
 TORCH = $(shell sed -n 's/^\(torch==[^[:space:];]*\).*/\1/p' constraints.txt)
 
-.PHONY: help smoke test test-all clients check gpu bench train docs site visit clean
+.PHONY: help smoke test test-all clients check gpu bench train docs site visit dist clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,13 @@ visit: $(SETUP) site ## build the site, and visit every page in Chromium at two 
 	$(RUN) -m dev.reference
 	$(RUN) -m dev.visit
 
+# The back end that is pinned there builds, too. Of two wheels, one from a clone and one from the source distribution,
+# tests/test_packaging.py says that they are equal.
+dist: .venv-dist/.installed ## the source distribution and the wheel of a release, in dist/, and checks of both
+	rm -rf build dist
+	.venv-dist/bin/python -m build --no-isolation
+	.venv-dist/bin/python -m twine check --strict dist/*
+
 clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name .venv -prune -o -name .git -prune -o -type d -name __pycache__ -exec rm -rf {} +
@@ -99,4 +106,9 @@ clean: ## remove caches and build outputs; .venv stays
 .venv-docs/.installed: docs/requirements.txt
 	test -x .venv-docs/bin/pip || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install -q --disable-pip-version-check -r $<
+	touch $@
+
+.venv-dist/.installed: dev/dist-requirements.txt
+	test -x .venv-dist/bin/pip || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install -q --disable-pip-version-check -r $<
 	touch $@

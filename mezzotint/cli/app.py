@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from mezzotint.cli.bench import bench
-from mezzotint.trainer.console import EXTRA, CommandError
+from mezzotint.cli.extra import what_to_install
+from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.options import takes
 from mezzotint.trainer.savings import Savings
@@ -41,9 +42,7 @@ def _file(name: str) -> Any:
     try:
         return import_module(f"mezzotint.cli.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
-            raise
-        raise CommandError(f"{error.name} is not installed: pip install 'mezzotint[cli]'") from None
+        raise CommandError(what_to_install(error)) from None
 
 
 def _show_version(asked: bool) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from mezzotint.trainer.console import EXTRA, CommandError, Output, enough_memory, speaks
+from mezzotint.cli.extra import what_to_install
 
 try:
     from mezzotint.cli.app import UsageError, app
+    from mezzotint.trainer.console import CommandError, Output, enough_memory, speaks
 except ModuleNotFoundError as error:
-    if error.name not in EXTRA:
-        raise
-    MISSING: str | None = error.name
+    MISSING: str | None = what_to_install(error)
 else:
     MISSING = None
 
@@ -26,7 +25,8 @@ else:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     if MISSING is not None:
-        return _fail(f"{MISSING} is not installed: pip install 'mezzotint[cli]'", 2)
+        print(f"mezzotint: {MISSING}", file=sys.stderr)
+        return 2
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     output: Any = Output(sys.stdout)
     with redirect_stdout(output):

@@ -12,7 +12,7 @@ def draw_error(error: Any, axes: Any = None) -> Any:
             pyplot = importlib.import_module("matplotlib.pyplot")
         except ImportError as missing:
             raise ImportError(
-                "plot() draws with matplotlib, which is not installed: pip install matplotlib"
+                "plot() draws with matplotlib, which is not installed: pip install 'mezzotint[cli]'"
             ) from missing
         _, axes = pyplot.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
     left, right = axes

@@ -33,7 +33,7 @@ class Store:
                 writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
             except ImportError as missing:
                 raise ImportError(
-                    "tensorboard=True needs the package tensorboard, which is not installed: pip install tensorboard"
+                    "tensorboard=True needs tensorboard, which is not installed: pip install 'mezzotint[cli]'"
                 ) from missing
             self.scalars = writer(str(folder / SCALARS))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-EXTRA = ("typer", "matplotlib", "safetensors", "tensorboard")  # what `pip install 'mezzotint[cli]'` adds
 TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # the variables that say which rank a process is
 
 
