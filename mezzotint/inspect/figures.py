@@ -92,10 +92,11 @@ def decibels(signal: float, noise: float) -> float | None:
 def exponents_of(table: torch.Tensor) -> dict[int, tuple[int, int]]:
     """Return e → how many elements of x, and of x̂, have 2^e ≤ |·| < 2^(e+1), from the first such e to the last. The
     exponent -127 counts all that is smaller."""
-    before, after = table[ROW_OF["exponents"]].tolist(), table[ROW_OF["quantized"]].tolist()
-    used = [b for b in range(len(before)) if before[b] or after[b]]
+    counts = table[[ROW_OF["exponents"], ROW_OF["quantized"]]].long()
+    used = counts.sum(0).nonzero().flatten().tolist()
     bins = range(used[0], used[-1] + 1) if used else range(0)
-    return {b + FIRST_EXPONENT: (int(before[b]), int(after[b])) for b in bins}
+    before, after = counts.tolist()
+    return {b + FIRST_EXPONENT: (before[b], after[b]) for b in bins}
 
 
 def map_of(table: torch.Tensor) -> list[list[Figures]]:

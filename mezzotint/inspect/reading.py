@@ -14,7 +14,6 @@ from mezzotint.comm.collectives import all_reduce, all_reduce_max
 from mezzotint.comm.groups import world_size
 from mezzotint.functional.observation import Probe
 from mezzotint.inspect.figures import Figures, as_plain, exponents_of, figures_of
-from mezzotint.inspect.maps import pack_map
 from mezzotint.kernels.statistics import ROW_OF, SUMS
 
 _COUNT = len(SUMS)
@@ -38,12 +37,10 @@ class SeenTensor:
         return {"step": step, "tensor": self.name, "module": self.module, "role": self.role, **kept}
 
     def details(self, stats: Sequence[str]) -> dict[str, Any]:
-        """Return histogram, map and figures in other formats, as the file of details has them."""
+        """Return histogram and figures in other formats, as the file of details has them."""
         made: dict[str, Any] = {"figures": as_plain(self.figures)}
         if "exponents" in stats:
             made["exponents"] = [[e, *counts] for e, counts in exponents_of(self.table).items()]
-        if "map" in stats:
-            made["map"] = pack_map(self.table)
         if self.what_if:
             made["what_if"] = {name: as_plain(figures) for name, figures in self.what_if.items()}
         return made

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mezzotint.inspect.figures import MEASURED
-from mezzotint.inspect.maps import unpack_map
+from mezzotint.inspect.maps import pack_maps, unpack_map
 from mezzotint.inspect.reading import SeenTensor
 
 FIGURES, DETAILS, SCALARS = "figures.jsonl", "details.json", "tensorboard"
@@ -42,7 +44,13 @@ class Store:
         records = [each.as_record(step, self.stats) for each in seen]
         with (self.folder / FIGURES).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-        details = {"step": step, "tensors": {each.name: each.details(self.stats) for each in seen}}
+        tensors = {each.name: each.details(self.stats) for each in seen}
+        if "map" in self.stats and seen:  # of all tensors at once: one by one they take as long as all else here
+            for made, packed in zip(
+                tensors.values(), pack_maps(torch.stack([each.table for each in seen])), strict=True
+            ):
+                made["map"] = packed
+        details = {"step": step, "tensors": tensors}
         aside = self.folder / f".{DETAILS}.writing"
         aside.write_text(json.dumps(details), encoding="utf-8")
         os.replace(aside, self.folder / DETAILS)

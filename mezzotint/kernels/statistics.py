@@ -178,6 +178,7 @@ statistics_add_ = leaf(
     "statistics_add_(Tensor(a!) table, Tensor seen) -> ()",
     fake=lambda table, seen: None,
     cpu=statistics_add_reference,
+    cuda="statistics:statistics_add_",
 )
 
 

@@ -15,7 +15,7 @@ import mezzotint as mz
 from mezzotint import recipe
 from mezzotint.functional.observation import statistics_of
 from mezzotint.inspect.figures import exponents_of, figures_of, map_of
-from mezzotint.inspect.maps import UNITS, pack_map, unpack_map
+from mezzotint.inspect.maps import UNITS, pack_maps, unpack_map
 from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS, statistics_whole
 from tests.quantizer_formats import FORMATS
 
@@ -156,7 +156,7 @@ def test_a_map_survives_its_file() -> None:
     x = torch.randn(64, 96) * torch.logspace(-6, 3, 96)
     x[:8] = 0.0
     found = mz.quantization_error(x, recipe.Float8CurrentScaling())
-    unpacked = unpack_map(pack_map(found.table))
+    unpacked = unpack_map(pack_maps(torch.stack([torch.zeros_like(found.table), found.table]))[1])
     cells = [cell for row in map_of(found.table) for cell in row]
     for name, units in UNITS.items():
         figures = [getattr(cell, name) for cell in cells]

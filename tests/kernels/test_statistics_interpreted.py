@@ -21,14 +21,18 @@ def test_interpreted() -> None:
 
 def check(x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None) -> None:
     """Counts and maxima to the bit; sums of squares, which are added in another order, to FP64's rounding."""
-    from mezzotint.kernels.statistics import SUMS, tensor_statistics_reference
-    from mezzotint.kernels.triton.statistics import tensor_statistics
+    from mezzotint.kernels.statistics import SUMS, statistics_add_reference, tensor_statistics_reference
+    from mezzotint.kernels.triton.statistics import statistics_add_, tensor_statistics
 
     made, want = tensor_statistics(x, quantized, scale, 464.0), tensor_statistics_reference(x, quantized, scale, 464.0)
     squares = [SUMS.index("signal"), SUMS.index("noise")]
     torch.testing.assert_close(made[squares], want[squares], rtol=1e-13, atol=0)
     made[squares] = want[squares]
     assert torch.equal(made, want), tuple(x.shape)
+    seen = made.flip(1)
+    statistics_add_(made, seen)
+    statistics_add_reference(want, seen)
+    assert torch.equal(made, want)
 
 
 def main() -> None:
