@@ -1,20 +1,24 @@
 """A layout says how many ranks share a model, and how they do it; `mesh.py` carries it out."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.options import check_options, option
 from mezzotint.trainer.sizes import ModelConfig
+
+# These options are one panel of the help.
+_process = partial(option, panel="Several processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A `Layout` holds the number of ranks and the sizes of their dimensions: tensor, expert and data parallelism."""
 
-    world: int = option(1, "processes", at_least=1, bits=17)
-    tp: int = option(1, "processes that share each layer's weights and tokens", at_least=1)
-    fsdp: bool = option(False, "replicas share weights, gradients and optimizer state")
-    ep: int = option(1, "processes that share the experts", at_least=1)
+    world: int = _process(1, "Plan for this many processes.", at_least=1, bits=17)
+    tp: int = _process(1, "Share the weights and tokens of each layer among this many processes.", at_least=1)
+    fsdp: bool = _process(False, "Share weights, gradients and optimizer state among all replicas (FSDP2).")
+    ep: int = _process(1, "Share the experts among this many processes.", at_least=1)
 
     def __post_init__(self) -> None:
         check_options(self)

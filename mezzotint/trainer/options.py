@@ -3,7 +3,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        steps: int = option(200, "optimizer steps")
+        steps: int = option(200, "Train for this many steps.", panel="Optimization")
 
     @app.command()
     @takes(Config)
@@ -21,14 +21,28 @@ import typer
 
 from mezzotint.trainer.console import CommandError
 
+# How help shows a value of this type. A switch takes none.
+METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", bool: " "}
 
-def option(default: Any, help: str, *, at_least: float | None = None, bits: int = 31, may_change: bool = False) -> Any:
-    """Return a field with its help text.
 
-    An integer must be less than 2^`bits`, and a number `at_least` so large. `may_change` lets a resumed run take
-    another value than the one it began with.
+def option(
+    default: Any,
+    help: str,
+    *,
+    panel: str,
+    metavar: str | None = None,
+    at_least: float | None = None,
+    bits: int = 31,
+    may_change: bool = False,
+) -> Any:
+    """Return a field with its help text, which is a sentence.
+
+    The help of a command shows options of one `panel` together, and `metavar` for a value; without it, N for an integer
+    and X for a number. An integer must be less than 2^`bits`, and a number `at_least` so large. `may_change` lets a
+    resumed run take another value than the one it began with.
     """
-    return field(default=default, metadata={"help": help, "at_least": at_least, "bits": bits, "may_change": may_change})
+    shown = {"help": help, "panel": panel, "metavar": metavar}
+    return field(default=default, metadata={**shown, "at_least": at_least, "bits": bits, "may_change": may_change})
 
 
 def flag(name: str) -> str:
@@ -105,14 +119,19 @@ def takes(
 
 
 def _parameter(entry: Field, *, shows: bool) -> inspect.Parameter:
-    default = entry.default
+    default: Any = entry.default
     if isinstance(default, bool):
         default = flag(entry.name if default else f"no-{entry.name}")
-    shown = f" ({default})" if shows and default is not None else ""
     kind: Any = entry.type
     return inspect.Parameter(
         entry.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=typer.Option(None, help=f"{entry.metadata['help']}{shown}", show_default=False),
+        default=typer.Option(
+            None,
+            help=entry.metadata["help"] + (rf" \[default: {default}]" if shows and default is not None else ""),
+            show_default=False,
+            rich_help_panel=entry.metadata["panel"],
+            metavar=entry.metadata["metavar"] or METAVARS.get(kind),
+        ),
         annotation=kind | None,
     )

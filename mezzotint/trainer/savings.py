@@ -2,25 +2,32 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from mezzotint.memory import MEMORY_MODES
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.options import check_options, check_word, option
 
+MEMORY_HELP = f"Choose what forward holds for backward: {' or '.join(MEMORY_MODES)}."
 STATES = ("float32", "bfloat16", "float16", "fp8")
 _UNITS = {"B": 1, **{f"{sign}B": 1000**n for n, sign in enumerate("KMGT", 1)}}
 _UNITS |= {f"{sign}IB": 1024**n for n, sign in enumerate("KMGT", 1)}
+
+# These options are one panel of the help.
+_saving = partial(option, panel="Memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
     """A `Savings` says which ways to need less memory a step uses."""
 
-    quantized_weights: bool = option(False, "weights of GEMMs as the recipe quantizes them, FP32 ones in the optimizer")
-    optimizer_dtype: str = option("float32", f"of AdamW's two moments: {', '.join(STATES)}")
-    recompute: bool = option(False, "backward computes what is inside of a layer again, instead of keeping it")
+    quantized_weights: bool = _saving(
+        False, "Keep weights of matrix products quantized only, with FP32 copies in the optimizer."
+    )
+    optimizer_dtype: str = _saving("float32", f"Hold both moments of AdamW in {' or '.join(STATES)}.", metavar="DTYPE")
+    recompute: bool = _saving(False, "Compute what is inside of a layer again in backward, instead of keeping it.")
 
-    memory: str = option("default", f"what forward holds for backward: {', '.join(MEMORY_MODES)}")
+    memory: str = _saving("default", MEMORY_HELP, metavar="MODE")
 
     def __post_init__(self) -> None:
         check_options(self)

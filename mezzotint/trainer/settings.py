@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from mezzotint.memory import MEMORY_MODES
@@ -10,43 +11,77 @@ from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.options import check_options, check_word, flag, option
 from mezzotint.trainer.recipe_names import BF16, NAMES, recipe_name
+from mezzotint.trainer.savings import MEMORY_HELP
 from mezzotint.trainer.sizes import ModelConfig
 
 ONE_RANK_LAYOUT = Layout()
+
+# The options of one panel of the help.
+_recipe, _optimization, _report, _text, _machine, _evaluation = (
+    partial(option, panel=name)
+    for name in ("Recipe", "Optimization", "Reports and checkpoints", "Text", "Machine", "Evaluation")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """A `TrainConfig` says how a model is trained."""
 
-    recipe: str = option(BF16, f"one of {', '.join(NAMES)}")
-    rules: str | None = option(None, "TOML file of rules per layer, or of a schedule, in the place of --recipe")
-    steps: int = option(150, "optimizer steps; with --resume, in all", at_least=1, may_change=True)
-    accumulate: int = option(1, "micro-batches in a step", at_least=1)
-    lr: float = option(1e-3, "highest learning rate", at_least=0)
-    final_lr: float = option(0.1, "learning rate at the end, as a part of the highest", at_least=0)
-    warmup: int = option(40, "steps of a rising learning rate", at_least=0)
-    weight_decay: float = option(0.1, "of matrices", at_least=0)
-    clip: float = option(1.0, "largest norm of the gradient; 0: any", at_least=0)
-    seed: int = option(0, "of weights, order of the data and stochastic rounding", at_least=0, bits=64)
-    last: int = option(20, "steps that the final loss is the mean of", at_least=1)
-    data: str | None = option(
-        None, "text file, folder or tokens.bin; Python's own sources if not given", may_change=True
+    recipe: str = _recipe(BF16, f"Train in one of {', '.join(NAMES)}.", metavar="RECIPE")
+    rules: str | None = _recipe(
+        None, "Read a recipe for each layer, or a schedule, from this TOML file; give it or --recipe.", metavar="FILE"
     )
-    tokenizer: str | None = option(None, "tokenizer.json of Hugging Face; bytes if not given", may_change=True)
-    device: str = option("auto", "auto, cpu or cuda", may_change=True)
-    memory: str = option("default", f"what forward holds for backward: {', '.join(MEMORY_MODES)}")
-    compile: bool = option(True, "torch.compile the model, as one graph")
-    threads: int | None = option(None, "CPU threads; torch's choice if not given", at_least=1, bits=12, may_change=True)
-    log_every: int = option(20, "steps between two lines, or two looks at the loss", at_least=1, may_change=True)
-    checkpoint_every: int = option(100, "steps between two checkpoints; 0: none at all", at_least=0, may_change=True)
-    hold_out: float = option(0.0, "part of the text, from its end, that is not trained on", at_least=0)
-    eval_every: int = option(0, "steps between two looks at the loss on it; 0: none", at_least=0, may_change=True)
-    eval_batches: int = option(20, "micro-batches of each look", at_least=1, may_change=True)
-    sample: int = option(0, "tokens that the model writes at the end", at_least=0, bits=20, may_change=True)
-    keep: int = option(2, "checkpoints that are kept", at_least=1, may_change=True)
-    inspect: int = option(0, "steps between two looks at what is quantized; 0: none", at_least=0, may_change=True)
-    what_if: bool = option(False, "look at it in the formats of all recipes, too", may_change=True)
+    steps: int = _optimization(
+        150, "Train for this many optimizer steps; with --resume, this many in all.", at_least=1, may_change=True
+    )
+    accumulate: int = _optimization(1, "Accumulate gradients over this many microbatches in each step.", at_least=1)
+    lr: float = _optimization(1e-3, "Set the highest learning rate.", at_least=0)
+    final_lr: float = _optimization(0.1, "End with this fraction of the highest learning rate.", at_least=0)
+    warmup: int = _optimization(40, "Raise the learning rate over this many steps.", at_least=0)
+    weight_decay: float = _optimization(0.1, "Set the weight decay of matrices.", at_least=0)
+    clip: float = _optimization(1.0, "Clip the gradient to this norm; 0 leaves it as it is.", at_least=0)
+    seed: int = _optimization(
+        0, "Seed the weights, the order of the text and stochastic rounding.", at_least=0, bits=64
+    )
+    last: int = _report(20, "Report the mean loss of this many last steps as the final loss.", at_least=1)
+    data: str | None = _text(
+        None,
+        "Train on this text file, on all text files of this folder, or on the tokens of a *.bin; without it, on the "
+        "sources of Python's own library.",
+        metavar="PATH",
+        may_change=True,
+    )
+    tokenizer: str | None = _text(
+        None,
+        "Read tokens by this tokenizer.json of Hugging Face; without it, each byte is a token.",
+        metavar="FILE",
+        may_change=True,
+    )
+    device: str = _machine(
+        "auto", "Compute on cpu or cuda; auto takes a GPU if there is one.", metavar="DEVICE", may_change=True
+    )
+    memory: str = _recipe("default", MEMORY_HELP, metavar="MODE")
+    compile: bool = _machine(True, "Compile the model as one graph with torch.compile.")
+    threads: int | None = _machine(
+        None, "Use this many CPU threads; without it, PyTorch chooses.", at_least=1, bits=12, may_change=True
+    )
+    log_every: int = _report(20, "Report the loss every N steps.", at_least=1, may_change=True)
+    checkpoint_every: int = _report(
+        100, "Write a checkpoint every N steps; 0 writes none.", at_least=0, may_change=True
+    )
+    hold_out: float = _evaluation(0.0, "Keep this fraction of the text, at its end, out of training.", at_least=0)
+    eval_every: int = _evaluation(
+        0, "Evaluate the text that is held out every N steps; 0 never does.", at_least=0, may_change=True
+    )
+    eval_batches: int = _evaluation(20, "Evaluate on this many microbatches.", at_least=1, may_change=True)
+    sample: int = _evaluation(
+        0, "Let the model write this many tokens at the end.", at_least=0, bits=20, may_change=True
+    )
+    keep: int = _report(2, "Keep this many checkpoints.", at_least=1, may_change=True)
+    inspect: int = _evaluation(
+        0, "Measure what quantization does to tensors every N steps; 0 never does.", at_least=0, may_change=True
+    )
+    what_if: bool = _evaluation(False, "Measure it in the formats of all recipes, too.", may_change=True)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -4,30 +4,36 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mezzotint.trainer.console import CommandError
 from mezzotint.trainer.options import check_options, flag, is_a, option, words
 
+# These options are one panel of the help.
+_size = partial(option, panel="Model")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A `ModelConfig` holds the sizes of a model, and of the batch that a step sees at once."""
 
-    hidden: int = option(128, "width of the model", at_least=1)
-    ffn: int = option(384, "width inside the MLP", at_least=1)
-    layers: int = option(2, "transformer layers", at_least=1, bits=20)
-    heads: int = option(4, "attention heads", at_least=1)
-    kv_heads: int = option(2, "heads of keys and values", at_least=1)
-    head_dim: int | None = option(None, "channels of a head; hidden / heads if not given", at_least=2)
-    vocab: int = option(256, "tokens that there are", at_least=1)
-    sequence: int = option(64, "tokens in a sequence", at_least=1)
-    batch: int = option(8, "sequences in a micro-batch", at_least=1)
-    rope_base: float = option(10000.0, "base of the rotary positions", at_least=1.0)
-    tied: bool = option(False, "the head's weight is the embedding's")
-    experts: int = option(0, "MLPs in a layer, of which each token uses topk; 0: one MLP for all", at_least=0)
-    topk: int = option(2, "experts of a token", at_least=1)
+    hidden: int = _size(128, "Set the width of the model.", at_least=1)
+    ffn: int = _size(384, "Set the width inside each MLP.", at_least=1)
+    layers: int = _size(2, "Set the number of transformer layers.", at_least=1, bits=20)
+    heads: int = _size(4, "Set the number of attention heads.", at_least=1)
+    kv_heads: int = _size(2, "Set the number of heads that keys and values have.", at_least=1)
+    head_dim: int | None = _size(None, "Set the channels of each head; without it they are hidden / heads.", at_least=2)
+    vocab: int = _size(256, "Set the number of different tokens.", at_least=1)
+    sequence: int = _size(64, "Set the number of tokens in a sequence.", at_least=1)
+    batch: int = _size(8, "Set the number of sequences in a microbatch.", at_least=1)
+    rope_base: float = _size(10000.0, "Set the base of the rotary position embedding.", at_least=1.0)
+    tied: bool = _size(False, "Use the weight of the embedding in the head, too.")
+    experts: int = _size(
+        0, "Give each layer this many MLPs, of which a token uses --topk; 0 gives it one MLP for all.", at_least=0
+    )
+    topk: int = _size(2, "Send each token to this many experts.", at_least=1)
 
     def __post_init__(self) -> None:
         check_options(self)
