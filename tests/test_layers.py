@@ -20,7 +20,7 @@ PACKAGE = ROOT / "mezzotint"
 
 # Lowest first. A name is a file or a folder of the package; those of one row do not import each other.
 ROWS: tuple[tuple[str, ...], ...] = (
-    ("constants", "files", "late", "memory"),
+    ("constants", "files", "late", "memory", "notebook"),
     ("tracing",),
     ("formats",),
     ("hw",),

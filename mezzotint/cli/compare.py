@@ -13,7 +13,7 @@ from mezzotint.cli.chance import band_width, in_bands
 from mezzotint.cli.figure import draw
 from mezzotint.cli.train import set_threads
 from mezzotint.files import write_json
-from mezzotint.trainer.console import CommandError, as_size, make_console
+from mezzotint.trainer.console import CommandError, as_size, make_console, make_table
 from mezzotint.trainer.data import NUM_BYTES, read_text
 from mezzotint.trainer.loop import Result, Stopped, run_training
 from mezzotint.trainer.recipe_names import BF16, recipe_names
@@ -112,14 +112,14 @@ def as_table(
 
     With several seeds of BF16, gaps are also in units of the band between their losses.
     """
-    table = Table(title=title_of(baselines[0], settings), title_justify="left")
-    table.add_column("recipe")
     last = min(settings.last, settings.steps)
     width = band_width([result.final for result in baselines])
-    away = "gap to BF16" if limit is None else f"gap to BF16 (±{limit})"
-    chance = [] if width is None else [f"chance (band {width:.4f})"]
-    for name in (f"loss, last {last}", away, *chance, "tokens/s", "peak memory", "graphs", "compile s"):
-        table.add_column(name, justify="right")
+    chance = [] if width is None else ["chance"]
+    numbers = (f"loss, last {last}", "gap to BF16", *chance, "tokens/s", "peak memory", "graphs", "compile s")
+    title = [title_of(baselines[0], settings)]
+    title += [] if limit is None else [f"gaps to BF16 are at most ±{limit} where all is well"]
+    title += [] if width is None else [f"the band of chance, between {len(baselines)} seeds of BF16, is {width:.4f}"]
+    table = make_table("\n".join(title), {"recipe": "left", **dict.fromkeys(numbers, "right")})
     for number, result in enumerate([*baselines, *others]):
         speed, is_first, is_baseline = result.tokens_per_second, number == 0, number < len(baselines)
         table.add_row(

@@ -23,8 +23,8 @@ from mezzotint.module.linear import Linear
 from mezzotint.quantization import autocast
 from mezzotint.recipe import FORWARD_TENSORS, DelayedScalingRequest, QuantizerRole, Recipe
 from mezzotint.tensor.opaque import why_unregistered
-from mezzotint.trainer.console import CommandError, make_console
-from mezzotint.trainer.machine import check_compiler, find_device, versions
+from mezzotint.trainer.console import CommandError, make_console, make_table
+from mezzotint.trainer.machine import check_compiler, find_device, has_nvidia_driver, versions
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 SIZE = 256
@@ -78,11 +78,12 @@ def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = Fals
             "checks": [{**asdict(check), "is_good": check.is_good} for check in checks],
             "why_quantizers_are_no_constants": why_unregistered(),
             "untried": untried(),
+            "next": next_steps(where, rows, checks),
             "is_good": is_good,
         }
         print(json.dumps(report, indent=1))
     else:
-        _show(make_console(), name, rows, checks)
+        _show(make_console(), name, rows, checks, next_steps(where, rows, checks))
     return 0 if is_good else 1
 
 
@@ -160,28 +161,74 @@ def _error(value: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((value.float() - wanted).norm() / wanted.norm()).item()
 
 
-def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check]) -> None:
+def next_steps(device: torch.device, rows: list[hw.Row], checks: list[Check]) -> list[str]:
+    """Return what the user should do after this report, in sentences."""
+    problems = sorted({check.problem for check in checks if check.problem is not None})
+    wrong = sorted({check.recipe for check in checks if not check.is_good and check.problem is None})
+    if problems or wrong:
+        found = [f"Mend this first: {problem}." for problem in problems]
+        found += [f"Do not train in {', '.join(wrong)} here: the numbers are wrong."] if wrong else []
+        return [*found, "If it is not your machine, report it with the output of `mezzotint doctor --json`."]
+    if device.type == "cuda":
+        products = [row for row in rows if row.operation == "fprop" and row.format != "high_precision"]
+        native = ", ".join(row.format for row in products if row.how == "native")
+        advice = f"Native here: {native}. Recipes of these formats can be faster than BF16."
+        none = "No format is native here: recipes have the numbers of low precision, and not its speed."
+        measure = "In a clone, `mezzotint bench peers` measures them."
+        return [advice if native else none, measure, "`mezzotint train --recipe current` trains a small model."]
+    found = ["All recipes are right here. A CPU has the bits of a GPU and not its speed."]
+    if has_nvidia_driver() and torch.version.cuda is None:
+        found.append("There is an NVIDIA driver, but this PyTorch is its CPU build: install the one for CUDA.")
+    return [*found, "`mezzotint compare` trains a small model in BF16 and four recipes, in minutes."]
+
+
+def _show(console: Console, device: str, rows: list[hw.Row], checks: list[Check], advice: list[str]) -> None:
     console.print(f"device: {device}", highlight=False)
     for package, number in versions().items():
         console.print(f"{package}: {number or 'none'}", highlight=False)
-    formats = Table(title="how each format runs here", title_justify="left")
-    for title in ("format", "operation", "how", "why"):
-        formats.add_column(title)
+    formats = make_table("\nhow each format runs here", dict.fromkeys(("format", "operation", "how", "why"), "left"))
     for row in _merged(rows):
         formats.add_row(*row)
     console.print(formats)
-    table = Table(title=f"one Linear, {SIZE} × {SIZE}, against FP32: relative error (bound)", title_justify="left")
-    for title in ("recipe", "mode", *PRODUCTS, "bits as eager", ""):
-        table.add_column(title)
+    console.print(_checks_table(checks))
     for check in checks:
-        bits = {None: "", True: "same", False: "differ"}[check.same_bits]
-        errors = [f"{check.errors[key]:.4f} ({check.bounds[key]:.4f})" if check.errors else "" for key in PRODUCTS]
-        table.add_row(check.recipe, check.mode, *errors, bits, "good" if check.is_good else check.problem or "WRONG")
-    console.print(table)
+        if not check.is_good:
+            console.print(_complaint(check), highlight=False, markup=False)
     reason = why_unregistered()
     if reason is not None:
         console.print(f"quantizers are no constants in graphs here, nor arguments of custom ops: {reason}")
-    console.print(untried(), highlight=False)
+    console.print(f"\n{untried()}\n", highlight=False)
+    for line in advice:
+        console.print(line, highlight=False, markup=False)
+
+
+def _checks_table(checks: list[Check]) -> Table:
+    """Return a row for each recipe: the errors of its eager products, and whether both modes are good."""
+    modes = list(dict.fromkeys(check.mode for check in checks))
+    title = f"\none Linear, {SIZE} × {SIZE}, against FP32: relative error (bound)"
+    table = make_table(title, {"recipe": "left", **dict.fromkeys((*PRODUCTS, *modes), "left")})
+    for name in dict.fromkeys(check.recipe for check in checks):
+        own = [check for check in checks if check.recipe == name]
+        first = own[0]
+        errors = [f"{first.errors[key]:.4f} ({first.bounds[key]:.4f})" if first.errors else "" for key in PRODUCTS]
+        table.add_row(name, *errors, *map(_verdict, own))
+    return table
+
+
+def _verdict(check: Check) -> str:
+    if check.problem is not None:
+        return "fails"
+    return ("same bits" if check.same_bits else "good") if check.is_good else "WRONG"
+
+
+def _complaint(check: Check) -> str:
+    """Return what is wrong with a recipe, in one line."""
+    found = [check.problem] if check.problem is not None else []
+    found += ["the bits of compiled code are not those of eager code"] if check.same_bits is False else []
+    for name, error in check.errors.items():
+        if not error <= check.bounds[name]:
+            found.append(f"{name} is off by {error:.4f}, the bound is {check.bounds[name]:.4f}")
+    return f"{check.recipe}, {check.mode}: {'; '.join(found)}"
 
 
 def _merged(rows: list[hw.Row]) -> list[tuple[str, str, str, str]]:

@@ -6,10 +6,11 @@ from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import torch
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from mezzotint.recipe import Recipe
-from mezzotint.trainer.console import CommandError, as_count, as_size, make_console
+from mezzotint.trainer.console import CommandError, as_count, as_size, make_console, make_table, unit_of
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import StepMemory, count_parameters, plan_step
 from mezzotint.trainer.recipe_names import recipe_names
@@ -71,7 +72,7 @@ def run_plan(
         console.print(_traffic(names, plans))
     console.print(
         "saved: kept by autograd from forward to backward, each storage once, parameters left out. peak: of a step in "
-        "eager mode with AdamW, one micro-batch; kernels' own workspace and a fragmented allocator come on top.",
+        "eager mode with AdamW, one microbatch; kernels' own workspace and a fragmented allocator come on top.",
         highlight=False,
     )
     return code
@@ -100,32 +101,22 @@ def _title(model: str, config: ModelConfig, layout: Layout, savings: Savings, wh
 
 
 def _table(title: str, names: Sequence[str], plans: Sequence[StepMemory], fits: str | None, limit: int | None) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("recipe")
-    for name in ("saved per layer", "saved in all", "weights", "gradients", "optimizer", "peak", "peak in"):
-        table.add_column(name, justify="left" if name == "peak in" else "right")
-    if limit is not None:
-        table.add_column(f"fits {fits}")
+    """Return the table of memory; all sizes are in the unit of the largest one, which the title names."""
+    power, unit = unit_of(max(found.peak for found in plans))
+    sizes = ("saved per layer", "saved in all", "weights", "gradients", "optimizer", "peak")
+    columns: dict[str, JustifyMethod] = {"recipe": "left", **dict.fromkeys(sizes, "right"), "peak in": "left"}
+    table = make_table(f"{title}\nsizes in {unit}", columns | ({} if limit is None else {f"fits {fits}": "left"}))
     for name, found in zip(names, plans, strict=True):
-        sizes = (
-            found.saved_per_layer,
-            found.saved,
-            found.weights,
-            found.gradients,
-            found.optimizer,
-            found.peak,
-        )
+        held = (found.saved_per_layer, found.saved, found.weights, found.gradients, found.optimizer, found.peak)
         more = [] if limit is None else ["yes" if found.peak <= limit else "no"]
-        table.add_row(name, *map(as_size, sizes), found.peak_in, *more)
+        table.add_row(name, *(f"{each / 2**power:,.2f}" for each in held), found.peak_in, *more)
     return table
 
 
 def _traffic(names: Sequence[str], plans: Sequence[StepMemory]) -> Table:
     kinds = sorted({kind for found in plans for kind in found.sent})
-    table = Table(title="sent to other processes in a step, with one micro-batch", title_justify="left")
-    table.add_column("recipe")
-    for kind in (*kinds, "in all"):
-        table.add_column(kind, justify="right")
+    title = "sent to other processes in a step, with one microbatch"
+    table = make_table(title, {"recipe": "left", **dict.fromkeys((*kinds, "in all"), "right")})
     for name, found in zip(names, plans, strict=True):
         sizes = [*[found.sent.get(kind, 0) for kind in kinds], sum(found.sent.values())]
         table.add_row(name, *map(as_size, sizes))

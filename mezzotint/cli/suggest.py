@@ -10,7 +10,7 @@ from mezzotint.inspect.store import read_details, read_records
 from mezzotint.inspect.suggest import LinearChoice, Suggestion, read_linears, suggest_rules
 from mezzotint.recipe import Recipe
 from mezzotint.recipe.tables import NO_RECIPE
-from mezzotint.trainer.console import CommandError, as_size, make_console
+from mezzotint.trainer.console import CommandError, as_size, make_console, make_table
 from mezzotint.trainer.memory import plan_step
 from mezzotint.trainer.recipe_names import BF16, recipe_name, recipe_names
 from mezzotint.trainer.recipes import COMMAND_RECIPES
@@ -76,15 +76,27 @@ def _base(folder: Path, recipe: str | None) -> str:
 
 
 def _table(found: Suggestion) -> Table:
-    table = Table(title=f"recipes of {len(found.linears)} linears, out of a run in {found.base}", title_justify="left")
-    for name in ("linear", "recipe", "worst tensor", "dB now", "dB then", "time more", "why"):
-        table.add_column(name, justify="right" if name in ("dB now", "dB then", "time more") else "left")
+    title = (
+        f"recipes of {len(found.linears)} linears, out of a run in {found.base}\n"
+        "signal to noise of the worst tensor in dB, now and then"
+    )
+    table = make_table(
+        title,
+        {
+            "linear": "left",
+            "recipe": "left",
+            "worst tensor": "left",
+            "now": "right",
+            "then": "right",
+            "more time": "right",
+        },
+    )
     before = sum(each.time(each.base) for each in found.linears)
     for each in found.linears:
         tensor, now = each.worst(each.base)
         more = (each.time(each.recipe) - each.time(each.base)) / before
         then = _decibels(each.worst(each.recipe)[1])
-        table.add_row(each.name, each.recipe, tensor, _decibels(now), then, f"{more:.2%}" if more else "", each.why)
+        table.add_row(each.name, each.recipe, tensor, _decibels(now), then, f"{more:.1%}" if more else "")
     return table
 
 

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-
 from mezzotint.cli.export import progress_bar
 from mezzotint.recipe import Recipe
 from mezzotint.serving.published import MODEL_CONFIG, PublishedFolder, read_json_object
 from mezzotint.serving.verify import TensorCheck, open_second, verify_folders, verify_source
-from mezzotint.trainer.console import CommandError, make_console
+from mezzotint.trainer.console import CommandError, make_console, make_table
 from mezzotint.trainer.publishing import source_of
 
 SHOWN = 20  # rows of the table; --json has all
@@ -67,9 +65,10 @@ def _trains(recipe: Recipe, folder: PublishedFolder) -> bool:
 def _show(how: str, found: list[TensorCheck], differing: list[TensorCheck]) -> None:
     console = make_console()
     if differing:
-        table = Table(title="tensors that differ", title_justify="left")
-        for column in ("tensor", "differing", "of", "first at", "largest error"):
-            table.add_column(column, justify="left" if column in ("tensor", "first at") else "right")
+        table = make_table(
+            "tensors that differ",
+            {"tensor": "left", "differing": "right", "of": "right", "first at": "left", "largest error": "right"},
+        )
         for check in differing[:SHOWN]:
             error = f"{check.largest_error:.3g}"
             row = (str(check.differing), str(check.elements), str(list(check.first or ())), error)

@@ -4,7 +4,8 @@ dimensions, in the order of the model."""
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from html import escape
+
+from mezzotint.notebook import html_table
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,8 @@ class ConversionReport:
 
     def _repr_html_(self) -> str:
         """Return the report as a table for a notebook."""
-        head, *rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._rows()]
-        head = head.replace("td>", "th>")
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self._summary())}</p>"
+        head, *rows = self._rows()
+        return html_table(rows, head, self._summary())
 
     def _summary(self) -> str:
         return (

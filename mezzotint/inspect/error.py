@@ -9,6 +9,7 @@ from mezzotint.inspect.figures import COUNTED, Figures, exponents_of, figures_of
 from mezzotint.inspect.plot import draw_error
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.statistics import statistics_whole
+from mezzotint.notebook import html_table
 from mezzotint.recipe import QuantizerRole, Recipe, as_recipe
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
@@ -44,19 +45,31 @@ class QuantizationError:
         return getattr(self.figures, name)
 
     def __repr__(self) -> str:
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self._head(), *(f"  {name:{width}} {value}" for name, value in rows)])
+
+    def _repr_html_(self) -> str:
+        """Return the figures as a table for a notebook."""
+        return html_table(self._rows(), note=self._head())
+
+    def _head(self) -> str:
+        return f"QuantizationError of {tuple(self.shape)} by {self.title}"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Return the names and values of the figures that are printed."""
         found = self.figures
-        lines = [
-            f"QuantizationError of {tuple(self.shape)} by {self.title}",
-            f"  signal to noise   {_number(found.snr_db, 'dB')}",
-            f"  mean square error {_number(found.mse)}",
-            f"  largest relative  {_number(found.relative_error)}",
-            f"  became zero       {_share(found.underflow)}",
-            f"  saturated         {_share(found.saturated)}",
-            f"  amax              {_number(found.amax)}",
-            f"  scale             {_scales(found)}",
-        ]
         odd = [f"{name} {getattr(found, name)}" for name in COUNTED if getattr(found, name)]
-        return "\n".join([*lines, f"  not finite        {', '.join(odd) or 'none'}"])
+        return [
+            ("signal to noise", _number(found.snr_db, "dB")),
+            ("mean square error", _number(found.mse)),
+            ("largest relative", _number(found.relative_error)),
+            ("became zero", _share(found.underflow)),
+            ("saturated", _share(found.saturated)),
+            ("amax", _number(found.amax)),
+            ("scale", _scales(found)),
+            ("not finite", ", ".join(odd) or "none"),
+        ]
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the exponents of x and of its copy, and the noise over the tensor; return the matplotlib figure.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mezzotint.kernels.statistics import ELEMENTS
+from mezzotint.notebook import html_table
 from mezzotint.recipe import RECIPES, RULED_TENSORS, QuantizerRole, Rules
 from mezzotint.recipe.tables import NO_RECIPE
 
@@ -59,6 +60,16 @@ class Suggestion:
     base: str
     linears: tuple[LinearChoice, ...]
     extra_time: float  # of the products, as a fraction of their time in the base recipe
+
+    def _repr_html_(self) -> str:
+        """Return the linears as a table for a notebook."""
+        head = ("linear", "recipe", "worst tensor", "dB now", "dB then", "why")
+        rows = []
+        for each in self.linears:
+            tensor, now = each.worst(each.base)
+            then = each.worst(each.recipe)[1]
+            rows.append((each.name, each.recipe, tensor, f"{now:.1f}", f"{then:.1f}", each.why))
+        return html_table(rows, head, f"{self.extra_time:.2%} more time in products than in {self.base}")
 
     def rules(self) -> Rules:
         """Return one rule for each linear that is kept in another recipe than the run's, and one for all others."""

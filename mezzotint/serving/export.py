@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mezzotint.files import describe_files, remove, sync, write_json
+from mezzotint.notebook import html_table
 from mezzotint.recipe import Recipe, check_recipe
 from mezzotint.serving.architectures import GPT_OSS, Mapped, PublishedPart
 from mezzotint.serving.codes import Codes, check_plain_dtype, codes_of, is_quantized, tensor_of
@@ -42,6 +43,17 @@ class ExportReport:
         again = f", {len(self.requantized)} of them in other blocks than were trained" if self.requantized else ""
         counts = f"{len(self.quantized)} weights are quantized{again}, {len(self.kept)} tensors are not"
         return f"{self.path}: {self.format}; {counts}"
+
+    def _repr_html_(self) -> str:
+        """Return the counts as a table for a notebook; the tensors themselves may be thousands."""
+        parts = {
+            "quantized": self.quantized,
+            "of these, as they were": self.as_they_were,
+            "of these, in other blocks than were trained": self.requantized,
+            "not quantized": self.kept,
+        }
+        rows = [(name, str(len(tensors))) for name, tensors in parts.items()]
+        return html_table(rows, note=f"{self.path}: {self.format}")
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,16 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from textwrap import fill
 from typing import Any
 
-from rich.console import Console
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, JustifyMethod
+from rich.table import Table
 
+HEAD_WIDTH = 8  # of the head of a column that has several words
 TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # the variables that say which rank a process is
 
 
@@ -69,15 +73,31 @@ def is_closed(console: Console) -> bool:
 
 
 def make_console() -> Console:
-    """Return a console for the current standard output; outside of a terminal it is 120
-    columns wide, so that tables fit.
+    """Return a console for the current standard output; outside of a terminal it has as many columns as the variable
+    COLUMNS says, or 120.
 
     A notebook claims to be a terminal but cannot move the cursor, so it gets plain text as a file does.
     """
     is_notebook = "JPY_PARENT_PID" in os.environ or "ipykernel" in sys.modules
     options: dict[str, Any] = {"file": sys.stdout, "quiet": not speaks(), "force_jupyter": False}
     console = Console(**options, force_terminal=False if is_notebook else None)
-    return console if console.is_terminal else Console(**options, force_terminal=False, width=120)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(**options, force_terminal=False, width=120)
+
+
+def make_table(title: str, columns: Mapping[str, JustifyMethod]) -> Table:
+    """Return an empty table with these columns, left or right.
+
+    It is made to fit a terminal of 80 columns: there are no lines between columns, a head takes several lines, and
+    words on the left are folded where there is no room. Numbers, on the right, stay whole.
+    """
+    options: dict[str, Any] = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    table = Table(title=title, title_justify="left", **options)
+    for name, justify in columns.items():
+        head = fill(name, HEAD_WIDTH, break_long_words=False, break_on_hyphens=False)
+        table.add_column(head, justify=justify, overflow="fold", no_wrap=justify == "right")
+    return table
 
 
 @contextmanager
@@ -110,10 +130,14 @@ def _memory_problem(error: Exception) -> str | None:
 
 def as_size(num_bytes: int) -> str:
     """Return a number of bytes in words: 1536 → "1.5 KiB"."""
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 2**power:
-            return f"{num_bytes / 2**power:,.1f} {unit}"
-    return f"{num_bytes} B"
+    power, unit = unit_of(num_bytes)
+    return f"{num_bytes / 2**power:,.1f} {unit}" if power else f"{num_bytes} B"
+
+
+def unit_of(num_bytes: int) -> tuple[int, str]:
+    """Return the unit for a number of bytes: 1536 → (10, "KiB"), of 2^10 bytes."""
+    units = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+    return next(((power, unit) for power, unit in units if num_bytes >= 2**power), (0, "B"))
 
 
 def as_count(number: int) -> str:

@@ -58,6 +58,11 @@ def _version_of(package: str) -> str | None:
         return None
 
 
+def has_nvidia_driver() -> bool:
+    """Return whether the kernel has NVIDIA's module, whatever build of PyTorch is installed."""
+    return _driver() is not None
+
+
 def _driver() -> str | None:
     """Return the version that the NVIDIA kernel module reports, or None without one."""
     try:

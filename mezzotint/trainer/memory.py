@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzotint.notebook import html_table
 from mezzotint.optimizers import FusedAdam
 from mezzotint.quantization import autocast, quantized_model_init
 from mezzotint.recipe import Recipe, Rules
 from mezzotint.recomputation import checkpoint
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
-from mezzotint.trainer.console import CommandError
+from mezzotint.trainer.console import CommandError, as_size
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.mesh import (
     balanced_exchange,
@@ -75,6 +76,13 @@ class StepMemory:
     peak: int  # all of them, and what is computed on the way
     peak_in: str  # the part of the step that has the peak
     sent: dict[str, int]  # to other ranks, by the kind of collective
+
+    def _repr_html_(self) -> str:
+        """Return the sizes as a table for a notebook."""
+        names = ("saved_per_layer", "saved", "weights", "gradients", "optimizer", "peak")
+        rows = [(name.replace("_", " "), as_size(getattr(self, name))) for name in names]
+        sent = [(f"sent by {kind}", as_size(size)) for kind, size in self.sent.items()]
+        return html_table([*rows, *sent], note=f"the peak is in the {self.peak_in}")
 
 
 class LiveBytes(TorchDispatchMode):

@@ -16,7 +16,7 @@ from mezzotint.trainer.loop import Training
 from mezzotint.trainer.settings import RunConfig, TrainConfig
 from mezzotint.trainer.sizes import ModelConfig
 from tests.cli.test_train import raise_at
-from tests.cli.tools import TINY, fails, losses, read, works, write_text
+from tests.cli.tools import TINY, fails, losses, read, row_of, works, write_text
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,7 +42,7 @@ def test_recipes_side_by_side(capsys: Capture, tmp_path: Path, options: tuple[st
         assert result["gap"] == result["final"] - results[0]["final"]
         assert result["tokens_per_second"] > 0
         assert result["peak_memory"] > 100 * 2**20
-        row = next(line for line in said.splitlines() if line.startswith(f"│ {result['recipe']} "))
+        row = row_of(said, result["recipe"])
         assert f"{result['final']:.4f}" in row
         assert f"{result['tokens_per_second']:,.0f}" in row
         assert result is results[0] or f"{result['gap']:+.4f}" in row
@@ -59,10 +59,10 @@ def test_seeds_show_what_is_chance(capsys: Capture, options: tuple[str, ...]) ->
     finals = [report["results"][0]["final"], *(row["final"] for row in report["seeds"])]
     assert len(set(finals)) == 3
     assert report["band"] == max(finals) - min(finals) > 0
-    assert f"chance (band {report['band']:.4f})" in said
-    assert any(line.startswith("│ bf16, seed 7 ") and f"{finals[2]:.4f}" in line for line in said.splitlines())
+    assert f"the band of chance, between 3 seeds of BF16, is {report['band']:.4f}" in said
+    assert f"{finals[2]:.4f}" in row_of(said, "bf16, seed 7")
     for row in report["results"][1:]:
-        line = next(line for line in said.splitlines() if line.startswith(f"│ {row['recipe']} "))
+        line = row_of(said, row["recipe"])
         assert row["is_within_chance"] == (abs(row["gap"]) <= report["band"]) == ("within chance" in line)
     picture = (torch.from_numpy(imread("made/compare.png"))[..., :3] * 255).round()
     greys = [(picture == round(255 * shade)).all(-1).sum() for shade in (0.8, 0.85)]
@@ -145,7 +145,7 @@ def test_a_gap_that_is_too_large_is_a_failure(
     capsys: Capture, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "is_default", lambda config: True)
-    assert "gap to BF16 (±0.03)" in works(capsys, "compare", *options, "--recipes=mxfp8")
+    assert "gaps to BF16 are at most ±0.03 where all is well" in works(capsys, "compare", *options, "--recipes=mxfp8")
     monkeypatch.setattr(module, "ALLOWED", 0.0)
     said = fails(capsys, "compare", *options, "--recipes=mxfp8", code=1)
     assert "mxfp8: farther from BF16 than 0.0; runs/compare-002/compare.json has every loss" in said

@@ -43,6 +43,7 @@ def test_tables(capsys: Capture) -> None:
     for word in (*COMMAND_RECIPES, *FORMATS, "reference", torch.__version__, "Blackwell", "Not run on hardware"):
         assert word in said
     assert "compiled" not in said.split("one Linear")[1].split("Not run")[0]
+    assert said.splitlines()[-1].startswith("`mezzotint compare` trains a small model")
 
 
 def test_wrong_numbers_are_found(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +65,9 @@ def test_wrong_numbers_are_found(capsys: Capture, monkeypatch: pytest.MonkeyPatc
     outcome = run(capsys, "doctor", "--no-compile", "--device=cpu")
     assert outcome.code == 1
     assert outcome.out.count("WRONG") == 2
+    assert "mxfp8, eager: wgrad is off by 0." in outcome.out
+    assert "block, eager: fprop is off by nan, the bound is 0.0884" in outcome.out
+    assert "Do not train in block, mxfp8 here: the numbers are wrong." in outcome.out
 
 
 def test_what_raises_is_told(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +77,9 @@ def test_what_raises_is_told(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_run", fail)
     outcome = run(capsys, "doctor", "--no-compile", "--device=cpu", "--json")
     assert outcome.code == 1
-    assert {check["problem"] for check in json.loads(outcome.out)["checks"]} == {"RuntimeError: no such kernel"}
+    report = json.loads(outcome.out)
+    assert {check["problem"] for check in report["checks"]} == {"RuntimeError: no such kernel"}
+    assert report["next"][0] == "Mend this first: RuntimeError: no such kernel."
 
 
 def test_bits_that_differ_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

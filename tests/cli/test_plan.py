@@ -19,7 +19,7 @@ from mezzotint.trainer.model import LanguageModel
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.savings import Savings, parse_size
 from mezzotint.trainer.sizes import MODELS, NEEDED, ModelConfig, find_model
-from tests.cli.tools import fails, one_thread, run, works, write_text
+from tests.cli.tools import fails, one_thread, row_of, run, works, write_text
 
 Capture = pytest.CaptureFixture[str]
 
@@ -234,12 +234,13 @@ def test_parameters_of_16_bits() -> None:
 def test_table_and_json(capsys: Capture) -> None:
     said = works(capsys, "plan", "llama3-8b", "--recipes=bf16,nvfp4", "--batch=2")
     assert "8.03 B parameters, 32 layers, batch 2 × 8192 tokens" in said
+    assert "sizes in GiB" in said
     report = json.loads(works(capsys, "plan", "llama3-8b", "--recipes=bf16,nvfp4", "--batch=2", "--json"))
     assert report["model"]["batch"] == 2
     assert set(report["recipes"]) == {"bf16", "nvfp4"}
     for name, found in report["recipes"].items():
-        row = next(line for line in said.splitlines() if line.startswith(f"│ {name} "))
-        assert f"{found['peak'] / 2**30:,.1f} GiB" in row
+        row = row_of(said, name)
+        assert f" {found['peak'] / 2**30:,.2f} " in row
         assert found["peak_in"] in row
 
 

@@ -18,7 +18,7 @@ from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.sizes import MODELS
 from mezzotint.trainer.traffic import SentBytes
 from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
-from tests.cli.tools import TINY, fails, losses, one_thread, works, write_text
+from tests.cli.tools import TINY, fails, losses, one_thread, row_of, works, write_text
 from tests.worlds import World, results, shared_world
 
 Capture = pytest.CaptureFixture[str]
@@ -96,7 +96,7 @@ def test_table_and_json(capsys: Capture) -> None:
     assert report["layout"] == {"world": 16, "tp": 2, "fsdp": True, "ep": 4}
     sent = report["recipes"]["mxfp8"]["sent"]
     assert set(sent) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
-    row = [line for line in said.splitlines() if line.startswith("│ mxfp8 ")][1]
+    row = row_of(said, "mxfp8")
     for size in (*sent.values(), sum(sent.values())):
         assert as_size(size) in row
 

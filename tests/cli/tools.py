@@ -56,6 +56,11 @@ def works(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
     return outcome.out
 
 
+def row_of(said: str, name: str) -> str:
+    """The row of a table, of the last one that has it."""
+    return [line for line in said.splitlines() if line.startswith(f"{name} ")][-1]
+
+
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
