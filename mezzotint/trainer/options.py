@@ -31,6 +31,7 @@ def option(
     *,
     panel: str,
     metavar: str | None = None,
+    is_switch: bool = False,
     at_least: float | None = None,
     bits: int = 31,
     may_change: bool = False,
@@ -38,10 +39,10 @@ def option(
     """Return a field with its help text, which is a sentence.
 
     The help of a command shows options of one `panel` together, and `metavar` for a value; without it, N for an integer
-    and X for a number. An integer must be less than 2^`bits`, and a number `at_least` so large. `may_change` lets a
-    resumed run take another value than the one it began with.
+    and X for a number. A flag that `is_switch` has no --no- form. An integer must be less than 2^`bits`, and a number
+    `at_least` so large. `may_change` lets a resumed run take another value than the one it began with.
     """
-    shown = {"help": help, "panel": panel, "metavar": metavar}
+    shown = {"help": help, "panel": panel, "metavar": metavar, "is_switch": is_switch}
     return field(default=default, metadata={**shown, "at_least": at_least, "bits": bits, "may_change": may_change})
 
 
@@ -120,14 +121,16 @@ def takes(
 
 def _parameter(entry: Field, *, shows: bool) -> inspect.Parameter:
     default: Any = entry.default
+    is_switch = entry.metadata["is_switch"]
     if isinstance(default, bool):
-        default = flag(entry.name if default else f"no-{entry.name}")
+        default = None if is_switch else flag(entry.name if default else f"no-{entry.name}")
     kind: Any = entry.type
     return inspect.Parameter(
         entry.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(
             None,
+            *([flag(entry.name)] if is_switch else []),
             help=entry.metadata["help"] + (rf" \[default: {default}]" if shows and default is not None else ""),
             show_default=False,
             rich_help_panel=entry.metadata["panel"],

@@ -22,10 +22,12 @@ class Savings:
     """A `Savings` says which ways to need less memory a step uses."""
 
     quantized_weights: bool = _saving(
-        False, "Keep weights of matrix products quantized only, with FP32 copies in the optimizer."
+        False, "Keep weights of matrix products quantized only, with FP32 copies in the optimizer.", is_switch=True
     )
     optimizer_dtype: str = _saving("float32", f"Hold both moments of AdamW in {' or '.join(STATES)}.", metavar="DTYPE")
-    recompute: bool = _saving(False, "Compute what is inside of a layer again in backward, instead of keeping it.")
+    recompute: bool = _saving(
+        False, "Compute what is inside of a layer again in backward, instead of keeping it.", is_switch=True
+    )
 
     memory: str = _saving("default", MEMORY_HELP, metavar="MODE")
 

@@ -10,12 +10,15 @@ import typer
 from mezzotint.cli.app import app
 from mezzotint.cli.compare import as_table
 from mezzotint.cli.doctor import PRODUCTS, Check, _checks_table
+from mezzotint.cli.plan import _table as plan_table
+from mezzotint.cli.plan import _traffic
 from mezzotint.cli.suggest import _table as suggestion_table
 from mezzotint.cli.verify import _show as show_verified
 from mezzotint.inspect.suggest import LinearChoice, Suggestion
 from mezzotint.serving.verify import TensorCheck
 from mezzotint.trainer.console import make_console
 from mezzotint.trainer.loop import Result
+from mezzotint.trainer.memory import StepMemory
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.settings import TrainConfig
 from tests.cli.tools import works
@@ -47,7 +50,7 @@ def result_of(recipe: str) -> Result:
 def test_compare(capsys: Capture) -> None:
     others = [result_of(name) for name in COMMAND_RECIPES if name != "bf16"]
     make_console().print(as_table([result_of("bf16")] * 3, others, TrainConfig(), 0.03))
-    check_width(capsys.readouterr().out, "bf16, seed 2", "tokens/s", "1,234,568", "139.0 GiB", "within chance")
+    check_width(capsys.readouterr().out, "seed 2", "tokens/s", "1,234,568", "139.0 GiB", "within chance")
 
 
 def test_doctor(capsys: Capture) -> None:
@@ -64,12 +67,15 @@ def test_doctor(capsys: Capture) -> None:
 
 
 def test_plan(capsys: Capture) -> None:
-    layout = ("--world=1024", "--tp=8", "--fsdp", "--experts=16", "--ep=16")
-    said = check_width(
-        works(capsys, "plan", "llama3-70b", "--recipes=bf16,rowwise", "--layers=4", "--fits=800TB", *layout),
-        *("saved", "weights", "gradients", "optimizer", "800TB", "reduce-scatter", "all-to-all", "rowwise"),
-    )
-    assert re.search(r"^rowwise +(\d+\.\d\d +){6}\w", said, re.MULTILINE)  # no number is folded
+    """Of a process that fills the largest GPUs, and has every kind of collective."""
+    sent = dict.fromkeys(("all-gather", "all-reduce", "all-to-all", "reduce-scatter"), 999 * 2**30)
+    sizes = dict.fromkeys(("saved", "weights", "gradients", "optimizer"), 100 * 2**30) | {"saved_per_layer": 2**30}
+    found = StepMemory(parameters=10**9, peak=280 * 2**30, peak_in="backward of the embedding", sent=sent, **sizes)
+    make_console().print(plan_table("a model", ["bf16", "rowwise"], [found] * 2, "80GB", 80 * 10**9))
+    make_console().print(_traffic(["bf16", "rowwise"], [found] * 2))
+    words = ("saved", "weights", "gradients", "optimizer", "80GB", "embedding", *sent, "999.0 GiB")
+    said = check_width(capsys.readouterr().out, *words)
+    assert re.search(r"^rowwise +1\.00 +(100\.00 +){4}280\.00 +backward +no *$", said, re.MULTILINE)
 
 
 def test_suggest(capsys: Capture) -> None:
