@@ -221,14 +221,14 @@ def test_an_unknown_figure() -> None:
 
 def read_table() -> dict[str, tuple[str, str, str]]:
     """Recipe → what the page says of NaN, infinity, and what is beside them."""
-    text = (Path(__file__).resolve().parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.split("## NaN and infinity")[1].splitlines() if "`" in line]
     return {row[0].strip("`"): (row[1], row[2], row[3]) for row in rows if len(row) == 4}
 
 
 @pytest.mark.parametrize("name", recipe.RECIPES)
 def test_what_becomes_of_nan_and_infinity(name: str) -> None:
-    """As `docs/inspect.md` says."""
+    """As `docs/numerics.md` says."""
     makes = recipe.RECIPES[name]().quantizer(mz.QuantizerRole("linear", "input"))
     if name == "delayed":
         makes = mz.Float8Quantizer(torch.ones(1), torch.zeros(1), mz.DType.kFloat8E4M3)
@@ -245,3 +245,6 @@ def test_what_becomes_of_nan_and_infinity(name: str) -> None:
         block, others = made[3, :32], beside.get(kind, "")
         assert error.broken == {"its block becomes NaN": 31, "the tensor becomes NaN": x.numel() - 1}.get(others, 0)
         assert (block.count_nonzero() <= 1) == (others == "its block becomes 0")
+        if others.endswith("has a scale of 1"):
+            assert error.largest_scale == 1  # those of the others are smaller
+            assert (error.smallest_scale == 1) == others.startswith("the tensor")
