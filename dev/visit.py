@@ -3,7 +3,7 @@
     python -m dev.visit [SITE]       site/ by default; exit code 1 if a page has a fault
 
 A fault is an error in the console, an answer that is none, a picture that does not load, a request to anywhere but the
-site itself, or a page that is wider than the window.
+site itself, a block of code that is shown as text, or a page that is wider than the window.
 """
 
 import functools
@@ -17,6 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = (1280, 400)
 BROKEN = "[...document.images].filter(each => !each.complete || !each.naturalWidth).map(each => each.src)"
+UNREAD = (
+    "[...document.querySelectorAll('article p')].map(each => each.textContent).filter(each => each.includes('```'))"
+)
 TOO_WIDE = "document.documentElement.scrollWidth - window.innerWidth"
 
 
@@ -52,6 +55,7 @@ def visit(browser: Any, base: str, pages: list[str], width: int) -> list[str]:
         seen.clear()
         window.goto(f"{base}{page}", wait_until="networkidle")
         seen += [f"does not load: {source}" for source in window.evaluate(BROKEN)]
+        seen += [f"is not shown as code: {text[:60]!r}" for text in window.evaluate(UNREAD)]
         if (beyond := window.evaluate(TOO_WIDE)) > 0:
             seen.append(f"is {beyond} pixels too wide")
         faults += [f"/{page} at {width}: {fault}" for fault in seen]

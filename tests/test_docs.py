@@ -1,10 +1,10 @@
 """Every block of Python on every page runs, on the CPU and on a GPU.
 
-On most pages a block is a program of its own and runs in a namespace of its own. A tutorial, a page of docs/tutorials, is
-one program: its blocks run in their order and share their names, but for those that have the title of a file. What stands
-under the title "Output" is what the block before it prints.
+On most pages a block is a program of its own and runs in a namespace of its own. A tutorial, a page of docs/tutorials,
+is one program: its blocks run in their order and share their names, but for those whose title is a command, which are
+files. What stands under the title "Output" is what the block before it prints.
 
-A block that is fenced as ```python torchrun runs in each process of `torchrun`; here it runs in a world of one process,
+A block under the title `torchrun …` runs in each process that torchrun starts; here it runs in a world of one process,
 and those of tutorials also in one of two.
 """
 
@@ -27,7 +27,6 @@ PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 TITLE = re.compile(r'title="([^"]+)"')
 NUMBER = re.compile(r"-?\d+\.\d+|\d+(?=%| dB)")
-KINDS = ("python", "python torchrun")
 # What a block prints, by a page and a word of it.
 SAYS = {
     ("README.md", "convert_report"): "2 of 2 weights converted",
@@ -37,13 +36,16 @@ SAYS = {
 
 
 class Block(NamedTuple):
-    """A block of Python: where it stands, its kind, its code, the file that it is to be saved as, what it prints."""
+    """A block of Python: where it stands, its code, the command that runs it as a file, what it prints."""
 
     place: str
-    kind: str
     code: str
-    file: str
+    command: str
     output: str | None
+
+    @property
+    def is_for_torchrun(self) -> bool:
+        return self.command.startswith("torchrun ")
 
 
 def find_blocks(page: Path) -> Iterator[Block]:
@@ -52,10 +54,11 @@ def find_blocks(page: Path) -> Iterator[Block]:
     for match in FENCE.finditer(text):
         title = TITLE.search(match[1])
         if match[1].startswith("py"):
+            assert TITLE.sub("", match[1]).strip() == "python", f"{page}: {match[1]} is not shown as code on the site"
             if found is not None:
                 yield found
             place = f"{page.relative_to(ROOT)}:{text[: match.start()].count(chr(10)) + 1}"
-            found = Block(place, TITLE.sub("", match[1]).strip(), match[2], title[1] if title else "", None)
+            found = Block(place, match[2], title[1] if title else "", None)
         elif title is not None and title[1] == "Output":
             assert found is not None, "an output without a block"
             yield found._replace(output=match[2])
@@ -101,7 +104,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run_block(block: Block, names: dict[str, Any]) -> str:
         capsys.readouterr()
-        world = world_of_one(monkeypatch) if "torchrun" in block.kind else contextlib.nullcontext()
+        world = world_of_one(monkeypatch) if block.is_for_torchrun else contextlib.nullcontext()
         # A gradient of a GPU tensor is computed in a thread that has no CUDA context yet, and cuBLAS warns of it.
         with world, torch.autograd.set_multithreading_enabled(False):
             try:
@@ -120,11 +123,11 @@ def fresh_names() -> dict[str, Any]:
 def run_tutorial(page: Path, run: Any) -> Iterator[tuple[Block, str]]:
     shared = fresh_names()
     for block in find_blocks(page):
-        yield block, run(block, fresh_names() if block.file else shared)
+        yield block, run(block, fresh_names() if block.command else shared)
 
 
 def assert_says(printed: str, shown: str) -> None:
-    """Words and whole numbers are the same; decimals, percentages and decibels may be off as sums in another order are."""
+    """Words and whole numbers are equal; decimals, shares and decibels may be off, as sums in another order are."""
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
     for got, told in zip(NUMBER.findall(printed), NUMBER.findall(shown), strict=True):
         assert float(got) == pytest.approx(float(told), rel=0.05, abs=1 if "." not in told else 0.1)
@@ -148,7 +151,7 @@ def test_a_block_runs_alone_on_a_gpu(block: Block, run: Any) -> None:
 @over_tutorials
 def test_a_tutorial_prints_what_it_shows(page: Path, run: Any) -> None:
     for block, printed in run_tutorial(page, run):
-        if block.output is not None and "torchrun" not in block.kind:
+        if block.output is not None and not block.is_for_torchrun:
             assert_says(printed, block.output)
 
 
@@ -162,11 +165,12 @@ def test_a_tutorial_runs_on_a_gpu(page: Path, run: Any) -> None:
 @pytest.mark.slow
 def test_files_of_tutorials_by_torchrun(tmp_path: Path) -> None:
     """Two processes print what the page shows."""
-    blocks = [block for page in TUTORIALS for block in find_blocks(page) if "torchrun" in block.kind]
+    blocks = [block for page in TUTORIALS for block in find_blocks(page) if block.is_for_torchrun]
     assert blocks
     for block in blocks:
-        (tmp_path / block.file).write_text(block.code, encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", block.file]
+        _, *options, file = block.command.split()
+        (tmp_path / file).write_text(block.code, encoding="utf-8")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, file]
         paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -183,6 +187,6 @@ def test_outputs_are_compared() -> None:
 def test_blocks_are_found() -> None:
     assert len([block for block in BLOCKS if block.place.startswith("README")]) >= 2
     assert all(any(page in block.place and word in block.code for block in BLOCKS) for page, word in SAYS)
-    assert {block.kind for page in [*PAGES, *TUTORIALS] for block in find_blocks(page)} == set(KINDS)
+    assert any(block.is_for_torchrun for block in BLOCKS)
     assert not [block for block in BLOCKS if block.output is not None]  # only tutorials are compared
     assert all(any(block.output for block in find_blocks(page)) for page in TUTORIALS)

@@ -18,7 +18,8 @@ PERFORMANCE = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 DEVELOPMENT = (ROOT / "docs/development.md").read_text(encoding="utf-8")
 # Those whose files, tests, links and `make` verbs are looked up.
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CHANGELOG.md")]
-PAGES += [ROOT / f"docs/{name}.md" for name in ("comparison", "development", "operations", "performance")]
+NAMED = ("comparison", "development", "numerics", "operations", "performance", "regions", "reliability")
+PAGES += [ROOT / f"docs/{name}.md" for name in NAMED]
 over_pages = pytest.mark.parametrize("page", PAGES, ids=[path.stem for path in PAGES])
 COLUMNS: dict[str, hw.CC | None] = {
     "CPU": None,
