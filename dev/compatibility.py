@@ -229,7 +229,7 @@ def page() -> str:
     ]
     facts = FACTS.relative_to(Path(__file__).resolve().parents[1])
     lines = [
-        "# Beside Transformer Engine",
+        "# Every name of Transformer Engine",
         "",
         "Written by `python -m dev.compatibility --write docs/compatibility.md`; do not edit. The names, parameters",
         f"and defaults are those of Transformer Engine {VERSION}, as `{facts}` has them.",
