@@ -82,7 +82,7 @@ class StepMemory:
         names = ("saved_per_layer", "saved", "weights", "gradients", "optimizer", "peak")
         rows = [(name.replace("_", " "), as_size(getattr(self, name))) for name in names]
         sent = [(f"sent by {kind}", as_size(size)) for kind, size in self.sent.items()]
-        return html_table([*rows, *sent], note=f"the peak is in the {self.peak_in}")
+        return html_table([*rows, ("peak in", self.peak_in), *sent])
 
 
 class LiveBytes(TorchDispatchMode):
