@@ -373,7 +373,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
             params.allocate_memory(self.layer_number)
         k, v, cu_new, cu_all, size, _ = params.step(self.layer_number, k, v, layout)
         if params.is_paged:
-            k, v = params.convert_paged_to_nonpaged(self.layer_number, batch)
+            k, v = params.convert_paged_to_nonpaged(self.layer_number, batch, q.dtype)
         new, total = cu_new.diff(), cu_all.diff()
         if layout == "thd":
             sides = packed_side(cu_new, None, q.shape[0]), cached_side(total, size)

@@ -7,6 +7,9 @@
 `pre_step` is plain Python and does all that depends on which sequences there are: the batch is in the order of its
 argument, and sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys
 and values. It reads only tensors, so one graph of it serves every step. No gradient goes through the cache.
+
+With `dtype=torch.float8_e4m3fn` each head of each token is in FP8 with a scale of its own (`kv_codes.py`), and attention
+reads its values in the dtype of the queries.
 """
 
 from collections import OrderedDict
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.attention.kv_codes import SCALE_BYTES, decode_heads, encode_heads
 from mezzotint.attention.masks import QKV_FORMATS, packed_positions
 from mezzotint.compat.kv_cache import PageQuestions
 from mezzotint.layer.parameters import check_features, resolve_device
@@ -68,11 +72,13 @@ class _Cache(KVCacheManager):
         self.dtype, self.device = dtype, device
 
     def allocate_memory(self, layer_number: int) -> None:
-        """Allocate keys [blocks, tokens, heads, channels] and values, as zeros."""
+        """Allocate keys [blocks, tokens, heads, channels] and values, as zeros. In FP8 they are bytes, with the scale
+        behind the channels."""
         heads, dim_k, dim_v = self.shape
+        more, dtype = (SCALE_BYTES, torch.uint8) if self.dtype == torch.float8_e4m3fn else (0, self.dtype)
         with lasting():
-            keys = torch.zeros(self.num_blocks, self.block, heads, dim_k, dtype=self.dtype, device=self.device)
-            values = torch.zeros(self.num_blocks, self.block, heads, dim_v, dtype=self.dtype, device=self.device)
+            keys = torch.zeros(self.num_blocks, self.block, heads, dim_k + more, dtype=dtype, device=self.device)
+            values = torch.zeros(self.num_blocks, self.block, heads, dim_v + more, dtype=dtype, device=self.device)
         self.cache[layer_number] = (keys, values)
 
     def blocks(self) -> torch.Tensor:
@@ -112,7 +118,8 @@ class _Cache(KVCacheManager):
         place = place + (cached - new)[sequence]
         target = self.blocks()[sequence, place // self.block] * self.block + place % self.block
         for buffer, fresh in zip(self.cache[layer_number], (new_k, new_v), strict=True):
-            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, target.long(), fresh[source].to(buffer.dtype))
+            stored = encode_heads(fresh) if self.dtype == torch.float8_e4m3fn else fresh.to(buffer.dtype)
+            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, target.long(), stored[source])
         return self.cache[layer_number]
 
 
@@ -252,7 +259,9 @@ class InferenceParams:
         max_sequence_length: How many tokens a sequence may have.
         num_heads_kv: The number of heads of keys and values. It must be given.
         head_dim_k: The number of channels of a key. It must be given.
-        dtype: The dtype of keys and values. It must be given.
+        dtype: The dtype of keys and values. It must be given. `torch.float8_e4m3fn` keeps them in FP8, with an FP32
+            scale for each head of each token: about half of BF16's memory, and an error of at most a sixteenth of each
+            element (`mezzotint/attention/kv_codes.py` has the bound).
         head_dim_v: The number of channels of a value, or None for that of a key.
         is_paged: Whether the cache is made of pages that sequences share. The default is False.
         total_num_pages: The number of pages, if there are pages.
@@ -264,7 +273,7 @@ class InferenceParams:
             a GPU.
 
     Raises:
-        ValueError: If a size is missing or not positive, or pages do not divide sequences.
+        ValueError: If a size or the dtype is missing or cannot be, or pages do not divide sequences.
 
     Example:
         >>> import torch
@@ -297,6 +306,8 @@ class InferenceParams:
         check_features(num_heads_kv=num_heads_kv, head_dim_k=head_dim_k)
         if dtype is None:
             raise ValueError("dtype is None: give the dtype of keys and values, such as torch.bfloat16")
+        if dtype.itemsize == 1 and dtype != torch.float8_e4m3fn:
+            raise ValueError(f"dtype is {dtype}: of 8 bits a cache has torch.float8_e4m3fn only")
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
@@ -373,12 +384,18 @@ class InferenceParams:
         """Return how many tokens each sequence had before this step, int32 [max_batch_size]."""
         return self.pre_step_seqlens
 
-    def convert_paged_to_nonpaged(self, layer_number: int, batch_size: int | None = None) -> LayerCache:
+    def convert_paged_to_nonpaged(
+        self, layer_number: int, batch_size: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> LayerCache:
         """Return the keys and values of the batch, gathered from its pages: [batch, max_sequence_length, heads,
-        channels]."""
+        channels]. Those that are cached in FP8 are returned in `dtype`, others in the dtype of the cache."""
         table = self.cache_manager.page_table[: self.batch_size if batch_size is None else batch_size].long()
         keys, values = self.cache_manager.cache[layer_number]
-        return keys[table].flatten(1, 2), values[table].flatten(1, 2)
+        return self._read(keys[table].flatten(1, 2), dtype), self._read(values[table].flatten(1, 2), dtype)
+
+    def _read(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return what the cache holds: values in `dtype` if it holds bytes of FP8."""
+        return decode_heads(stored, dtype) if stored.dtype == torch.uint8 else stored
 
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
@@ -387,7 +404,7 @@ class InferenceParams:
 
         Return the keys and values of the layer's cache (only the rows of the batch if it has rows), `cu_seqlens_q` and
         `cu_seqlens_kv`, how many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd"
-        or "thd_2bshd".
+        or "thd_2bshd". Rows in FP8 are returned in the dtype of the new keys, pages as they are stored.
         """
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         self._check_heads(new_k, new_v)
@@ -398,6 +415,8 @@ class InferenceParams:
         if not self.is_paged and qkv_format != "thd":
             batch = new_k.shape[0 if qkv_format == "bshd" else 1]
             keys, values = keys[:batch], values[:batch]
+        if not self.is_paged:
+            keys, values = self._read(keys, new_k.dtype), self._read(values, new_k.dtype)
         both = "bshd" if qkv_format == "bshd" else f"{qkv_format}_2bshd"
         return keys, values, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, both
 
