@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from mezzotint.kernels._lib import composites, leaf_references
@@ -33,7 +34,7 @@ def _without_writes(op: torch._ops.OpOverload, reference: Callable[..., Any]) ->
     """Return the reference as a program can hold it: what it writes in place becomes new tensors."""
 
     def traced(*args: Any) -> Any:
-        with FunctionalTensorMode():
+        with FunctionalTensorMode(), _Fills():
             given = pytree.tree_map_only(torch.Tensor, FunctionalTensor.to_functional, args)
             try:
                 made = reference(*given)
@@ -46,6 +47,19 @@ def _without_writes(op: torch._ops.OpOverload, reference: Callable[..., Any]) ->
         return pytree.tree_map_only(FunctionalTensor, _plain, made)
 
     return traced
+
+
+class _Fills(TorchFunctionMode):
+    """In this mode a constant tensor is filled by operators: `run_decompositions` loses the ones that it meets."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.tensor:
+            return function(*args, **kwargs)
+        (values,) = args
+        if isinstance(values, bool | int | float):
+            return torch.full((), values, **kwargs)
+        return torch.stack([torch.full((), value, **kwargs) for value in values])
 
 
 def _plain(tensor: FunctionalTensor) -> torch.Tensor:

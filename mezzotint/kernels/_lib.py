@@ -231,9 +231,19 @@ def as_columns(data: torch.Tensor) -> torch.Tensor:
 
 def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     """Return a matrix with zeros appended up to (rows, cols), or `x` itself where there is nothing to add."""
-    if x.shape[0] == rows and x.shape[1] == cols:
+    if is_known(x.shape[0] == rows) and is_known(x.shape[1] == cols):
         return x
     return torch.nn.functional.pad(x, (0, cols - x.shape[1], 0, rows - x.shape[0]))
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition on sizes holds, and False where symbolic sizes do not say: a traced program then serves
+    all sizes, where a plain `if` would bind it to those with one answer."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # it imports SymPy
+
+    return statically_known_true(condition)
 
 
 def _leading(shape: Sequence[int]) -> int:

@@ -18,12 +18,18 @@ def div(a: float, b: torch.Tensor) -> torch.Tensor:
     return torch.full_like(b, a).div_(b)
 
 
+def may_hold(condition: torch.Tensor) -> bool:
+    """Return whether `condition` holds anywhere, or True without a look where it cannot be known: in a program that is
+    being traced (`dynamo/decompositions.py`). The caller saves work where the answer is False, and no bits differ."""
+    return type(condition) is not torch.Tensor or bool(condition.any())
+
+
 def amax(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
     """Return max |x| in FP32 over `dim` (None: all). NaN is ignored, infinity counts, no elements give 0."""
     if x.numel() == 0:
         return x.abs().sum(dim=dim).float()
     top = _magnitude(x, dim)
-    if bool(top.isnan().any()):
+    if may_hold(top.isnan()):
         top = _magnitude(x.nan_to_num(nan=0.0, posinf=float("inf"), neginf=-float("inf")), dim)
     return top.float()
 
@@ -64,7 +70,7 @@ def cast_fp8(value: torch.Tensor, dtype: int) -> torch.Tensor:
     """
     top = FP8_MAX[dtype]
     codes = value.clamp_(-top, top).to(FP8_TORCH[dtype]).view(torch.uint8)
-    if codes.numel() and int(codes.max()) == 0xFF:  # this test costs a fiftieth of the fill
+    if codes.numel() and may_hold(codes.max() == 0xFF):  # this test costs a fiftieth of the fill
         codes.masked_fill_(codes == 0xFF, 0x7F)
     return codes
 
