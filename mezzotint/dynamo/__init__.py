@@ -3,6 +3,7 @@ data, and operators."""
 
 from mezzotint.dynamo.decompositions import decompositions
 from mezzotint.dynamo.fakes import fake_backward, fake_forward, fake_linear_backward, fake_linear_forward
+from mezzotint.dynamo.keep_bits import keep_bits
 from mezzotint.dynamo.opaque import is_value_opaque_quantizer, register_value_opaque_quantizer
 from mezzotint.tensor.proto import TensorProto, to_tensor_proto
 
@@ -18,6 +19,7 @@ __all__ = [
     "fake_linear_backward",
     "fake_linear_forward",
     "is_value_opaque_quantizer",
+    "keep_bits",
     "register_value_opaque_quantizer",
     "to_tensor_proto",
     "to_tensor_spec",

@@ -25,7 +25,8 @@ def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: 
     """Write into `out` (R, C) the FP32 `product` times each scale, in order, plus bias [C], cast once. This overwrites
     `product`, which may be `out`. On CUDA it is one pass; PyTorch's own pass, which casts as it writes, has half the
     speed of a copy."""
-    if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None):
+    is_traced = type(product) is not torch.Tensor  # into a program of PyTorch's operators
+    if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None) and not is_traced:
         _late(out, product, scales, bias)
     else:
         finish_reference(out, product, scales, bias)
