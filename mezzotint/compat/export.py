@@ -24,9 +24,10 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     """
     if enabled:
         raise NotImplementedError(
-            "onnx_export(enabled=True): quantized products have no form in ONNX here. In high precision: program = "
-            "torch.export.export(model, args), then torch.onnx.export(program.run_decompositions("
-            "mezzotint.dynamo.decompositions()), dynamo=True). torch.export alone takes modules in every recipe"
+            "onnx_export(enabled=True): there is no such mode. Export a program, program = torch.export.export(model, "
+            "args).run_decompositions(mezzotint.dynamo.decompositions()). In high precision torch.onnx.export(program, "
+            "dynamo=True) takes it. In a recipe ONNX has no operators for it: torch.export.save and AOTInductor write "
+            "it so that PyTorch runs it without this package (docs/serving.md)"
         )
     yield
 

@@ -1,11 +1,12 @@
 """Decompositions: a table says how to compute this package's operators with PyTorch's own, for exported programs that
-others read, such as ONNX.
+run without this package.
 
     program = torch.export.export(model.eval(), inputs)
     program = program.run_decompositions(mezzotint.dynamo.decompositions())
-    torch.onnx.export(program, dynamo=True).save("model.onnx")
+    torch.export.save(program, "model.pt2")         torch.export.load needs PyTorch alone
 
-The values are those of the model, bit for bit, on the CPU.
+The operators are those of the references (`mezzotint/kernels`), so the values are those of the model, bit for bit, on
+the CPU. A GPU runs these references too, in place of Triton kernels.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,22 @@ from mezzotint.kernels._lib import composites, leaf_references
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Return a table for `ExportedProgram.run_decompositions`: operator of this package → function in PyTorch's own.
 
-    Call it after the program has been exported, because operators are defined as they are needed. A program of a model
-    in high precision keeps none of this package's operators. Quantization looks at values, and so does a product of
-    groups whose sizes are in a tensor: these have no such form, and raise ValueError.
+    Call it after the program has been exported, because operators are defined as they are needed. The program then keeps
+    none of this package's operators, in any recipe. A product of groups whose sizes are in a tensor looks at values: it
+    has no such form, and raises ValueError.
+
+    Returns:
+        The table. Operators of PyTorch that it does not name stay as they are.
+
+    Example:
+        >>> import torch
+        >>> import mezzotint as mz
+        >>> model, x = mz.Linear(32, 32, device="cpu").eval().requires_grad_(False), torch.randn(4, 32)
+        >>> with mz.autocast(recipe=mz.recipe.MXFP8BlockScaling()):
+        ...     program, y = torch.export.export(model, (x,)), model(x)
+        >>> program = program.run_decompositions(mz.dynamo.decompositions())
+        >>> any("mezzotint" in str(node.target) for node in program.graph.nodes), torch.equal(program.module()(x), y)
+        (False, True)
     """
     references = leaf_references()
     return {**composites(), **{op: _without_writes(op, reference) for op, reference in references.items()}}
@@ -40,9 +54,8 @@ def _without_writes(op: torch._ops.OpOverload, reference: Callable[..., Any]) ->
                 made = reference(*given)
             except RuntimeError as error:
                 raise ValueError(
-                    f"{op} looks at values, and cannot be written in PyTorch's operators: export the model outside of "
-                    "a region, in high precision, and give the sizes of groups as a list. torch.export takes it in "
-                    "every recipe, with our operators"
+                    f"{op} looks at values, and cannot be written in PyTorch's operators: give the sizes of groups as "
+                    "a list, or keep this package's operators in the program, which torch.export does by itself"
                 ) from error
         return pytree.tree_map_only(FunctionalTensor, _plain, made)
 

@@ -82,17 +82,28 @@ def test_saved_and_loaded() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "grouped_linear"])
-def test_in_operators_of_pytorch(name: str, dtype: torch.dtype) -> None:
-    """In high precision nothing of ours is left in the program, and the bits are those of the module."""
+@pytest.mark.parametrize(
+    ("name", "recipe", "dtype"),
+    [
+        ("linear", "none", torch.float32),
+        ("linear", "block", torch.bfloat16),
+        ("layernorm_mlp", "none", torch.bfloat16),
+        ("layernorm_mlp", "mxfp8", torch.float32),
+        ("operations", "none", torch.float32),
+        ("operations", "delayed", torch.bfloat16),
+        ("layer", "none", torch.float32),
+        ("layer", "current", torch.bfloat16),
+    ],
+)
+def test_in_operators_of_pytorch(name: str, recipe: str, dtype: torch.dtype) -> None:
+    """Nothing of ours is left in the program, and the bits are those of the module."""
 
     def given(count: int) -> Inputs:
         return tuple([x.to(dtype) if x.is_floating_point() else x for x in inputs(count)])
 
     make, inputs = MODULES[name]
     torch.manual_seed(0)
-    module = Region(make().eval().to(dtype), None)
+    module = Region(make().eval().to(dtype), RECIPES[recipe])
     program = exported(module, given(8)).run_decompositions(decompositions())
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not [each for each in names if "mezzotint" in each]
@@ -101,18 +112,16 @@ def test_in_operators_of_pytorch(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(program.module()(*given(count)), module(*given(count)))
 
 
-def test_groups_of_given_sizes_in_operators_of_pytorch() -> None:
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+def test_groups_of_given_sizes_in_operators_of_pytorch(recipe: str) -> None:
     module, given = mz.GroupedLinear(3, WIDTH, WIDTH).eval(), (tokens(8), [3, 0, 5])
-    with torch.no_grad():
+    with torch.no_grad(), mz.autocast(enabled=recipe != "none", recipe=RECIPES[recipe]):
         program = torch.export.export(module, given).run_decompositions(decompositions())
         assert torch.equal(program.module()(*given), module(*given))
     assert not [node for node in program.graph.nodes if "mezzotint" in str(node.target)]
 
 
-def test_what_looks_at_values_stays() -> None:
-    program = exported(Region(mz.Linear(WIDTH, WIDTH), RECIPES["mxfp8"]), (tokens(8),))
-    with pytest.raises(ValueError, match=r"mezzotint\.mxfp8_quantize.*export the model outside of a region"):
-        program.run_decompositions(decompositions())
+def test_groups_whose_sizes_are_values() -> None:
     make, inputs = MODULES["grouped_linear"]
     program = exported(Region(make().eval(), None), inputs(8))
     with pytest.raises(ValueError, match=r"mezzotint\.grouped_gemm.*the sizes of groups as a list"):
