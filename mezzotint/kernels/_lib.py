@@ -88,9 +88,12 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     (`tests/kernels/test_triton_ahead.py`). The compiler may move a launch whose result only backward reads into
     backward.
     """
-    launch = _IMPLEMENTATIONS[op][1]
+    reference, launch = _IMPLEMENTATIONS[op]
 
     def decompose(mode: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if not is_pure and _is_decomposed(op):
+            with mode:
+                return reference(*args)
         x = args[0]
         is_static = x.is_cuda and all(type(size) is int for size in x.shape)
         is_plain = all(kind in (torch.Tensor, FunctionalTensor) for kind in types)
@@ -111,6 +114,16 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     is_pure = not op._schema.is_mutable
     LIBRARY._register_torch_dispatch_rule(op._opname, FunctionalTensorMode, decompose)
     return op
+
+
+def _is_decomposed(op: torch._ops.OpOverload) -> bool:
+    """Return whether a program is being written in PyTorch's operators (`dynamo/decompositions.py`). An op that writes is
+    made one that does not before PyTorch asks the table, and then would stay."""
+    from torch.fx.experimental import proxy_tensor  # it imports SymPy
+
+    # torch 2.11 has one table for all modes.
+    table = getattr(proxy_tensor, "CURRENT_DECOMPOSITION_TABLE", {})
+    return op in getattr(proxy_tensor.get_proxy_mode(), "decomposition_table", table)
 
 
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}

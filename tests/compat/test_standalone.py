@@ -26,6 +26,8 @@ MAKE: dict[str, Any] = {
 # Every recipe, and every module several times.
 PAIRS = [(name, recipe) for recipe, name in zip(EVERY_RECIPE, [*MAKE] * len(EVERY_RECIPE), strict=False)]
 QUICK = [("layernorm_mlp", "nvfp4")]
+# The scales of delayed scaling are views of one buffer, of which PyTorch warns when it saves them.
+pytestmark = pytest.mark.filterwarnings("ignore:No complete tensor found in the group")
 
 
 class Region(nn.Module):
@@ -53,7 +55,7 @@ def program_of(model: nn.Module) -> torch.export.ExportedProgram:
     with torch.no_grad():
         program = torch.export.export(model, (batch(2),), dynamic_shapes=({0: torch.export.Dim("batch", max=64)},))
     program = program.run_decompositions(decompositions())
-    assert not [node for node in program.graph.nodes if "mezzotint" in str(node.target)]
+    assert "mezzotint" not in str(program.graph)
     return program
 
 
