@@ -63,7 +63,7 @@ def _without_writes(op: torch._ops.OpOverload, reference: Callable[..., Any]) ->
 
 
 class _Fills(TorchFunctionMode):
-    """In this mode a constant tensor is filled by operators: `run_decompositions` loses the ones that it meets."""
+    """This mode makes constant tensors by operators that fill them: `run_decompositions` loses the ones it meets."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -49,7 +49,7 @@ def keep_bits(program: torch.export.ExportedProgram) -> dict[str, Any]:
 
 
 def _differs(node: torch.fx.Node) -> bool:
-    """Return whether Inductor would compute the node in another way: it is in the table, and its result is no integer."""
+    """Return whether Inductor would compute the node in another way: it is in the table, and gives no integers."""
     value = node.meta.get("val")
     is_float = not isinstance(value, torch.Tensor) or value.is_floating_point()
     return isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _OTHERWISE and is_float

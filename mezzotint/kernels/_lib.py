@@ -117,8 +117,8 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 
 def _is_decomposed(op: torch._ops.OpOverload) -> bool:
-    """Return whether a program is being written in PyTorch's operators (`dynamo/decompositions.py`). An op that writes is
-    made one that does not before PyTorch asks the table, and then would stay."""
+    """Return whether a program is being written in PyTorch's operators (`dynamo/decompositions.py`). An op that writes
+    is made one that does not before PyTorch asks the table, and then would stay."""
     from torch.fx.experimental import proxy_tensor  # it imports SymPy
 
     # torch 2.11 has one table for all modes.
@@ -250,8 +250,8 @@ def padded(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Return whether a condition on sizes holds, and False where symbolic sizes do not say: a traced program then serves
-    all sizes, where a plain `if` would bind it to those with one answer."""
+    """Return whether a condition on sizes holds, and False where symbolic sizes do not say: a traced program then
+    serves all sizes, where a plain `if` would bind it to those with one answer."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # it imports SymPy

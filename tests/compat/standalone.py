@@ -1,6 +1,6 @@
 """A process that knows PyTorch alone: it runs saved programs, and compares what they give with what it was told.
 
-    python standalone.py folder       `<name>.export.pt2` or `<name>.aoti.pt2`, and `<name>.pt` with inputs and results
+python standalone.py folder       `<name>.export.pt2` or `<name>.aoti.pt2`, and `<name>.pt` with inputs and results
 """
 
 import sys

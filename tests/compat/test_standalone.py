@@ -78,7 +78,10 @@ def load_elsewhere(folder: Path) -> list[str]:
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "pairs",
-    [pytest.param(QUICK, id="quick"), pytest.param([pair for pair in PAIRS if pair not in QUICK], marks=pytest.mark.slow)],
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param([pair for pair in PAIRS if pair not in QUICK], marks=pytest.mark.slow),
+    ],
 )
 def test_saved_programs(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
     for name, recipe in pairs:
@@ -95,7 +98,9 @@ def test_quantized_parameters(recipe: str, tmp_path: Path) -> None:
     model = make("linear", recipe, is_quantized=True).requires_grad_(False)
     program = program_of(model)
     assert all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in program.state_dict.values())
-    assert not [tensor for tensor in program.state_dict.values() if tensor.dtype == torch.bfloat16 and tensor.dim() == 2]
+    assert not [
+        tensor for tensor in program.state_dict.values() if tensor.dtype == torch.bfloat16 and tensor.dim() == 2
+    ]
     torch.export.save(program, tmp_path / "linear.export.pt2")
     write_results(model, tmp_path / "linear.pt")
     assert load_elsewhere(tmp_path) == ["linear.export.pt2"]
