@@ -8,8 +8,8 @@
 argument, and sequences that it does not name are finished. `step`, inside the attention of each layer, writes new keys
 and values. It reads only tensors, so one graph of it serves every step. No gradient goes through the cache.
 
-With `dtype=torch.float8_e4m3fn` each head of each token is in FP8 with a scale of its own (`kv_codes.py`), and attention
-reads its values in the dtype of the queries.
+With `dtype=torch.float8_e4m3fn` each head of each token is in FP8 with a scale of its own (`kv_codes.py`), and
+attention reads its values in the dtype of the queries.
 """
 
 from collections import OrderedDict

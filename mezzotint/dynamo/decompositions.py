@@ -23,9 +23,9 @@ from mezzotint.kernels._lib import composites, leaf_references
 def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """Return a table for `ExportedProgram.run_decompositions`: operator of this package → function in PyTorch's own.
 
-    Call it after the program has been exported, because operators are defined as they are needed. The program then keeps
-    none of this package's operators, in any recipe. A product of groups whose sizes are in a tensor looks at values: it
-    has no such form, and raises ValueError.
+    Call it after the program has been exported, because operators are defined as they are needed. The program then
+    keeps none of this package's operators, in any recipe. A product of groups whose sizes are in a tensor looks at
+    values: it has no such form, and raises ValueError.
 
     Returns:
         The table. Operators of PyTorch that it does not name stay as they are.
