@@ -105,8 +105,7 @@ def test_in_operators_of_pytorch(name: str, recipe: str, dtype: torch.dtype) -> 
     torch.manual_seed(0)
     module = Region(make().eval().to(dtype), RECIPES[recipe])
     program = exported(module, given(8)).run_decompositions(decompositions())
-    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert not [each for each in names if "mezzotint" in each]
+    assert "mezzotint" not in str(program.graph)  # nor as an argument of an operator that stands for writes
     with torch.no_grad():
         for count in (8, 13):
             assert torch.equal(program.module()(*given(count)), module(*given(count)))
