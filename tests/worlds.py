@@ -4,12 +4,14 @@
     world = shared_world(factory, CHECKS, size=2)   # for each rank: name of a check → what it gave, or its traceback
     results(world, "one")                       # of each rank; fails here with the traceback from there
 
-Starting a world takes seconds: one for a whole file of tests (a fixture of scope "module"). Where checks read or write
-a folder of the test's: `run_world(folder, CHECKS, size=2)`.
+A world is for a whole file of tests (a fixture of scope "module"). Where checks read or write a folder of the test's:
+`run_world(folder, CHECKS, size=2)`. The processes are forked from one that has imported what takes seconds to import:
+`preloaded.py`, once for each worker of a test run.
 """
 
 import faulthandler
 import fcntl
+import multiprocessing
 import os
 import tempfile
 import time
@@ -33,8 +35,10 @@ World = list[dict[str, Any]]
 Check = Callable[[int], Result]
 
 
-def work(rank: int, folder: str, checks: Sequence[Check], size: int) -> None:
-    """One process."""
+def work(rank: int, folder: str, checks: Sequence[Check], size: int, environment: dict[str, str]) -> None:
+    """One process. Its environment is the one of the test now, not of when the first world was made."""
+    os.environ.clear()
+    os.environ.update(environment)
     faulthandler.enable()  # where it was, if it dies of a signal
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
@@ -67,7 +71,9 @@ def run_world(folder: Path, checks: Sequence[Check], size: int = 2) -> World:
 
 
 def _run(folder: Path, checks: Sequence[Check], size: int) -> World:
-    context = mp.spawn(work, (str(folder), checks, size), nprocs=size, join=False, daemon=True)
+    multiprocessing.set_forkserver_preload(["tests.preloaded"])
+    arguments = (str(folder), checks, size, {**os.environ})
+    context = mp.start_processes(work, arguments, nprocs=size, join=False, daemon=True, start_method="forkserver")
     end = time.monotonic() + TIMEOUT
     try:
         while not context.join(timeout=1.0):
