@@ -66,6 +66,7 @@ def test_a_second_backward_gives_the_same() -> None:
     assert torch.equal(first[0], torch.autograd.grad(loss, logits)[0])
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -16,6 +18,7 @@ def test_readme_names_every_example() -> None:
         assert f"examples/{path.name}" in readme
 
 
+@pytest.mark.slow
 def test_own_op() -> None:
     command = [sys.executable, "examples/own_op.py", "aot_eager"]  # a backend that needs no C++ compiler
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -35,6 +38,7 @@ def run_processes(name: str) -> list[str]:
     return sorted(run.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_expert_parallel() -> None:
     lines = run_processes("expert_parallel.py")
     losses = [float(line.split()[-1]) for line in lines]

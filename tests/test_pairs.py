@@ -14,7 +14,7 @@ def combinations_of(cases: list[tuple[str, ...]], strength: int) -> set[tuple[st
     return {part for case in cases for part in combinations(case, strength)}
 
 
-@pytest.mark.parametrize(("strength", "count"), [(1, 8), (2, 32), (3, 64)])
+@pytest.mark.parametrize(("strength", "count"), [(0, 1), (1, 8), (2, 32), (3, 64)])
 def test_every_combination_is_there(strength: int, count: int) -> None:
     chosen = [CASES[index] for index in sorted(cover(CASES, strength))]
     assert combinations_of(chosen, strength) == combinations_of(CASES, strength)

@@ -27,6 +27,7 @@ CASES = (
     "thd",
     "thd window",
 )
+QUICK = ("causal", "padding mask", "bias", "thd window")  # one of each kind of mask
 
 
 def cumulated(*lengths: int) -> torch.Tensor:
@@ -85,7 +86,9 @@ def compiled(module: Any, backend: str = "aot_eager") -> tuple[Any, Any]:
     return torch.compile(module, fullgraph=True, backend=counter), counter
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
 def test_one_graph_for_repeated_steps(case: str) -> None:
     module = mz.DotProductAttention(HEADS, CHANNELS, GROUPS)
     call, counter = compiled(module)
@@ -97,6 +100,7 @@ def test_one_graph_for_repeated_steps(case: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("case", ["causal", "padding mask", "arbitrary", "alibi", "thd window"])
 def test_two_graphs_for_several_sizes(case: str) -> None:
     module = mz.DotProductAttention(HEADS, CHANNELS, GROUPS)
@@ -128,10 +132,8 @@ def test_options(options: dict[str, Any]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["thd window", *[pytest.param(case, marks=pytest.mark.slow) for case in ("padding_causal_bottom_right", "alibi")]],
-)
+@pytest.mark.slow  # `tests/test_transformer.py` has attention by Inductor
+@pytest.mark.parametrize("case", ["thd window", "padding_causal_bottom_right", "alibi"])
 def test_inductor(case: str) -> None:
     """The kernel is not looked into, and masks are exact: the same bits."""
     module = mz.DotProductAttention(HEADS, CHANNELS, GROUPS)

@@ -19,6 +19,7 @@ def heads(q_size: int, k_size: int) -> list[torch.Tensor]:
     return [torch.randn(2, size, count, CHANNELS, generator=make) for size, count in shapes]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", [(1, 2), (0, 0), (2, -1)])
 @pytest.mark.parametrize("mask", ["no_mask", "causal", "causal_bottom_right"])

@@ -262,6 +262,7 @@ def test_angles_are_made_once(layout: str, norm: dict[str, Any]) -> None:
         assert not {"cat", "rope"} & {*calls.count, *back.count}
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("layout", "kind", "backend"),

@@ -46,6 +46,7 @@ def test_linear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_layers_and_experts(tmp_path: Path) -> None:
     report = run(tmp_path, "--parts", "b,d", "--recipes", "delayed", "--modes", "eager")
     rows = {(row["case"], row["candidate"]): row for row in report["rows"]}

@@ -261,6 +261,7 @@ def test_a_notebook_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("bf16  step 1/2  loss 2.5000\n" in said) != has_bar
 
 
+@pytest.mark.slow
 def test_the_extra_is_needed_by_the_command_line_alone() -> None:
     """`import mezzotint` does not load it; without it a command says what to install."""
     names = [name for name in EXTRA if name != "numpy"]  # torch imports it where it is there

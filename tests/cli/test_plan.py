@@ -74,12 +74,14 @@ def measure_step(model: LanguageModel, optimizer: Any, config: ModelConfig, reci
     return live.peak + sum(tensor.untyped_storage().nbytes() for tensor in fixed)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_shapes(shape: str, recipe: str) -> None:
     check(SHAPES[shape], recipe)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_recipes(recipe: str) -> None:
     check(SMALL, recipe)
@@ -101,6 +103,7 @@ def check(config: ModelConfig, name: str) -> None:
 BUSY = replace(SMALL, batch=16)  # activations are most of its memory
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
 def test_recomputation(recipe: str) -> None:
     planned, usual = (
@@ -117,6 +120,7 @@ def test_recomputation(recipe: str) -> None:
     assert planned.peak == pytest.approx(peak, rel=0.01)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", ["current", "mxfp8", "nvfp4"])
 def test_quantized_weights(recipe: str) -> None:
     planned = plan_step(SMALL, COMMAND_RECIPES[recipe], savings=Savings(quantized_weights=True))
@@ -134,6 +138,7 @@ def test_quantized_weights(recipe: str) -> None:
     assert planned.optimizer == pytest.approx(sum(value.nbytes for value in states), rel=0.01)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(("name", "size"), [("bfloat16", 2), ("float16", 2), ("fp8", 1)])
 def test_moments_of_fewer_bits(name: str, size: int) -> None:
     planned = plan_step(SMALL, None, savings=Savings(optimizer_dtype=name))

@@ -169,6 +169,7 @@ def test_a_missing_compiler_is_said_before_it_is_needed(
 # Going on
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_resumed_is_uninterrupted(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
     """Delayed scaling has state in the modules, NVFP4 takes random numbers: weights and losses, bit for bit."""
@@ -200,6 +201,7 @@ runpy.run_module("mezzotint", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(("place", "time", "kept"), [("step", 9, 2), ("checkpoint", 2, 1)])
 def test_killed_and_resumed(capsys: Capture, tmp_path: Path, text: Path, place: str, time: int, kept: int) -> None:
     """SIGKILL between checkpoints and inside one, in a process of its own."""

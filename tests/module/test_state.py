@@ -200,6 +200,7 @@ def test_a_template_with_a_longer_history() -> None:
     assert fresh.state_dict()["_extra_state"].shape == module.state_dict()["_extra_state"].shape
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_weights_without_their_scales_warn_when_delayed_scaling_runs(is_compiled: bool) -> None:
     model, other = Model(), Model()
@@ -247,6 +248,7 @@ def test_loading_drops_kept_weights(name: str, recipe: str) -> None:
     assert module._workspaces is not None
 
 
+@pytest.mark.cover(0)
 @over_modules
 def test_kept_weights_are_let_go(name: str) -> None:
     """Of one optimizer step at a time: the next first micro-batch, and a move, free those before."""

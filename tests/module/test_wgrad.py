@@ -92,6 +92,7 @@ def parts_with_main_grad(cls: Any, dtype: torch.dtype = torch.float32, value: fl
     return module
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("cls", [mz.Linear, mz.LayerNormLinear])

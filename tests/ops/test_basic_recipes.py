@@ -62,6 +62,7 @@ def test_every_basic_operation_is_here() -> None:
     assert {type(make_op()).__name__ for make_op in ALL.values()} == set(basic.__all__)
 
 
+@pytest.mark.cover(1)
 @over_recipes
 @pytest.mark.parametrize("name", [name for name in ALL if name != "Quantize"])
 def test_between_linears(name: str, recipe: str) -> None:

@@ -84,6 +84,7 @@ def test_the_wrong_number_of_extra_inputs(count: int) -> None:
 # Channels
 
 
+@pytest.mark.cover(1)
 @over_recipes
 @pytest.mark.parametrize("readers", [1, 2, 3])
 def test_a_channel_is_a_residual(recipe: str, readers: int) -> None:
@@ -204,6 +205,7 @@ def test_channels_of_two_writers() -> None:
     torch.testing.assert_close(leaf.grad, other.grad)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_channels_in_a_graph(recipe: str) -> None:

@@ -200,6 +200,7 @@ def test_alone_in_any_shape(name: str, recipe: str) -> None:
         check(name, recipe, leading, inside=False, steps=1)
 
 
+@pytest.mark.cover(1)
 @over_some
 @over_cases
 def test_frozen_parameters(name: str, recipe: str) -> None:
@@ -218,6 +219,7 @@ def test_frozen_experts(name: str, frozen: str, recipe: str) -> None:
     check(name, recipe, inside=False, frozen=keys, input_grad=False)
 
 
+@pytest.mark.cover(1)
 @over_some
 @over_cases
 def test_backward_ends_at_any_operation(name: str, recipe: str) -> None:

@@ -58,6 +58,7 @@ def test_the_buffers_have_the_results(recipe: str) -> None:
     assert not given["grad of activation"].isnan().any()
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["none", "mxfp8"])
 def test_compiled(recipe: str) -> None:

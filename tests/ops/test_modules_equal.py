@@ -137,6 +137,7 @@ def test_layernorm_linear(recipe: str, normalization: str, zero_centered_gamma: 
     check(make_layernorm_linear(normalization, zero_centered_gamma, bias), ALL[recipe])
 
 
+@pytest.mark.cover(1)
 @over_bias
 @pytest.mark.parametrize(("activation", "normalization"), [("gelu", "LayerNorm"), ("swiglu", "RMSNorm")])
 @over_recipes
@@ -144,6 +145,7 @@ def test_layernorm_mlp(recipe: str, activation: str, normalization: str, bias: b
     check(make_mlp(activation, normalization, bias), ALL[recipe])
 
 
+@pytest.mark.cover(1)
 @over_bias
 @over_recipes
 def test_grouped_linear(recipe: str, bias: bool) -> None:

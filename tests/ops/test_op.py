@@ -308,6 +308,7 @@ def test_both_forms_compute_the_same() -> None:
     torch.testing.assert_close(other.grad, leaf.grad)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("make", [Square, lambda: ops.Sequential(ops.Identity(), Square()), Gate])
 def test_a_whole_form_breaks_the_graph_and_says_why(make: Any) -> None:

@@ -21,6 +21,7 @@ def make(**options: bool) -> ops.GroupedLinear:
     return op
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_against_its_formula(recipe: str) -> None:
     """The same linears without bias, and the bias by hand; eager and compiled."""

@@ -273,6 +273,7 @@ def test_keyword_arguments_go_to_other_modules_too() -> None:
     assert torch.equal(model(x, op_kwargs={1: {"by": 2.0}}), y * y)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_mix_compiles_whole() -> None:
     eager, model = mixed(), mixed()

@@ -190,6 +190,7 @@ def test_a_reduce_scatter_of_its_own_is_not_overlapped() -> None:
         assert len(fuser._groups(None, 2)[0]) == count
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("form", ["split", "backward"])
 def test_a_subclass_in_a_graph(form: str) -> None:

@@ -379,6 +379,7 @@ def test_grad_scaler(kept: str, is_unscaled: bool) -> None:
 # Compiler
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("kept", "dtype"), [*((name, torch.bfloat16) for name in KEPT if name != "plain"), ("plain", torch.float32)]

@@ -37,7 +37,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 # Prototype = real = fake
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @over_formats()
 @over_usages
 @over_internal

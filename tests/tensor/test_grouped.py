@@ -56,6 +56,7 @@ def put_together(members: list[torch.Tensor], shapes: Shapes) -> torch.Tensor:
 # Members
 
 
+@pytest.mark.cover(1)
 @over_formats()
 @pytest.mark.parametrize(("rowwise", "columnwise"), USAGES, ids=["rowwise", "columnwise", "both"])
 def test_members_have_the_bytes_of_the_quantizer(fmt: Format, rowwise: bool, columnwise: bool) -> None:
