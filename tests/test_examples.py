@@ -46,6 +46,7 @@ def test_expert_parallel() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_pipeline() -> None:
     """Which compares each stage's gradients with those of one process."""
     said = "gradients of stages {} are those of one process, bit for bit"

@@ -43,6 +43,7 @@ def test_a_count_is_exact() -> None:
     assert counts.tolist() == [6, 2, 2]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("chosen", CHOSEN)
 @pytest.mark.parametrize("name", MODULES)

@@ -147,6 +147,7 @@ def test_a_forward_of_the_users_in_backward() -> None:
     assert torch.equal(seen[0], linear(torch.ones_like(y)))
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("maker", ["linear", "transformer_layer"])
 def test_a_checkpoint_of_micro_batches_in_a_graph(maker: str) -> None:

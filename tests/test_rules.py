@@ -64,6 +64,7 @@ def train(model: nn.Module, chosen: Recipe | None, call: Any = None, steps: int 
     return found | {f"state {name}": value.clone() for name, value in model.named_buffers()}
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("again", [False, True])
 def test_rules_are_regions_around_each_layer(again: bool) -> None:
@@ -107,6 +108,7 @@ MIXED: dict[str, tuple[Rules, dict[str, Recipe]]] = {
 }
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("name", MIXED)
 def test_several_recipes_in_one_module(name: str) -> None:
@@ -162,6 +164,7 @@ def test_layers_that_rules_treat_alike_share_a_graph() -> None:
     assert backend.frame_count == 3
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_operations(is_compiled: bool) -> None:

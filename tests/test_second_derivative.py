@@ -55,6 +55,7 @@ def test_a_second_derivative_is_refused(name: str, recipe: Any) -> None:
         dx.pow(2).sum().backward()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("recipe", [None, mz.recipe.Float8CurrentScaling()], ids=["none", "current"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # torch's own, when it first makes a dual

@@ -213,6 +213,7 @@ def test_every_recipe_compiles_whole(recipe: str) -> None:
         assert 0.001 < away < 0.3
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "options",

@@ -1,6 +1,6 @@
 """What a step of a small model sends and holds, counted on each process of a world."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ CASES: dict[str, tuple[ModelConfig, Layout, str]] = {
     "experts and shards": (SPARSE, Layout(world=SIZE, ep=SIZE, fsdp=True), "mxfp8"),
     "everything": (SPARSE, Layout(world=SIZE, tp=2, ep=2, fsdp=True), "mxfp8"),
 }
+QUICK = ("shards nvfp4", "everything")  # together every kind of collective, and every way to hold a weight
 
 
 def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
@@ -68,8 +69,17 @@ def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     }
 
 
-def cases(rank: int) -> Result:
-    return {name: measure(config, layout, COMMAND_RECIPES[recipe]) for name, (config, layout, recipe) in CASES.items()}
+def measure_cases(names: Iterable[str]) -> Result:
+    chosen = {name: CASES[name] for name in names}
+    return {name: measure(config, layout, COMMAND_RECIPES[recipe]) for name, (config, layout, recipe) in chosen.items()}
+
+
+def quick_cases(rank: int) -> Result:
+    return measure_cases(QUICK)
+
+
+def slow_cases(rank: int) -> Result:
+    return measure_cases(name for name in CASES if name not in QUICK)
 
 
 def one_process(rank: int) -> Result:
@@ -113,4 +123,5 @@ def own_part(whole: LanguageModel, name: str, parameter: Any, what: str) -> torc
     return torch.cat([piece.chunk(SIZE, dim)[dist.get_rank()] for piece in found.chunk(stride, dim)], dim)
 
 
-CHECKS: tuple[Callable[[int], Result], ...] = (cases, one_process)
+CHECKS: tuple[Callable[[int], Result], ...] = (quick_cases, one_process)
+SLOW_CHECKS: tuple[Callable[[int], Result], ...] = (slow_cases,)

@@ -17,9 +17,9 @@ from mezzotint.trainer.model import LanguageModel
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.sizes import MODELS
 from mezzotint.trainer.traffic import SentBytes
-from tests.cli.plan_world import CASES, CHECKS, DENSE, SIZE
+from tests.cli.plan_world import CASES, CHECKS, DENSE, QUICK, SIZE, SLOW_CHECKS
 from tests.cli.tools import TINY, fails, losses, one_thread, row_of, works, write_text
-from tests.worlds import World, results, shared_world
+from tests.worlds import Result, World, results, shared_world
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,13 +29,27 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return shared_world(tmp_path_factory, CHECKS, SIZE)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return shared_world(tmp_path_factory, SLOW_CHECKS, SIZE)
+
+
+@pytest.mark.parametrize("name", QUICK)
 def test_a_world_of_four(world: World, name: str) -> None:
+    check_counts([made[name] for made in results(world, "quick_cases")], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_more_worlds_of_four(slow_world: World, name: str) -> None:
+    check_counts([made[name] for made in results(slow_world, "slow_cases")], name)
+
+
+def check_counts(counted: list[Result], name: str) -> None:
     """Within a twentieth. Routers spread their tokens as they like: what is sent is compared in the mean."""
     config, layout, recipe = CASES[name]
     with one_thread():
         planned = plan_step(config, COMMAND_RECIPES[recipe], layout=layout)
-    counted = [made[name] for made in results(world, "cases")]
     assert counted[0]["sent"].keys() == planned.sent.keys()
     for kind, size in planned.sent.items():
         assert size == pytest.approx(mean(each["sent"][kind] for each in counted), rel=0.05), kind

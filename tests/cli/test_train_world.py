@@ -71,18 +71,28 @@ def killed(folder: Path) -> tuple[list[tuple[int, str]], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def worlds(folder: Path, killed: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, World]:
+def two(folder: Path, killed: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
     run_one(folder, "one", "--recipe=delayed", "--steps=4")
     cut(folder / "one", 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
-        two = run_world(tmp_path_factory.mktemp("two"), CHECKS, 2)
-        for name in ("larger", "copies", "alone"):
-            shutil.copytree(folder / "whole", folder / name)
-            cut(folder / name, STEPS - 2)
-        shutil.copytree(folder / "two experts", folder / "more experts")
-        cut(folder / "more experts", 2)
-        return {2: two, 4: run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)}
+        return run_world(tmp_path_factory.mktemp("two"), CHECKS, 2)
+
+
+@pytest.fixture(scope="module")
+def four(two: World, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Some go on with what two processes began."""
+    for name in ("larger", "copies"):
+        copy_cut(folder, "whole", name, STEPS - 2)
+    copy_cut(folder, "two experts", "more experts", 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
+        return run_world(tmp_path_factory.mktemp("four"), CHECKS_OF_FOUR, 4)
+
+
+def copy_cut(folder: Path, run: str, name: str, step: int) -> None:
+    shutil.copytree(folder / run, folder / name)
+    cut(folder / name, step)
 
 
 def cut(run: Path, step: int) -> None:
@@ -119,10 +129,10 @@ def assert_close(folder: Path, name: str, one: Path, bound: float) -> None:
 
 
 @pytest.mark.parametrize("recipe", COMMAND_RECIPES)
-def test_shards_are_one_process(worlds: dict[int, World], folder: Path, recipe: str) -> None:
+def test_shards_are_one_process(two: World, folder: Path, recipe: str) -> None:
     """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head. Of losses of 5.4 that
     makes up to 0.0021, by the CPU."""
-    for made in results(worlds[2], "recipes"):
+    for made in results(two, "recipes"):
         assert made[recipe]["code"] == 0, made[recipe]["err"]
     one = run_one(folder, f"one {recipe}", "--batch=4", f"--recipe={recipe}", "--steps=3", *WIDE)
     assert_close(folder, f"two {recipe}", one, 0.01 if recipe == "nvfp4" else 3e-3)
@@ -136,8 +146,8 @@ def test_shards_are_one_process(worlds: dict[int, World], folder: Path, recipe: 
         ("experts", ("--batch=4", *EXPERTS)),
     ],
 )
-def test_layouts_of_two(worlds: dict[int, World], folder: Path, name: str, options: tuple[str, ...]) -> None:
-    for made in results(worlds[2], "layouts_of_two"):
+def test_layouts_of_two(two: World, folder: Path, name: str, options: tuple[str, ...]) -> None:
+    for made in results(two, "layouts_of_two"):
         assert made[name]["code"] == 0, made[name]["err"]
     one = run_one(folder, f"one {name}", "--steps=3", *options)
     assert_close(folder, f"two {name}", one, 2e-3)
@@ -146,8 +156,8 @@ def test_layouts_of_two(worlds: dict[int, World], folder: Path, name: str, optio
 
 
 @pytest.mark.parametrize("name", ["shards", "tensors"])
-def test_evaluation_changes_no_number(worlds: dict[int, World], folder: Path, name: str) -> None:
-    made = results(worlds[2], "held_out")
+def test_evaluation_changes_no_number(two: World, folder: Path, name: str) -> None:
+    made = results(two, "held_out")
     for outcome in (part[key] for part in made for key in (name, f"blind {name}")):
         assert outcome["code"] == 0, outcome["err"]
     assert losses(folder / f"held out {name}") == losses(folder / f"blind {name}")
@@ -158,8 +168,9 @@ def test_evaluation_changes_no_number(worlds: dict[int, World], folder: Path, na
     assert "--sample: with --tp" in made[0]["no sample"]["err"]
 
 
-def test_layouts_of_four(worlds: dict[int, World], folder: Path) -> None:
-    for made in results(worlds[4], "layouts_of_four"):
+@pytest.mark.slow
+def test_layouts_of_four(four: World, folder: Path) -> None:
+    for made in results(four, "layouts_of_four"):
         for name, outcome in made.items():
             assert outcome["code"] == 0, (name, outcome["err"])
     one = run_one(folder, "one of four", "--batch=4", "--recipe=nvfp4", "--steps=4", *WIDE)
@@ -168,9 +179,9 @@ def test_layouts_of_four(worlds: dict[int, World], folder: Path) -> None:
     assert_close(folder, "four experts", one, 2e-3)
 
 
-def test_compiled_is_eager(worlds: dict[int, World], folder: Path) -> None:
+def test_compiled_is_eager(two: World, folder: Path) -> None:
     """Bit for bit: one graph, of the model or of its layer."""
-    for made in results(worlds[2], "compiled"):
+    for made in results(two, "compiled"):
         for outcome in made.values():
             assert outcome["code"] == 0, outcome["err"]
     for name in ("tensors", "shards"):
@@ -191,17 +202,17 @@ def test_a_killed_process_ends_the_others(killed: Any) -> None:
     assert names == [".writing-step-00000004", "step-00000002"]
 
 
-def test_killed_and_resumed(worlds: dict[int, World], folder: Path) -> None:
+def test_killed_and_resumed(two: World, folder: Path) -> None:
     """By as many processes: the losses of a run that was never killed, bit for bit."""
-    for made in results(worlds[2], "whole"):
+    for made in results(two, "whole"):
         assert (made["whole"]["code"], made["killed"]["code"]) == (0, 0), made
     assert losses(folder / "killed") == losses(folder / "whole")
     names = sorted(path.name for path in (folder / "killed/checkpoints").iterdir())
     assert names == ["step-00000004", "step-00000006"]
 
 
-def test_a_signal_to_one_stops_all(worlds: dict[int, World], folder: Path) -> None:
-    first, second = (made for made in results(worlds[2], "whole"))
+def test_a_signal_to_one_stops_all(two: World, folder: Path) -> None:
+    first, second = (made for made in results(two, "whole"))
     for made in (first, second):
         assert made["stopped"]["code"] == 128 + signal.SIGTERM
         assert made["checkpoints"] == ["step-00000002", "step-00000003"]
@@ -211,24 +222,27 @@ def test_a_signal_to_one_stops_all(worlds: dict[int, World], folder: Path) -> No
     assert losses(folder / "stopped") == losses(folder / "whole")
 
 
-def test_four_resumed_by_four(worlds: dict[int, World], folder: Path) -> None:
+@pytest.mark.slow
+def test_four_resumed_by_four(four: World, folder: Path) -> None:
     """Parts of tensors in shards, and random numbers of each process: weights and losses, bit for bit."""
-    assert results(worlds[4], "layouts_of_four")[0]["resumed"]["code"] == 0
+    assert results(four, "layouts_of_four")[0]["resumed"]["code"] == 0
     again = folder / "four/checkpoints/step-00000004"
     for path in sorted((folder / "last").glob("*.distcp")):
         assert path.read_bytes() == (again / path.name).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["larger", "copies"])
-def test_two_resumed_by_four(worlds: dict[int, World], folder: Path, name: str) -> None:
+def test_two_resumed_by_four(four: World, folder: Path, name: str) -> None:
     """As many replicas, of two processes each."""
     found, wanted = losses(folder / name), losses(folder / "whole")
     assert found[: STEPS - 2] == wanted[: STEPS - 2]
     assert found[STEPS - 2 :] == pytest.approx(wanted[STEPS - 2 :], abs=2e-3)
 
 
-def test_two_resumed_by_one(worlds: dict[int, World], folder: Path) -> None:
+def test_two_resumed_by_one(two: World, folder: Path) -> None:
     """Which has half the batch then."""
+    copy_cut(folder, "whole", "alone", STEPS - 2)
     with one_thread():
         assert main(["train", "--resume", f"--out={folder / 'alone'}"]) == 0
     found, wanted = losses(folder / "alone"), losses(folder / "whole")
@@ -237,7 +251,8 @@ def test_two_resumed_by_one(worlds: dict[int, World], folder: Path) -> None:
     assert (find_checkpoints(folder / "alone")[-1] / "model.safetensors").exists()
 
 
-def test_experts_on_more_processes(worlds: dict[int, World], folder: Path) -> None:
+@pytest.mark.slow
+def test_experts_on_more_processes(four: World, folder: Path) -> None:
     """Four replicas instead of two, in the third step."""
     found, wanted = losses(folder / "more experts"), losses(folder / "two experts")
     assert found[:2] == wanted[:2]
@@ -255,7 +270,7 @@ def flipped(data: bytes) -> bytes:
 @pytest.mark.parametrize("harm", [truncated, flipped])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
 def test_a_damaged_file(
-    worlds: dict[int, World], capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str, harm: Any
+    two: World, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path, name: str, harm: Any
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "whole", run)
@@ -266,8 +281,8 @@ def test_a_damaged_file(
     assert f"move it away to resume from step {STEPS - 2}" in said
 
 
-def test_one_resumed_by_two(worlds: dict[int, World], folder: Path) -> None:
-    for made in results(worlds[2], "from_one_process"):
+def test_one_resumed_by_two(two: World, folder: Path) -> None:
+    for made in results(two, "from_one_process"):
         assert made["resumed"]["code"] == 0, made["resumed"]["err"]
     assert len(losses(folder / "one")) == 4
     assert losses(folder / "one")[-1] < losses(folder / "one")[0]
@@ -276,8 +291,8 @@ def test_one_resumed_by_two(worlds: dict[int, World], folder: Path) -> None:
 # What is said
 
 
-def test_the_first_process_speaks(worlds: dict[int, World], folder: Path) -> None:
-    first, second = (made["whole"] for made in results(worlds[2], "whole"))
+def test_the_first_process_speaks(two: World, folder: Path) -> None:
+    first, second = (made["whole"] for made in results(two, "whole"))
     assert f"delayed  step 2/{STEPS}  loss {losses(folder / 'whole')[1]:.4f}" in first["out"]
     assert "final loss" in first["out"]
     assert (second["out"], second["err"], first["err"]) == ("", "", "")
@@ -297,8 +312,8 @@ def test_the_first_process_speaks(worlds: dict[int, World], folder: Path) -> Non
         ("one", "process 1: there is no text here"),
     ],
 )
-def test_what_cannot_be_is_said_once(worlds: dict[int, World], name: str, said: str) -> None:
-    first, second = results(worlds[2], "wrong")
+def test_what_cannot_be_is_said_once(two: World, name: str, said: str) -> None:
+    first, second = results(two, "wrong")
     assert (first[name]["code"], second[name]["code"]) == (2, 2)
     assert said in first[name]["err"]
     assert first[name]["err"].count("\n") == 1
@@ -306,8 +321,8 @@ def test_what_cannot_be_is_said_once(worlds: dict[int, World], name: str, said: 
     assert not first["is there"]
 
 
-def test_a_loss_that_is_no_number(worlds: dict[int, World]) -> None:
-    first, second = results(worlds[2], "wrong")
+def test_a_loss_that_is_no_number(two: World) -> None:
+    first, second = results(two, "wrong")
     assert (first["nan"]["code"], second["nan"]["code"]) == (1, 1)
     assert "the loss is nan at step 1" in first["nan"]["err"]
     assert second["nan"]["err"] == ""

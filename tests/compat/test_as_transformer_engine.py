@@ -166,6 +166,7 @@ def test_nothing_more_is_imported() -> None:
     }
 
 
+@pytest.mark.slow
 def test_another_one_that_is_imported_already_is_refused(tmp_path: Path) -> None:
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine/__init__.py").touch()

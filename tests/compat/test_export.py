@@ -81,6 +81,7 @@ def test_saved_and_loaded() -> None:
         assert torch.equal(torch.export.load(file).module()(tokens(8)), module(tokens(8)))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("name", "recipe", "dtype"),

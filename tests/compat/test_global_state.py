@@ -82,13 +82,22 @@ def kept_weights(module: Any) -> list[torch.Tensor]:
     return [workspace.dequantize().clone() for workspace in module._workspaces]
 
 
-over_kept = pytest.mark.parametrize("name", [n for n in RECIPES if n != "none"])
+KEPT = [n for n in RECIPES if n != "none"]
+over_kept = pytest.mark.parametrize("name", KEPT)
+MODULE_NAMES = ("linear", "layernorm_mlp", "grouped_linear")
+# A module with each recipe in a graph, in turn; eager code has all.
+IN_A_GRAPH = [(name, MODULE_NAMES[index % 3], "compiled") for index, name in enumerate(KEPT)]
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-@pytest.mark.parametrize("module_name", ["linear", "layernorm_mlp", "grouped_linear"])
-@over_kept
+@pytest.mark.parametrize(
+    ("name", "module_name", "how"),
+    [
+        *[(name, module_name, "eager") for name in KEPT for module_name in MODULE_NAMES],
+        *IN_A_GRAPH[:2],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in IN_A_GRAPH[2:]],
+    ],
+)
 def test_kept_weights_are_updated_unless_told_not_to(name: str, module_name: str, how: str, skip_flag: Any) -> None:
     """What a graph does that serves every micro-batch: `is_first_microbatch` is the same, the flag tells."""
     chosen = RECIPES[name]

@@ -93,12 +93,14 @@ def check_compiled(recipe: str, backend: str, is_given: bool) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @over_recipes
 def test_compiled(recipe: str) -> None:
     check_compiled(recipe, "aot_eager", False)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["delayed", "current", "nvfp4"])
 def test_compiled_with_its_own_recipe(recipe: str) -> None:

@@ -94,6 +94,7 @@ def test_training(recipe: str) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_compiled(checkpointed: bool) -> None:
@@ -294,6 +295,7 @@ def test_experts_are_copied_and_saved(tmp_path: Path) -> None:
         assert torch.equal(loaded.state_dict()[key], value)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_experts_compiled() -> None:
     """One whole graph, for every routing."""
