@@ -1,22 +1,13 @@
-"""Delayed scaling's update in Triton's interpreter, on the CPU: every index and mask, with the reference's bytes.
-
-The interpreter is chosen before Triton is imported: another process.
-"""
-
-import os
-import subprocess
-import sys
+"""Delayed scaling's update in Triton's interpreter, on the CPU: every index and mask, with the reference's bytes."""
 
 import torch
 
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.test_delayed import COLUMNS, draw_state
 
 
 def test_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_delayed_interpreted"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main)
 
 
 def check(scale: torch.Tensor, history: torch.Tensor, slots: list[int], most_recent: bool) -> None:
@@ -55,7 +46,3 @@ def main() -> None:
                 check(*draw_state(length, n, length), slots, most_recent)
     scale, history = draw_state(4, 6, 0)
     check(scale[::2], history[:, ::2], [0, 2], False)  # of another state
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,12 @@
-"""Scales and bias on an FP32 product: each step rounded once, in order; in Triton the same bits.
+"""Scales and bias on an FP32 product: each step rounded once, in order; in Triton the same bits."""
 
-In Triton's interpreter in another process, since it is chosen before Triton is imported.
-"""
-
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from mezzotint.kernels.finish import finish, finish_reference
+from tests.kernels.interpreted import run_interpreted
 from tests.values import raw
 
 SHAPES = ((64, 96), (3, 5), (1, 1), (1, 300), (300, 1), (70, 1100), (0, 4), (4, 0))
@@ -59,10 +54,7 @@ def test_each_step_rounds_once() -> None:
 
 
 def test_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_finish"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main)
 
 
 @pytest.mark.gpu
@@ -70,12 +62,11 @@ def test_on_a_gpu() -> None:
     check("cuda", finish)
 
 
-if __name__ == "__main__":
+def main() -> None:
     from triton.runtime import interpreter
 
+    from mezzotint.kernels.triton.finish import finish as launched
     from tests.kernels.test_pointwise_interpreted import convert
 
     interpreter._convert_float = convert
-    from mezzotint.kernels.triton.finish import finish as launched
-
     check("cpu", launched)

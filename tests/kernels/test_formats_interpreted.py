@@ -3,17 +3,14 @@
 Activations with exponentials (the interpreter's are numpy's, so that values are close, not equal), the way back from
 FP8 in both directions, and quantizations of sizes that no block divides, into buffers full of other bytes: what is to
 be written as padding is written.
-The interpreter is chosen before Triton is imported: another process.
 """
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.test_fused_interpreted import as_on_a_gpu
 from tests.kernels.test_pointwise_interpreted import convert, draw
 
@@ -22,10 +19,7 @@ RAGGED = (40, 90)  # no block divides it, along rows or columns
 
 
 def test_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_formats_interpreted"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main)
 
 
 def decode(value: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
@@ -124,7 +118,3 @@ def main() -> None:
     check_padding(RAGGED)
     check_back(RAGGED)
     check_back((3, 5, 33))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,18 +2,15 @@
 
 Every mode of `SOURCE_MODES`. The cast itself is PTX on a GPU and torch's here. The rest is the same: what a source
 reads, halves, tiles, every index.
-The interpreter is chosen before Triton is imported: another process.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.test_pointwise_interpreted import convert, draw
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -25,10 +22,7 @@ TWO_PASSES = ("current", "rowwise")
 
 @pytest.mark.parametrize("tiles", ["cut", pytest.param("whole", marks=pytest.mark.slow)])
 def test_interpreted(tiles: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_fused_interpreted", tiles]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main, tiles)
 
 
 def cast_fp8(value: Any, DTYPE: Any) -> Any:
@@ -157,7 +151,3 @@ def main(tiles: str) -> None:
                     _jit_source.SOURCE_MODES = {**ways, name: dict.fromkeys(ways[name], how)}
                     for usage in USAGES[how == "before" or shape != SHAPES[0] :]:
                         compare(launch, op, source, args, (*options, *usage), how)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

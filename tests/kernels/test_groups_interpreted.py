@@ -1,16 +1,16 @@
 """Many groups in one launch, in Triton's interpreter, on the CPU: the bytes of the reference, group by group.
 
-The cast itself is PTX on a GPU and torch's here. The interpreter is chosen before Triton is imported: another process.
+The cast itself is PTX on a GPU and torch's here.
 """
 
-import os
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
+from tests.kernels.interpreted import run_interpreted
 from tests.kernels.test_fused_interpreted import as_on_a_gpu
 from tests.kernels.test_pointwise_interpreted import draw
 
@@ -27,11 +27,18 @@ CASES = (
 USAGES = ((True, False), (False, True), (True, True))
 
 
-def test_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_groups_interpreted"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("part", ["both ways", pytest.param("the rest", marks=pytest.mark.slow)])
+def test_interpreted(part: str) -> None:
+    run_interpreted(main, part)
+
+
+def cases(part: str) -> Iterator[tuple[list[int], int, torch.dtype, tuple[tuple[bool, bool], ...]]]:
+    """Both directions of all but the largest; the rest is that one, and each direction alone."""
+    if part == "both ways":
+        yield from ((*case, USAGES[2:]) for case in CASES[1:])
+    else:
+        yield *CASES[0], USAGES[2:]
+        yield *CASES[2], USAGES[:2]
 
 
 def compare(launch: Any, op: Any, xs: list[torch.Tensor], tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
@@ -44,7 +51,7 @@ def compare(launch: Any, op: Any, xs: list[torch.Tensor], tensors: tuple[Any, ..
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), where
 
 
-def main() -> None:
+def main(part: str) -> None:
     from mezzotint.constants import E4M3, E5M2
     from mezzotint.kernels.float8 import float8_quantize, float8_quantize_scaled
     from mezzotint.kernels.float8_block import float8_block_quantize
@@ -61,11 +68,10 @@ def main() -> None:
         launch(self, grid, *args, **constants)
 
     _launch.Fast.launch = counted  # type: ignore[method-assign]
-    for sizes, K, dtype in CASES:
+    for sizes, K, dtype, usages in cases(part):
         launches.clear()
         xs = list(draw((sum(sizes), K), dtype, 7).split(sizes))
         scales = [torch.tensor([2.0 ** (i % 5) + 0.5]) for i in range(len(xs))]
-        usages = USAGES if dtype == FP32 else USAGES[2:]
         for usage in usages:
             compare(float8.quantize_groups, float8_quantize, xs, ([],), (E4M3, False, 0.0, *usage))
             compare(float8.quantize_scaled_groups, float8_quantize_scaled, xs, (scales,), (E5M2, *usage))
@@ -87,7 +93,3 @@ def main() -> None:
     compare(float8_block.quantize_groups, float8_block_quantize, xs, (), (E4M3, True, 0.0, False, True, True))
     cols = [x.float().abs().amax(0) * 2 for x in xs]
     compare(float8_rowwise.quantize_groups, float8_rowwise_quantize, xs, ([], cols), (E4M3, True, 0.0, True, True))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,14 @@
 """The MXFP4 kernels in Triton's interpreter, on the CPU, against the reference byte for byte.
 
-Into buffers full of other bytes: what is to be written as padding is written. The interpreter is chosen before Triton
-is imported: another process.
+Into buffers full of other bytes: what is to be written as padding is written.
 """
 
 import importlib
-import os
-import subprocess
-import sys
 from typing import Any
 
 import torch
+
+from tests.kernels.interpreted import run_interpreted
 
 RNG = torch.tensor([0x1234_5678_9ABC_DEF0, 0x7_0000_0007])
 ROW, COL, BOTH = (True, False), (False, True), (True, True)
@@ -19,14 +17,7 @@ RAGGED = (40, 90)
 
 
 def test_interpreted() -> None:
-    run_interpreted("tests.kernels.test_mxfp4_interpreted")
-
-
-def run_interpreted(module: str) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", module]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main)
 
 
 def compare(
@@ -98,7 +89,3 @@ def main() -> None:
     for dtype, tile in ((BF16, 64), (FP16, 128), (FP32, 128)):
         mxfp4(fill((50, 81), dtype, "normal", 1), rng=RNG, rht=True, tile=tile)
     mxfp4(fill(RAGGED, BF16, "normal", 2), rng=RNG, floor=False, two_d=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,13 +2,14 @@
 
 import torch
 
-from tests.kernels.test_mxfp4_interpreted import BOTH, COL, RAGGED, ROW, compare, run_interpreted
+from tests.kernels.interpreted import run_interpreted
+from tests.kernels.test_mxfp4_interpreted import BOTH, COL, RAGGED, ROW, compare
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def test_interpreted() -> None:
-    run_interpreted("tests.kernels.test_mxfp6_interpreted")
+    run_interpreted(main)
 
 
 def main() -> None:
@@ -25,7 +26,3 @@ def main() -> None:
         for two_d in (False, True):
             x = fill(shape, BF16, "normal", 1)
             compare("mxfp6", x, usage, (E2M3, True, two_d, two_d), (E2M3, two_d), tile)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,14 @@
-"""Statistics of a tensor in Triton's interpreter, on the CPU: every index and mask, against the reference.
-
-The interpreter is chosen before Triton is imported: another process.
-"""
-
-import os
-import subprocess
-import sys
+"""Statistics of a tensor in Triton's interpreter, on the CPU: every index and mask, against the reference."""
 
 import torch
+
+from tests.kernels.interpreted import run_interpreted
 
 SHAPES = ((17, 40, torch.bfloat16), (100, 300, torch.float32))
 
 
 def test_interpreted() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_statistics_interpreted"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(main)
 
 
 def check(x: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor | None) -> None:
@@ -47,7 +39,3 @@ def main() -> None:
             for tensor in (x, quantized, scale):
                 tensor[torch.rand(rows, cols) < 0.03] = value
         check(x, quantized, scale if rows != 17 else None)
-
-
-if __name__ == "__main__":
-    main()

@@ -17,7 +17,7 @@ from tests.recipes import EVERY_RECIPE, RECIPES, VARIANTS, assert_equal, sample
 pytestmark = pytest.mark.compile
 
 ROWS = 24
-# Every recipe with two chains. `make test` has some of them, beside `test_inductor`, which has the same steps and counts.
+# Every recipe with two chains. `make test` has some of them, beside `test_inductor`, of the same steps and counts.
 QUICK = (("mlp", "current"), ("residual", "rowwise"), ("experts", "block"), ("mix", "custom"))
 EVERY = [
     pytest.param(name, recipe, marks=() if (name, recipe) in QUICK else pytest.mark.slow)
