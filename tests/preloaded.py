@@ -4,6 +4,7 @@ A compiler imports much of itself when it first compiles. So it does here, somet
 """
 
 import torch
+import torch.distributed.checkpoint
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 

@@ -30,8 +30,6 @@ MODERN: dict[str, Any] = {
 SUMMED = ("self_attention.proj.bias",)
 ANGLES = mz.RotaryPositionEmbedding(CHANNELS).cpu()(32)
 
-over_recipes = pytest.mark.parametrize("recipe", RECIPES)
-
 
 def make(**options: Any) -> mz.TransformerLayer:
     torch.manual_seed(0)
@@ -194,7 +192,10 @@ def test_a_residual_is_rounded_once() -> None:
 
 
 @pytest.mark.compile
-@over_recipes
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=() if name in ("delayed", "nvfp4") else pytest.mark.slow) for name in RECIPES],
+)
 def test_every_recipe_compiles_whole(recipe: str) -> None:
     """The same bits, one graph for three steps, and not the bits of no recipe."""
     eager = make(**MODERN, qk_norm_type="RMSNorm")
@@ -241,6 +242,7 @@ def test_every_form_compiles_whole(options: dict[str, Any]) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_two_graphs_for_several_sizes(recipe: str) -> None:
@@ -253,6 +255,7 @@ def test_two_graphs_for_several_sizes(recipe: str) -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["delayed"])
 def test_micro_batches_have_two_graphs(recipe: str) -> None:
@@ -285,6 +288,7 @@ def test_inductor(recipe: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_inductor_that_keeps_roundings() -> None:
     """With `emulate_precision_casts` all bits are the same."""

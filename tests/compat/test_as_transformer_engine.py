@@ -175,6 +175,7 @@ def test_another_one_that_is_imported_already_is_refused(tmp_path: Path) -> None
     run("-c", IMPORT + "import transformer_engine\nassert transformer_engine.__provided_by__", path=(tmp_path,))
 
 
+@pytest.mark.slow
 def test_the_shim(tmp_path: Path) -> None:
     """A wheel of the two packages and nothing else, whose modules are those of the alias."""
     build = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

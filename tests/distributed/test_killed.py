@@ -40,6 +40,7 @@ def run(folder: Path, first: int, last: int, when: str, at: int) -> list[tuple[i
     return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_killed_process(tmp_path: Path) -> None:
     # In the middle of the checkpoint of step 6.
     (code, error), (killed, _) = run(tmp_path, 0, 8, "saving", 6)

@@ -37,6 +37,7 @@ def test_updates_show_in_the_same_graph(fmt: Format) -> None:
     assert_same_bytes(target, expected)
 
 
+@pytest.mark.cover(1)
 @over_formats("float8_current", "mxfp8", "nvfp4_rht_stochastic", "hybrid")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_other_writes_show_in_the_same_graph(fmt: Format, backend: str) -> None:

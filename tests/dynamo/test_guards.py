@@ -35,6 +35,7 @@ def count_guards(model: nn.Module, x: torch.Tensor) -> int:
     return found[0]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("chosen", [recipe.MXFP8BlockScaling(), recipe.DelayedScaling()], ids=["mxfp8", "delayed"])
 @pytest.mark.parametrize("name", MODULES)
 def test_a_further_module_has_few(name: str, chosen: recipe.Recipe) -> None:

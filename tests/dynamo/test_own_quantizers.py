@@ -267,6 +267,7 @@ PARTIAL = {
 }
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("name", PARTIAL)
 def test_import_where_the_api_is_partial(name: str) -> None:
     script = f"""

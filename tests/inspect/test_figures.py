@@ -17,7 +17,8 @@ from mezzotint.functional.observation import statistics_of
 from mezzotint.inspect.figures import exponents_of, figures_of, map_of
 from mezzotint.inspect.maps import UNITS, pack_maps, unpack_map
 from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS, statistics_whole
-from tests.quantizer_formats import FORMATS
+from tests.dynamo.graphs import over_every_format
+from tests.quantizer_formats import Format
 
 # Largest value of an element type, and half of the step that leads there.
 EDGES = {"E4M3": 464.0, "E5M2": 61440.0, "E2M1": 7.0, "E3M2": 30.0, "E2M3": 7.75}
@@ -87,7 +88,7 @@ def odd_tensor(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.T
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@over_every_format()
 @given(
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     seed=st.integers(0, 99),
@@ -97,12 +98,12 @@ def odd_tensor(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.T
 @example(shape=(33, 257), seed=0, values=[math.nan, math.inf], dtype=torch.bfloat16)
 @settings(max_examples=8, deadline=None)
 def test_a_table_is_what_its_formulas_say(
-    name: str, shape: tuple[int, int], seed: int, values: list[float], dtype: torch.dtype
+    fmt: Format, shape: tuple[int, int], seed: int, values: list[float], dtype: torch.dtype
 ) -> None:
     x = odd_tensor(shape, seed, dtype)
     for place, value in enumerate(values):
         x.view(-1)[(place * 7919 + seed) % x.numel()] = value
-    x_q = FORMATS[name].quantize(x, columnwise=False)
+    x_q, name = fmt.quantize(x, columnwise=False), fmt.name
     limit = None if "identity" in name or "hybrid" in name else limit_of(x_q)
     table = statistics_of(x, x_q)
     if "hybrid" in name:  # as of its row-wise part, which is another format of the list

@@ -53,6 +53,7 @@ def read_figures(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("chosen", CHOSEN)
 @pytest.mark.parametrize("name", MODULES)

@@ -1,7 +1,7 @@
 """`torch.library.opcheck` on every leaf op: schema (mutation and aliasing), fake = real, autograd, AOT dispatch.
 
 Schema and fake run over every option set, usage and dtype; all of opcheck, which also traces each case with dynamic
-shapes, over every option set once.
+shapes, over every option set once. An op is one for all of its options: `make test` traces the first of each format.
 """
 
 import importlib
@@ -90,6 +90,17 @@ def describe(value: Any) -> str | None:
     return str(value).removeprefix("torch.")
 
 
+def over_variants(*left_out: str) -> pytest.MarkDecorator:
+    """Parametrize `variant`; of each format the first one runs always, the others are slow."""
+    cases = [
+        pytest.param(variant, marks=pytest.mark.slow if index else (), id=str(variant))
+        for name in FORMATS
+        if name not in left_out
+        for index, variant in enumerate(variants_of(name))
+    ]
+    return pytest.mark.parametrize("variant", cases)
+
+
 def check_quantize(variant: Variant, x: torch.Tensor, usage: tuple[bool, ...], utils: tuple[str, ...]) -> None:
     """The functional op, and the in-place one without and with `noop`."""
     arguments = variant.arguments("cpu", usage)
@@ -115,7 +126,7 @@ def test_quantize(variant: Variant, usage: tuple[bool, ...], dtype: torch.dtype)
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@over_variants()
 def test_quantize_traced(variant: Variant) -> None:
     check_quantize(variant, sample(SHAPES[0], variant.dtypes[0]), variant.usages()[-1], ALL)
 
@@ -129,7 +140,7 @@ def test_quantize_one_row_or_column(variant: Variant, shape: tuple[int, ...]) ->
 
 @pytest.mark.compile
 @pytest.mark.parametrize("way", ["rowwise", "columnwise"])
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.format != "identity"], ids=str)
+@over_variants("identity")
 def test_dequantize(variant: Variant, way: str) -> None:
     """The op that `variant.dequantize` calls, with the arguments that it gives; every output dtype."""
     x = sample(SHAPES[0], variant.dtypes[0])
@@ -328,7 +339,7 @@ def group_arguments(variant: Variant, device: str, usage: tuple[bool, ...], coun
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@over_variants()
 def test_groups(variant: Variant) -> None:
     """The bits of one op after another; an empty group among them."""
     for usage in variant.usages():

@@ -102,6 +102,7 @@ def test_fp16_and_bf16_are_added_in_fp32() -> None:
 IN_GRAPHS = (_jit_float8, float8_amax, float8_block, _jit_rowwise, float8_rowwise, mxfp8, delayed)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("module", IN_GRAPHS, ids=lambda module: module.__name__.split(".")[-1])
 def test_kernels_of_graphs_have_nothing_to_fuse(module: ModuleType) -> None:
     """The compiler launches them with its own options, under which a product and a sum may become one operation."""

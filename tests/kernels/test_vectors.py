@@ -13,6 +13,7 @@ from tests.vectors import load_manifest
 
 GROUPS = compare.groups()
 FIRST_OF_FORMAT = {entry["format"]: entry for entry in reversed(compare.checked_entries())}
+FIRST_GROUPS = [compare.group_name(entry) for entry in FIRST_OF_FORMAT.values()]
 
 
 @pytest.mark.parametrize("entry", compare.checked_entries(), ids=lambda entry: entry["name"])
@@ -40,13 +41,15 @@ def check_compiled(name: str, backend: str) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FIRST_GROUPS else pytest.mark.slow) for name in GROUPS]
+)
 def test_compiled(name: str) -> None:
     check_compiled(name, "aot_eager")
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("name", [compare.group_name(entry) for entry in FIRST_OF_FORMAT.values()])
+@pytest.mark.parametrize("name", FIRST_GROUPS)
 def test_compiled_inductor(name: str) -> None:
     check_compiled(name, "inductor")
 

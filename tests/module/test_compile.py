@@ -84,6 +84,7 @@ def test_symbolic_sizes_from_the_start(recipe: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 def test_five_routings_have_two_graphs(recipe: str) -> None:
     """Groups whose sizes change from step to step."""
@@ -228,6 +229,7 @@ def test_two_factories_inside_one_function() -> None:
     assert not torch.equal(got[0], got[1])
 
 
+@pytest.mark.cover(0)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("microbatches", [(None, None), (True, False)], ids=["batches", "microbatches"])
 def test_a_stack_of_layers_compiled_one_by_one(microbatches: tuple[bool | None, ...]) -> None:
