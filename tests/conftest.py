@@ -4,7 +4,7 @@
 * A skipped test is a failed test, unless its reason starts with one of `ALLOWED_SKIPS`: a skip that nobody
   looks at hides that something is no longer tested.
 * A test marked `compile` starts and ends with a fresh compiler state.
-* Of a test marked `cover` some cases are `slow`: see `pairs.py`.
+* Of a test marked `cover` some cases are `slow`, and some are left out: see `pairs.py`.
 * Hypothesis draws the same examples every time.
 """
 
@@ -23,8 +23,10 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50
 settings.load_profile("ci")
 
 
-def _mark_slow(items: list[pytest.Item]) -> None:
-    """Cases of tests marked `cover(n)` that are not needed for every combination of n values of parameters."""
+def _thin_products(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests marked `cover(n, most)` mark cases slow that are not needed for every combination of n values of
+    parameters, and leave out those that are not needed for every combination of `most`, if it is given."""
+    left_out: set[pytest.Item] = set()
     by_test: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("cover") is not None:
@@ -33,15 +35,22 @@ def _mark_slow(items: list[pytest.Item]) -> None:
         mark = functions[0].get_closest_marker("cover")
         assert mark is not None
         # The id of each `parametrize`; a private name, that pytest 8 and 9 have.
-        kept = cover([tuple(function.callspec._idlist) for function in functions], *mark.args)
-        for index, function in enumerate(functions):
-            if index not in kept:
-                function.add_marker("slow")
+        cases = [tuple(function.callspec._idlist) for function in functions]
+        strength, *most = mark.args
+        there = cover(cases, *most) if most else {*range(len(cases))}
+        left_out |= {function for index, function in enumerate(functions) if index not in there}
+        known = sorted(there)
+        kept = {known[index] for index in cover([cases[index] for index in known], strength)}
+        for index in there - kept:
+            functions[index].add_marker("slow")
+    if left_out:
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_slow(items)
+    _thin_products(config, items)
     if torch.cuda.is_available():
         return
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

@@ -3,7 +3,8 @@
 A test of four modules, eight recipes and two options has 64 cases, of which 32 have every pair: a module with a recipe,
 a recipe with an option. What a third value does to a pair has not been seen to matter where this is used
 (`dev/mutants.py`). A test says so with `@pytest.mark.cover(2)`, every pair, `@pytest.mark.cover(1)`, every value, or
-`@pytest.mark.cover(0)`, the first case alone; `conftest.py` marks the other cases `slow`.
+`@pytest.mark.cover(0)`, the first case alone; `conftest.py` marks the other cases `slow`. With a second number,
+`@pytest.mark.cover(1, 2)`, the slow ones are those that every pair takes, and the rest of a long product does not run.
 """
 
 from collections import Counter

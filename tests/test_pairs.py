@@ -26,6 +26,19 @@ def test_what_does_not_occur_is_not_asked_for() -> None:
     assert cover([], 2) == set()
 
 
+@pytest.mark.cover(1, 2)
+@pytest.mark.parametrize("a", range(2))
+@pytest.mark.parametrize("b", range(2))
+@pytest.mark.parametrize("c", range(2))
+def test_what_no_pair_takes_is_left_out(a: int, b: int, c: int, request: pytest.FixtureRequest) -> None:
+    """Of eight cases every pair takes four, and every value two."""
+    items = [item for item in request.session.items if item.originalname == request.node.originalname]  # type: ignore[attr-defined]
+    if all(item.get_closest_marker("slow") is None for item in items):  # as `make test` selects them
+        assert len(items) <= 2
+    else:
+        assert len(items) <= 4
+
+
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("a", range(3))
 @pytest.mark.parametrize("b", range(2))

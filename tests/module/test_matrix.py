@@ -50,7 +50,7 @@ def test_aot_eager(name: str, recipe: str, bias: bool) -> None:
     check_compiled(name, EVERY_RECIPE[recipe], "aot_eager", bias=bias)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.cover(1, 2)
 @pytest.mark.compile
 @over_bias
 @pytest.mark.parametrize("recipe", RECIPES)
