@@ -15,6 +15,7 @@ from tests.recipes import EVERY_RECIPE
 
 TOKENS, HIDDEN, FFN = 64, 128, 256
 BF16 = torch.bfloat16
+PARTITIONED = "aot_eager_decomp_partition"  # saves for backward what Inductor would save, and generates no code
 MODULES: dict[str, Callable[..., Any]] = {
     "Linear": lambda **options: mz.Linear(HIDDEN, HIDDEN, **options),
     "LayerNormLinear": lambda **options: mz.LayerNormLinear(HIDDEN, HIDDEN, **options),
@@ -140,7 +141,7 @@ COMPRESSED_BYTES = LEAN_BYTES - TOKENS * (2 * 2 * FFN - 2 * FFN - 4 * 2 * FFN //
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
 def test_what_a_layer_holds(compiled: bool) -> None:
     layer, x = make_layer(), batch(1, TOKENS)
-    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    run = torch.compile(layer, fullgraph=True, backend=PARTITIONED) if compiled else layer
     recipe = EVERY_RECIPE["current"]
     for _ in range(1 + compiled):  # the first call of a graph is its compilation
         held = [held_bytes(run, x, recipe, memory) for memory in ("lean", "compressed")]
@@ -237,8 +238,7 @@ def test_a_converted_model_in_a_graph() -> None:
     """The compiler makes the inputs of linears again: it holds the norm's input and statistic, gate and up."""
     recipe = EVERY_RECIPE["current"]
     lean, default = (mz.convert(GatedMLP(), memory=memory) for memory in ("lean", "default"))
-    backend = "aot_eager_decomp_partition"  # what is saved is as Inductor decides, and nothing is generated
-    expected = train(default, recipe, None, torch.compile(default, fullgraph=True, backend=backend))
-    run = torch.compile(lean, fullgraph=True, backend=backend)
+    expected = train(default, recipe, None, torch.compile(default, fullgraph=True, backend=PARTITIONED))
+    run = torch.compile(lean, fullgraph=True, backend=PARTITIONED)
     assert are_equal(train(lean, recipe, None, run), expected)
     assert held_bytes(run, batch(TOKENS), recipe) == TOKENS * (2 * HIDDEN + 4 + 2 * 2 * FFN)
