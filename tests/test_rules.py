@@ -74,7 +74,7 @@ def test_rules_are_regions_around_each_layer(again: bool) -> None:
     assert_equal(train(model, RULES), want)
     torch._dynamo.reset()
     model = mz.bind_rules(Model(again=again), RULES)
-    backend = CompileCounterWithBackend("inductor")
+    backend = CompileCounterWithBackend("aot_eager")
     assert_equal(train(model, RULES, torch.compile(model, fullgraph=True, backend=backend)), want)
     assert backend.frame_count == 1
 
@@ -119,7 +119,7 @@ def test_several_recipes_in_one_module(name: str) -> None:
     assert_equal(step(module, sample(), rules), want)
     torch._dynamo.reset()
     module = mz.bind_rules(make("layernorm_mlp"), rules)
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     assert_equal(step(module, sample(), rules, compiled), want)
 
 
@@ -132,6 +132,7 @@ def test_high_precision_in_a_part_of_a_module() -> None:
     assert [each.name for each in inspector.last] == [f"fc2.{t}" for t in ("input", "weight", "grad_output")]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("make", [lambda: mz.Linear(32, 32), lambda: mz.TransformerLayer(32, 64, 2)])
 def test_rules_add_no_guard(make: Callable[[], nn.Module]) -> None:

@@ -151,6 +151,7 @@ def test_pages_are_taken_and_given_back() -> None:
     small.pre_step(OrderedDict({1: 8}))  # 0 ends
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @over_caches
 @pytest.mark.parametrize("layout", LAYOUTS)

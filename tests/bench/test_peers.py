@@ -70,6 +70,7 @@ def test_layers_and_experts(tmp_path: Path) -> None:
     assert max(row["ratio"] for row in base) == 1.0
 
 
+@pytest.mark.slow
 def test_micro_batches_compile_to_two_graphs() -> None:
     """One quantizes the weights, one uses them."""
     (case,) = linear_cases([(32, 32, 32)], "cpu")

@@ -50,6 +50,7 @@ def test_recipes_side_by_side(capsys: Capture, tmp_path: Path, options: tuple[st
     assert said.splitlines()[-1] == "figure: runs/compare-001/compare.png"
 
 
+@pytest.mark.slow
 def test_seeds_show_what_is_chance(capsys: Capture, options: tuple[str, ...]) -> None:
     said = works(capsys, "compare", *options, "--recipes=mxfp8,nvfp4", "--seeds=3", "--seed=5", "--out=made")
     report = read(Path("made/compare.json"))
@@ -82,6 +83,7 @@ def test_a_gap_in_units_of_the_band() -> None:
     assert [in_bands(gap, 0.0) for gap in (0.0, 0.5)] == ["within chance", "beyond a band of 0"]
 
 
+@pytest.mark.slow
 def test_the_figure_shows_something(capsys: Capture, options: tuple[str, ...]) -> None:
     works(capsys, "compare", *options, "--recipes=bf16,mxfp8", "--out=made")
     picture = torch.from_numpy(imread("made/compare.png"))

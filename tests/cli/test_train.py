@@ -28,6 +28,7 @@ Capture = pytest.CaptureFixture[str]
 # Learning
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("recipe", COMMAND_RECIPES)
 def test_the_loss_falls(capsys: Capture, tmp_path: Path, options: tuple[str, ...], recipe: str) -> None:
     said = works(capsys, "train", *options, f"--recipe={recipe}", "--lr=0.01")
@@ -144,6 +145,7 @@ def test_gradients_are_clipped(capsys: Capture, tmp_path: Path, options: tuple[s
     assert norms[0] != norms[1]
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_compiled_is_eager(capsys: Capture, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit; a graph for the first micro-batch and one for the others."""

@@ -98,6 +98,7 @@ def test_a_subclass_prepares_its_forward() -> None:
 # What is in use, as tools read it
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @over_modules
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])

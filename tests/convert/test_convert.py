@@ -112,6 +112,7 @@ def test_compiled_by_inductor() -> None:
     check_compiled("mxfp8", "inductor", True)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize(("recipe", "is_given"), [("delayed", True), ("mxfp8", False)])
 def test_training_a_compiled_model(recipe: str, is_given: bool) -> None:
@@ -229,6 +230,7 @@ def test_a_norm_and_a_linear_are_one_step(norm: str, recipe: str, monkeypatch: p
     assert [entry.after for entry in mz.convert_report(got).converted] == ["LayerNormLinear"]
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
 def test_a_compiled_norm_and_linear(recipe: str) -> None:

@@ -449,7 +449,6 @@ CHECKS = (
     one_unit,
     one_direction,
     agreed,
-    compiled,
     bytes_sent,
     policy,
     between_steps,

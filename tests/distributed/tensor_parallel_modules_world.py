@@ -378,15 +378,14 @@ CHECKS: tuple[Callable[[int], Result], ...] = (
     norm_outputs,
     layers,
     set_later,
-    compiled_layer,
     reductions,
     endings,
-    graphs,
+    compiled_layer,
     different_modules,
     losses,
     grouped,
     copies,
     kept_weights,
     stochastic,
-    dynamic,
 )
+SLOW_CHECKS: tuple[Callable[[int], Result], ...] = (graphs, dynamic)

@@ -23,7 +23,7 @@ from tests.distributed.dcp_world import (
     steps,
 )
 from tests.distributed.sharded import optimizer
-from tests.worlds import Result, World, results, run_world
+from tests.worlds import Result, World, results, run_world, shared_world
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,12 @@ def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
         return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *mesh_world.CHECKS, *grouped_world.CHECKS), SIZE)
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A world of its own: it takes long."""
+    return shared_world(tmp_path_factory, (mesh_world.mesh_compiled,), SIZE)
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -220,8 +226,9 @@ def test_clipping_on_a_mesh(world: World) -> None:
         assert found["made"]["norms"][0] > 0.01
 
 
-def test_a_compiled_block_on_a_mesh(world: World) -> None:
-    for found in results(world, "mesh_compiled"):
+@pytest.mark.slow
+def test_a_compiled_block_on_a_mesh(compiling: World) -> None:
+    for found in results(compiling, "mesh_compiled"):
         assert found["losses"][0] == found["losses"][1]
         assert found["graphs"] == 1
 

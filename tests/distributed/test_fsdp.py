@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mezzotint.distributed.fsdp import ShardedWeight, low_precision_gather
-from tests.distributed.fsdp_world import CHECKS, LONG, long_run
+from tests.distributed.fsdp_world import CHECKS, LONG, compiled, long_run
 from tests.distributed.sharded import model
 from tests.recipes import RECIPES
 from tests.worlds import World, results, shared_world
@@ -23,6 +23,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def long(tmp_path_factory: pytest.TempPathFactory) -> World:
     """A world of its own: it takes long."""
     return shared_world(tmp_path_factory, (long_run,))
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Another one."""
+    return shared_world(tmp_path_factory, (compiled,))
 
 
 @pytest.mark.slow
@@ -121,11 +127,12 @@ def test_processes_agree_on_what_they_send(world: World) -> None:
         assert found["gathers"] == [count * bytes_of(32, 64, "mxfp8") for count in copies]
 
 
-def test_compiled_blocks(world: World) -> None:
+@pytest.mark.slow
+def test_compiled_blocks(compiling: World) -> None:
     """One graph for each of two blocks, and none more in later steps. Nobody knows what a graph computes again: both
     copies of a weight are sent for backward, unless it is said that one is read."""
     sent = {"mxfp8 quantized": True, "custom gathered": True, "recomputed": True}
-    for found in results(world, "compiled"):
+    for found in results(compiling, "compiled"):
         assert len(found) == 6
         for key, (losses, expected, graphs, both) in found.items():
             assert losses == expected, key

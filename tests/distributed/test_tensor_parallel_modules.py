@@ -5,7 +5,7 @@ import torch
 
 from mezzotint.recipe import QuantizerRole
 from tests.distributed.parallel import draw
-from tests.distributed.tensor_parallel_modules_world import CHECKS, LAYERS
+from tests.distributed.tensor_parallel_modules_world import CHECKS, LAYERS, SLOW_CHECKS
 from tests.recipes import RECIPES
 from tests.worlds import World, results, shared_world
 
@@ -16,6 +16,11 @@ BOUND = 2.0**-6  # as of the linears
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return shared_world(tmp_path_factory, CHECKS, SIZE)
+
+
+@pytest.fixture(scope="module")
+def slow_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return shared_world(tmp_path_factory, SLOW_CHECKS, SIZE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -83,12 +88,13 @@ def test_gradients_of_all_modules_are_reduced_in_one_collective(world: World) ->
             assert made == {"wrong": [], "buffers": 12, "calls": [more.get(way, 1), 0]}, way
 
 
-def test_graphs_reduce_in_one_collective(world: World) -> None:
+@pytest.mark.slow
+def test_graphs_reduce_in_one_collective(slow_world: World) -> None:
     """One forward and one for all modules backward; in `Parts` two: backward since one gives its gradient on quantized,
     forward since one runs twice, and takes what gradients may have left. Twice as many where there are two regions or,
     backward, two backwards."""
     backwards = {"modules": 1, "parts": 2}
-    for found in results(world, "graphs"):
+    for found in results(slow_world, "graphs"):
         assert found.pop("waiting") == 0
         assert found.keys() == backwards.keys()
         for way, count in backwards.items():
@@ -165,6 +171,7 @@ def test_stochastic_rounding(world: World) -> None:
         assert found["dw"] < 1.5  # of the first columns, which the first process has, the numbers are the same
 
 
-def test_numbers_of_tokens_share_a_graph(world: World) -> None:
-    for found in results(world, "dynamic"):
+@pytest.mark.slow
+def test_numbers_of_tokens_share_a_graph(slow_world: World) -> None:
+    for found in results(slow_world, "dynamic"):
         assert found == {"wrong": [], "later graphs": 0}

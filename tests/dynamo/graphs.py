@@ -14,16 +14,19 @@ from tests.quantizer_formats import FORMATS, buffers
 SOME = ("float8_current", "float8_delayed", "mxfp8", "nvfp4_rht_stochastic", "hybrid")
 
 
-def over_every_format(**wanted: Any) -> pytest.MarkDecorator:
-    """Parametrize `fmt` over all formats, or those with some options. The compiler sees a class and its fields: of each
-    class of quantizers the first one and `SOME` run always, the others are slow."""
-    first = {type(fmt.make()): name for name, fmt in reversed(FORMATS.items())}
-    always = {*first.values(), *SOME}
+def over_every_format(always: tuple[str, ...] = SOME, **wanted: Any) -> pytest.MarkDecorator:
+    """Parametrize `fmt` over all formats, or those with some options; all but those that run always are slow."""
     picked = [fmt for fmt in FORMATS.values() if all(getattr(fmt, option) == value for option, value in wanted.items())]
     return pytest.mark.parametrize(
         "fmt",
         [pytest.param(fmt, marks=() if fmt.name in always else pytest.mark.slow, id=fmt.name) for fmt in picked],
     )
+
+
+def firsts() -> tuple[str, ...]:
+    """Return the first format of each class of quantizers: the compiler sees a class and its fields."""
+    first = {type(fmt.make()): name for name, fmt in reversed(FORMATS.items())}
+    return (*first.values(), *SOME)
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager", **options: Any) -> tuple[Any, Any]:

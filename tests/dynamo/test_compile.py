@@ -9,7 +9,7 @@ from torch import nn
 
 import mezzotint as mz
 from mezzotint.tensor.quantizer import quantize, quantize_storage
-from tests.dynamo.graphs import SOME, assert_same, compiled, over_every_format, run
+from tests.dynamo.graphs import SOME, assert_same, compiled, firsts, over_every_format, run
 from tests.quantizer_formats import E4M3, FORMATS, Format, assert_same_bytes, over_formats, same_bytes, sample
 
 opaque_object = pytest.importorskip("torch._library.opaque_object")
@@ -31,7 +31,7 @@ def everything(x: torch.Tensor, quantizer: Any) -> Any:
 # Whole graphs, the same bits
 
 
-@over_every_format()
+@over_every_format(firsts())
 def test_every_format_compiles_whole(fmt: Format) -> None:
     x = sample((40, 48), torch.bfloat16)
     function, counter = compiled(everything)
@@ -44,6 +44,7 @@ def test_every_format_compiles_whole(fmt: Format) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.cover(0)
 @over_formats("float8_current", "float8_delayed", "float8_block_2d", "mxfp8_2d", "nvfp4_rht_stochastic", "hybrid")
 def test_formats_compile_with_inductor(fmt: Format) -> None:
     x = sample((40, 48), torch.bfloat16)
@@ -51,6 +52,7 @@ def test_formats_compile_with_inductor(fmt: Format) -> None:
     assert_same(run(function, x, fmt.make()), run(everything, x, fmt.make()))
 
 
+@pytest.mark.cover(0)
 @over_formats(*SOME)
 def test_where_the_quantizer_comes_from(fmt: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     x = sample((32, 64))
@@ -122,6 +124,7 @@ def test_usages_inside_the_graph(fmt: Format) -> None:
     assert quantizer.get_usages() == {"rowwise": True, "columnwise": True}
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_quantizers_built_inside_the_graph(backend: str) -> None:
     def build(x: torch.Tensor) -> Any:

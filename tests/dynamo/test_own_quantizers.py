@@ -194,6 +194,7 @@ class Fixed(mz.Quantizer):
         return mz.IdentityTensorStorage, mz.IdentityTensor
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("is_registered", [False, True])
 def test_a_users_methods_are_traced(is_registered: bool) -> None:
     class Mine(Fixed):

@@ -17,7 +17,7 @@ from mezzotint.functional.observation import statistics_of
 from mezzotint.inspect.figures import exponents_of, figures_of, map_of
 from mezzotint.inspect.maps import UNITS, pack_maps, unpack_map
 from mezzotint.kernels.statistics import MAXIMA, SIDE, SUMS, statistics_whole
-from tests.dynamo.graphs import over_every_format
+from tests.dynamo.graphs import firsts, over_every_format
 from tests.quantizer_formats import Format
 
 # Largest value of an element type, and half of the step that leads there.
@@ -88,7 +88,7 @@ def odd_tensor(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> torch.T
     return x.to(dtype)
 
 
-@over_every_format()
+@over_every_format(firsts())
 @given(
     shape=st.tuples(st.integers(1, 70), st.integers(1, 70)),
     seed=st.integers(0, 99),

@@ -24,24 +24,25 @@ def cases(M: int, N: int) -> list[list[Any]]:
 
 
 def check(device: str, launch: Any) -> None:
+    """Every shape with every kind of scales, and these with a bias of each kind in turn."""
     torch.manual_seed(0)
     for number, (M, N) in enumerate(SHAPES):
-        for scales in cases(M, N):
-            for bias in (None, draw(N), draw(N).bfloat16()):
-                if not scales and bias is None:
-                    continue
-                dtype = DTYPES[number % 3]
-                product = draw(M, N + 3)[:, :N] if number % 2 else draw(M, N)
-                want = torch.empty(M, N, dtype=dtype)
-                finish_reference(want, product.clone(), scales, bias)
-                on = [s.to(device) if isinstance(s, torch.Tensor) else s for s in scales]
-                got = torch.empty(M, N, dtype=dtype, device=device)
-                wide = torch.zeros(M, N + 3, device=device)[:, :N] if number % 2 else torch.empty(M, N, device=device)
-                launch(got, wide.copy_(product), on, None if bias is None else bias.to(device))
-                assert torch.equal(raw(got.cpu()), raw(want)), (M, N, dtype, scales, bias)
-                if dtype == torch.float32 and not number % 2:
-                    launch(wide, wide.copy_(product), on, None if bias is None else bias.to(device))
-                    assert torch.equal(raw(wide.cpu()), raw(want))
+        for turn, scales in enumerate(cases(M, N)):
+            bias = (None, draw(N), draw(N).bfloat16())[(number + turn) % 3]
+            if not scales and bias is None:
+                continue
+            dtype = DTYPES[number % 3]
+            product = draw(M, N + 3)[:, :N] if number % 2 else draw(M, N)
+            want = torch.empty(M, N, dtype=dtype)
+            finish_reference(want, product.clone(), scales, bias)
+            on = [s.to(device) if isinstance(s, torch.Tensor) else s for s in scales]
+            got = torch.empty(M, N, dtype=dtype, device=device)
+            wide = torch.zeros(M, N + 3, device=device)[:, :N] if number % 2 else torch.empty(M, N, device=device)
+            launch(got, wide.copy_(product), on, None if bias is None else bias.to(device))
+            assert torch.equal(raw(got.cpu()), raw(want)), (M, N, dtype, scales, bias)
+            if dtype == torch.float32 and not number % 2:
+                launch(wide, wide.copy_(product), on, None if bias is None else bias.to(device))
+                assert torch.equal(raw(wide.cpu()), raw(want))
 
 
 def test_each_step_rounds_once() -> None:

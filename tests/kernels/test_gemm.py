@@ -343,6 +343,7 @@ def test_every_backend_of_the_table_exists() -> None:
 # Compiled.
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_is_eager(kind: str) -> None:

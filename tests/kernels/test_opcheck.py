@@ -249,6 +249,7 @@ def test_column_sum(dtype: torch.dtype) -> None:
         torch.library.opcheck(column_sum, (sample(shape, dtype), dtype), test_utils=ALL)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("dtype", HIGH, ids=describe)
 def test_pointwise(dtype: torch.dtype) -> None:
     rng = torch.tensor([3, 4])
@@ -265,6 +266,7 @@ def test_pointwise(dtype: torch.dtype) -> None:
             torch.library.opcheck(l2norm_backward, (x, given, rs), test_utils=utils)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("dtype", HIGH, ids=describe)
 def test_scaled_bias(dtype: torch.dtype) -> None:
     y, scales = sample((9, 16), dtype), sample((9,), torch.float32)
@@ -275,6 +277,7 @@ def test_scaled_bias(dtype: torch.dtype) -> None:
             torch.library.opcheck(scaled_bias_backward, (given, scales, biases, splits), test_utils=ALL)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("dtype", HIGH, ids=describe)
 def test_rope(dtype: torch.dtype) -> None:
     angles = sample((5, 1, 6), torch.float32)
@@ -302,6 +305,7 @@ def test_delayed() -> None:
     torch.library.opcheck(delayed_snapshot_, state[::-1], test_utils=ALL)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize("dtype", HIGH, ids=describe)
 def test_statistics(dtype: torch.dtype) -> None:
     for shape, utils in zip(((20, 36), (0, 16), (1, 1)), (ALL, FAST, FAST), strict=True):
@@ -353,6 +357,7 @@ def test_groups(variant: Variant) -> None:
         assert len(made) == len(wanted)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("name", FORMATS)

@@ -48,6 +48,7 @@ def test_compiled(name: str) -> None:
     check_compiled(name, "aot_eager")
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("name", FIRST_GROUPS)
 def test_compiled_inductor(name: str) -> None:

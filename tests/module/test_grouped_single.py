@@ -83,6 +83,7 @@ def test_one_group(form: str) -> None:
     assert_equal(*found)
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize(
     ("recipe", "quantized", "fused"),

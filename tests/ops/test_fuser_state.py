@@ -158,7 +158,6 @@ def test_kept_weights_are_not_made_again() -> None:
     assert not torch.equal(step(model, x, RECIPES["current"])["output 0"], first["output 0"])
 
 
-@pytest.mark.slow
 @pytest.mark.compile
 def test_micro_batches_in_a_graph() -> None:
     eager, model = (ops.Sequential(ops.GELU(), linear()) for _ in range(2))

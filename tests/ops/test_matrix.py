@@ -109,6 +109,7 @@ def test_routings_by_a_tensor_have_one_graph() -> None:
     assert pair.graphs == 1
 
 
+@pytest.mark.slow
 @pytest.mark.cover(0)
 @pytest.mark.parametrize(("name", "recipe"), [("mlp", "delayed"), ("experts", "current")])
 def test_micro_batches_have_two_graphs(name: str, recipe: str) -> None:
@@ -119,6 +120,7 @@ def test_micro_batches_have_two_graphs(name: str, recipe: str) -> None:
     assert pair.graphs == 2
 
 
+@pytest.mark.slow
 def test_train_eval_train() -> None:
     pair, chosen = Pair("mlp"), RECIPES["delayed"]
     for seed in range(2):
