@@ -342,12 +342,13 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("recipe", "is_paged", "compiles"),
     [
-        ("none", False, True),
-        ("none", True, False),
-        ("rowwise", False, False),
-        ("block", True, False),
-        ("mxfp8", False, False),
+        ("none", False, False),
         ("mxfp8", True, True),
+        pytest.param("none", False, True, marks=pytest.mark.slow),
+        pytest.param("none", True, False, marks=pytest.mark.slow),
+        pytest.param("rowwise", False, False, marks=pytest.mark.slow),
+        pytest.param("block", True, False, marks=pytest.mark.slow),
+        pytest.param("mxfp8", False, False, marks=pytest.mark.slow),
     ],
 )
 def test_decoding_equals_the_whole(recipe: str, is_paged: bool, compiles: bool) -> None:

@@ -47,6 +47,7 @@ def refuses(arguments: Arguments) -> None:
         load(arguments)
 
 
+@pytest.mark.cover(1)
 @over_formats()
 @pytest.mark.parametrize("internal", [False, True], ids=["tensor", "storage"])
 def test_each_buffer_fits(fmt: Format, internal: bool) -> None:
