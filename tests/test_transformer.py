@@ -269,6 +269,7 @@ def test_micro_batches_have_two_graphs(recipe: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("recipe", ["delayed"])
 def test_inductor(recipe: str) -> None:

@@ -132,7 +132,7 @@ def test_options(options: dict[str, Any]) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow  # `tests/test_transformer.py` has attention by Inductor
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["thd window", "padding_causal_bottom_right", "alibi"])
 def test_inductor(case: str) -> None:
     """The kernel is not looked into, and masks are exact: the same bits."""

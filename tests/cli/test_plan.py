@@ -208,6 +208,7 @@ def test_nothing_is_left_behind() -> None:
     assert loss.item() > 0
 
 
+@pytest.mark.cover(0)
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

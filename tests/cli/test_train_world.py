@@ -21,7 +21,7 @@ from mezzotint.trainer.recipes import COMMAND_RECIPES
 from mezzotint.trainer.world import ONE_RANK_WORLD, losing_none
 from mezzotint.trainer.world import World as Processes
 from tests.cli.tools import ROOT, environment, fails, losses, one_thread, read, write_text
-from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, SHARDS, STEPS, WIDE
+from tests.cli.train_world import CHECKS, CHECKS_OF_FOUR, COMMON, EXPERTS, QUICK, SHARDS, SLOW_CHECKS, STEPS, WIDE
 from tests.worlds import World, results, run_world
 
 LIMIT = 120  # seconds, after which processes that still run are ended, and the test fails
@@ -80,6 +80,13 @@ def two(folder: Path, killed: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def slow_two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
+        return run_world(tmp_path_factory.mktemp("slow"), SLOW_CHECKS, 2)
+
+
+@pytest.fixture(scope="module")
 def four(two: World, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     """Some go on with what two processes began."""
     for name in ("larger", "copies"):
@@ -128,11 +135,21 @@ def assert_close(folder: Path, name: str, one: Path, bound: float) -> None:
     assert norms(folder / name) == pytest.approx(norms(one), rel=0.03)
 
 
-@pytest.mark.parametrize("recipe", COMMAND_RECIPES)
+@pytest.mark.parametrize("recipe", QUICK)
 def test_shards_are_one_process(two: World, folder: Path, recipe: str) -> None:
+    check_shards(results(two, "recipes"), folder, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in COMMAND_RECIPES if name not in QUICK])
+def test_more_shards_are_one_process(slow_two: World, folder: Path, recipe: str) -> None:
+    check_shards(results(slow_two, "more_recipes"), folder, recipe)
+
+
+def check_shards(found: list[Any], folder: Path, recipe: str) -> None:
     """But for sums in another order, and what FSDP2 gathers in BF16: norms, embedding and head. Of losses of 5.4 that
     makes up to 0.0021, by the CPU."""
-    for made in results(two, "recipes"):
+    for made in found:
         assert made[recipe]["code"] == 0, made[recipe]["err"]
     one = run_one(folder, f"one {recipe}", "--batch=4", f"--recipe={recipe}", "--steps=3", *WIDE)
     assert_close(folder, f"two {recipe}", one, 0.01 if recipe == "nvfp4" else 3e-3)
@@ -155,9 +172,10 @@ def test_layouts_of_two(two: World, folder: Path, name: str, options: tuple[str,
         assert losses(folder / "two copies")[0] == losses(one)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shards", "tensors"])
-def test_evaluation_changes_no_number(two: World, folder: Path, name: str) -> None:
-    made = results(two, "held_out")
+def test_evaluation_changes_no_number(slow_two: World, folder: Path, name: str) -> None:
+    made = results(slow_two, "held_out")
     for outcome in (part[key] for part in made for key in (name, f"blind {name}")):
         assert outcome["code"] == 0, outcome["err"]
     assert losses(folder / f"held out {name}") == losses(folder / f"blind {name}")
@@ -179,9 +197,10 @@ def test_layouts_of_four(four: World, folder: Path) -> None:
     assert_close(folder, "four experts", one, 2e-3)
 
 
-def test_compiled_is_eager(two: World, folder: Path) -> None:
+@pytest.mark.slow
+def test_compiled_is_eager(slow_two: World, folder: Path) -> None:
     """Bit for bit: one graph, of the model or of its layer."""
-    for made in results(two, "compiled"):
+    for made in results(slow_two, "compiled"):
         for outcome in made.values():
             assert outcome["code"] == 0, outcome["err"]
     for name in ("tensors", "shards"):

@@ -264,6 +264,7 @@ CHECKS = (
     mesh_training,
     mesh_sequence,
     mesh_clipping,
+    mesh_compiled,
     mesh_bytes,
     mesh_checkpoint,
     mesh_wrong,

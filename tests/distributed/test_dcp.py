@@ -1,5 +1,5 @@
-"""Checkpoints of sharded models: written by two processes, read by four, written again, read by one. And, in the same
-world of four, models on a mesh of two dimensions (`mesh_world.py`), experts in one parameter (`grouped_world.py`)."""
+"""Checkpoints of sharded models: written by two processes, read by four, written again, read by one. And, in worlds
+of four, models on a mesh of two dimensions (`mesh_world.py`), experts in one parameter (`grouped_world.py`)."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.distributed.dcp_world import (
     steps,
 )
 from tests.distributed.sharded import optimizer
-from tests.worlds import Result, World, results, run_world, shared_world
+from tests.worlds import Result, World, results, run_world
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def world(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
-        return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *mesh_world.CHECKS, *grouped_world.CHECKS), SIZE)
+        return run_world(tmp_path_factory.mktemp("dcp"), (*CHECKS, *grouped_world.CHECKS), SIZE)
 
 
 @pytest.fixture(scope="module")
-def compiling(tmp_path_factory: pytest.TempPathFactory) -> World:
+def mesh(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     """A world of its own: it takes long."""
-    return shared_world(tmp_path_factory, (mesh_world.mesh_compiled,), SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEZZOTINT_TEST_FOLDER", str(folder))
+        return run_world(tmp_path_factory.mktemp("mesh"), mesh_world.CHECKS, SIZE)
 
 
 def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -199,10 +201,11 @@ def test_bad_arguments(tmp_path: Path) -> None:
 DISTANCES = {"block": 1e-4, "nvfp4": 0.1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", mesh_world.WAYS)
-def test_styles_and_shards(world: World, recipe: str) -> None:
+def test_styles_and_shards(mesh: World, recipe: str) -> None:
     """As modules made in parts, bit for bit, gathered in low precision or not; and as one process."""
-    found = results(world, "mesh_training")
+    found = results(mesh, "mesh_training")
     for each in found:
         assert all(each[recipe][way] for way in mesh_world.WAYS[recipe])
     losses, alone = found[0][recipe]["losses"]
@@ -210,34 +213,38 @@ def test_styles_and_shards(world: World, recipe: str) -> None:
     assert found[0][recipe]["distance"] < DISTANCES.get(recipe, 1e-6)
 
 
-def test_recipes_differ_on_a_mesh(world: World) -> None:
-    found = results(world, "mesh_training")[0]
+@pytest.mark.slow
+def test_recipes_differ_on_a_mesh(mesh: World) -> None:
+    found = results(mesh, "mesh_training")[0]
     assert len({tuple(made["losses"][0]) for made in found.values()}) == len(mesh_world.WAYS)
 
 
-def test_tokens_in_parts(world: World) -> None:
-    for found in results(world, "mesh_sequence"):
+@pytest.mark.slow
+def test_tokens_in_parts(mesh: World) -> None:
+    for found in results(mesh, "mesh_sequence"):
         assert found["distance"] < 1e-6
 
 
-def test_clipping_on_a_mesh(world: World) -> None:
-    for found in results(world, "mesh_clipping"):
+@pytest.mark.slow
+def test_clipping_on_a_mesh(mesh: World) -> None:
+    for found in results(mesh, "mesh_clipping"):
         assert found["made"]["norms"] == pytest.approx(found["alone"]["norms"], rel=1e-6)
         assert found["made"]["norms"][0] > 0.01
 
 
 @pytest.mark.slow
-def test_a_compiled_block_on_a_mesh(compiling: World) -> None:
-    for found in results(compiling, "mesh_compiled"):
+def test_a_compiled_block_on_a_mesh(mesh: World) -> None:
+    for found in results(mesh, "mesh_compiled"):
         assert found["losses"][0] == found["losses"][1]
         assert found["graphs"] == 1
 
 
-def test_bytes_sent_on_a_mesh(world: World) -> None:
+@pytest.mark.slow
+def test_bytes_sent_on_a_mesh(mesh: World) -> None:
     """Of shards of parts, by hand: a quarter of FP32's in 8 bits, and an eighth in 4, plus scales."""
     norm = 2 * 64 * 4  # weight and bias, in FP32
     shards = {"column": (32, 128), "row": (64, 64), "fc1": (64, 128), "fc2": (64, 128)}
-    for found in results(world, "mesh_bytes"):
+    for found in results(mesh, "mesh_bytes"):
         for recipe, of in {
             "none": lambda rows, columns: rows * columns * 4,
             "current": lambda rows, columns: rows * columns,
@@ -249,10 +256,11 @@ def test_bytes_sent_on_a_mesh(world: World) -> None:
             assert found[recipe] == [*forward, *reversed(forward)], recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "activation"), [("mesh", "gelu"), ("gated", "swiglu")])
-def test_from_a_mesh_to_one_process(world: World, folder: Path, name: str, activation: str) -> None:
+def test_from_a_mesh_to_one_process(mesh: World, folder: Path, name: str, activation: str) -> None:
     """Parameters, optimizer and delayed scaling's state, of halves of a gated activation too."""
-    found = results(world, {"mesh": "mesh_checkpoint", "gated": "mesh_gated"}[name])
+    found = results(mesh, {"mesh": "mesh_checkpoint", "gated": "mesh_gated"}[name])
     whole = mesh_world.make(activation=activation)
     optim = mesh_world.adam(whole)
     load(folder / name, whole, optim)
@@ -263,8 +271,9 @@ def test_from_a_mesh_to_one_process(world: World, folder: Path, name: str, activ
         assert_same(each["full again"], each["full"])
 
 
-def test_halves_in_other_layouts(world: World, folder: Path) -> None:
-    found = results(world, "mesh_gated")
+@pytest.mark.slow
+def test_halves_in_other_layouts(mesh: World, folder: Path) -> None:
+    found = results(mesh, "mesh_gated")
     whole = mesh_world.make(activation="swiglu")
     optim = mesh_world.adam(whole)
     load(folder / "gated", whole, optim)
@@ -276,6 +285,7 @@ def test_halves_in_other_layouts(world: World, folder: Path) -> None:
     assert_same(full_state(whole), full_state(mesh_world.make(activation="swiglu")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -285,8 +295,8 @@ def test_halves_in_other_layouts(world: World, folder: Path) -> None:
         ("columns", "ValueError: a weight of shape (32, 64) is in shards of shape (32, 32)"),
     ],
 )
-def test_wrong_use_on_a_mesh(world: World, case: str, message: str) -> None:
-    for found in results(world, "mesh_wrong"):
+def test_wrong_use_on_a_mesh(mesh: World, case: str, message: str) -> None:
+    for found in results(mesh, "mesh_wrong"):
         assert found[case].startswith(message)
 
 

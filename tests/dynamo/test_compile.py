@@ -165,6 +165,7 @@ def test_equal_quantizers_do_not_recompile(fmt: Format) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_other_values_recompile() -> None:
     x = sample((32, 64))
     names = [n for n, f in FORMATS.items() if f.is_value]

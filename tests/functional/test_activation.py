@@ -71,6 +71,7 @@ def test_quantized(fmt: Format, name: str) -> None:
         assert_same_bytes(got, quantize_scaled(want, quantizer, scale)[0])
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @pytest.mark.parametrize("scaled", [False, True])
 def test_compiled(scaled: bool) -> None:

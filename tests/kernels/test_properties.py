@@ -25,7 +25,7 @@ TWO_WAYS = tuple(name for name in FORMATS if name != "identity")
 SIZES = st.one_of(
     st.sampled_from([0, 1, 2, 16, 32, 64, 128, 256, 15, 17, 31, 33, 127, 129, 160, 260]), st.integers(1, 70)
 )
-EXAMPLES = settings(max_examples=25)
+EXAMPLES = settings(max_examples=12)
 MAX_ROWS = 300  # the product of all sizes but the last
 
 # Those with a variant whose scales are of a tensor, or of square tiles.

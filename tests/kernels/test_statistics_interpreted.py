@@ -8,7 +8,7 @@ from tests.kernels.interpreted import run_interpreted
 SHAPES = {"plain": (17, 40, torch.bfloat16), "scaled": (100, 300, torch.float32)}
 
 
-@pytest.mark.parametrize("part", ["scaled", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", ["plain", pytest.param("scaled", marks=pytest.mark.slow)])
 def test_interpreted(part: str) -> None:
     run_interpreted(main, part)
 

@@ -149,6 +149,7 @@ def test_an_equal_recipe_is_no_new_graph_and_another_one_is() -> None:
         assert counter.frame_count == graphs, chosen
 
 
+@pytest.mark.slow
 def test_requires_grad_may_change() -> None:
     eager, module = twins("layernorm_mlp")
     call, counter = compiled(module)

@@ -41,7 +41,7 @@ def check_compiled(name: str, recipe: Any, backend: str, **options: Any) -> None
     assert not counters["graph_break"]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.compile
 @over_bias
 @over_recipes

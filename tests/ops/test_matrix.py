@@ -61,7 +61,7 @@ def test_every_recipe(name: str, recipe: str) -> None:
     check_steps(name, EVERY_RECIPE[recipe])
 
 
-@pytest.mark.cover(0)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "recipe"), [("mlp", "delayed"), ("residual", "mxfp8"), ("mix", "none")])
 def test_five_batch_sizes_have_two_graphs(name: str, recipe: str) -> None:
     pair = Pair(name)
@@ -110,7 +110,6 @@ def test_routings_by_a_tensor_have_one_graph() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cover(0)
 @pytest.mark.parametrize(("name", "recipe"), [("mlp", "delayed"), ("experts", "current")])
 def test_micro_batches_have_two_graphs(name: str, recipe: str) -> None:
     pair = Pair(name)

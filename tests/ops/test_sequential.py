@@ -288,6 +288,7 @@ def test_a_mix_compiles_whole() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_a_change_is_another_graph() -> None:
     model = ops.Sequential(*parts(2))

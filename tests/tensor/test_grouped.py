@@ -287,6 +287,7 @@ def products(xs: list[torch.Tensor], weight: torch.Tensor, quantizer: Quantizer)
     return *made, grouped.dequantize(), grouped.rowwise_data, grouped
 
 
+@pytest.mark.cover(0)
 @pytest.mark.compile
 @over_formats("float8_delayed", "nvfp4_rht_stochastic")
 def test_storage_compiles_whole(fmt: Format) -> None:
