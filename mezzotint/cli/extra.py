@@ -1,5 +1,5 @@
-"""What the command line needs beside torch is the extra `mezzotint[cli]`. This module
-says so where a part of it is missing, and imports none of it."""
+"""The extra `mezzotint[cli]` has what the command line needs beside torch. This module says so where a part of it is
+missing, and imports none of it."""
 
 EXTRA = ("typer", "rich", "numpy", "matplotlib", "safetensors", "tensorboard")
 
