@@ -1,5 +1,5 @@
-"""The extra `mezzotint[cli]` has what the command line needs beside torch. This module says so where a part of it is
-missing, and imports none of it."""
+"""This module names the packages that the command line needs beside torch, which are the extra `mezzotint[cli]`, and
+says so where one of them is missing. It imports none of them."""
 
 EXTRA = ("typer", "rich", "numpy", "matplotlib", "safetensors", "tensorboard")
 
