@@ -10,7 +10,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from mezzotint.recipe import Recipe
-from mezzotint.trainer.console import CommandError, as_count, as_size, make_console, make_table, unit_of
+from mezzotint.trainer.console import CommandError, as_count, as_size, make_console, make_table, size_unit
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import StepMemory, count_parameters, plan_step
 from mezzotint.trainer.recipe_names import recipe_names
@@ -102,7 +102,7 @@ def _title(model: str, config: ModelConfig, layout: Layout, savings: Savings, wh
 
 def _table(title: str, names: Sequence[str], plans: Sequence[StepMemory], fits: str | None, limit: int | None) -> Table:
     """Return the table of memory; all sizes are in the unit of the largest one, which the title names."""
-    power, unit = unit_of(max(found.peak for found in plans))
+    power, unit = size_unit(max(found.peak for found in plans))
     sizes = ("saved per layer", "saved in all", "weights", "gradients", "optimizer", "peak")
     columns: dict[str, JustifyMethod] = {"recipe": "left", **dict.fromkeys(sizes, "right"), "peak in": "left"}
     table = make_table(f"{title}\nsizes in {unit}", columns | ({} if limit is None else {f"fits {fits}": "left"}))

@@ -130,11 +130,11 @@ def _memory_problem(error: Exception) -> str | None:
 
 def as_size(num_bytes: int) -> str:
     """Return a number of bytes in words: 1536 → "1.5 KiB"."""
-    power, unit = unit_of(num_bytes)
+    power, unit = size_unit(num_bytes)
     return f"{num_bytes / 2**power:,.1f} {unit}" if power else f"{num_bytes} B"
 
 
-def unit_of(num_bytes: int) -> tuple[int, str]:
+def size_unit(num_bytes: int) -> tuple[int, str]:
     """Return the unit for a number of bytes: 1536 → (10, "KiB"), of 2^10 bytes."""
     units = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
     return next(((power, unit) for power, unit in units if num_bytes >= 2**power), (0, "B"))
