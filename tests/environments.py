@@ -1,5 +1,6 @@
 """Python environments that hold chosen packages and nothing else; what is installed here is linked, not downloaded."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -44,5 +45,7 @@ def make_environment(folder: Path, names: Iterable[str]) -> Path:
 def install(python: Path, *wheels: Path) -> None:
     """Install wheels; what they ask for must be there, since nothing is looked up elsewhere."""
     command = [sys.executable, "-m", "pip", "--isolated", "--python", python, "install", "--quiet", "--no-index"]
-    made = subprocess.run([*command, *wheels], capture_output=True, text=True, check=False)
+    # On PYTHONPATH, a clone that was built in has metadata, by which pip would take the wheel for installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    made = subprocess.run([*command, *wheels], env=environment, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
