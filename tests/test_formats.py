@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "module/base.py",
     ),
     "keeps the input of an activation in FP8 where asked": ("functional/activation.py", "ops/basic/activation.py"),
+    "keeps keys and values in FP8 where asked": ("attention/kv_codes.py",),
     "formats that models are published in, each with what trains in it": ("serving/schemes.py",),
     "upstream's FP8 Adam writes codes by given scales": ("optimizers/multi_tensor.py",),
 }

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pip._internal.models.index import PyPI  # `pip download` would build each source distribution for its metadata
-
 MANIFEST = Path(__file__).with_name("corpus.toml")
 # fmt: off
 SUFFIXES = frozenset((
@@ -68,6 +66,10 @@ def fetch_package(package: Package, folder: Path) -> Path:
             asked = f"{package.name}={package.version}"
             subprocess.run(["apt-get", "-q", "download", asked], cwd=folder, check=True, capture_output=True)
         else:
+            # `pip download` would build each source distribution for its metadata. A process that has imported pip cannot
+            # import setuptools any more.
+            from pip._internal.models.index import PyPI
+
             with urllib.request.urlopen(f"{PyPI.simple_url}/{package.name}/", timeout=60) as answer:
                 links = re.findall(r'href="([^"#]+)', answer.read().decode())
             link = next(link for link in links if link.endswith(f"/{package.file}"))

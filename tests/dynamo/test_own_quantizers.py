@@ -289,7 +289,7 @@ def test_import_where_the_api_is_partial(name: str) -> None:
             linear(x).sum().backward()
         made = torch.compile(lambda x, q: q(x).dequantize(), fullgraph=True, backend="eager")(x, quantizer)
         assert torch.equal(made, quantizer(x).dequantize())
-        _show(make_console(), "cpu", [], [])
+        _show(make_console(), "cpu", [], [], [])
     """
     root = Path(__file__).parents[2]
     done = subprocess.run(
