@@ -66,8 +66,8 @@ def fetch_package(package: Package, folder: Path) -> Path:
             asked = f"{package.name}={package.version}"
             subprocess.run(["apt-get", "-q", "download", asked], cwd=folder, check=True, capture_output=True)
         else:
-            # `pip download` would build each source distribution for its metadata. A process that has imported pip cannot
-            # import setuptools any more.
+            # `pip download` would build each source distribution for its metadata. A process that has imported pip
+            # cannot import setuptools any more, which Inductor needs.
             from pip._internal.models.index import PyPI
 
             with urllib.request.urlopen(f"{PyPI.simple_url}/{package.name}/", timeout=60) as answer:
