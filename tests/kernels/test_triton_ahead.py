@@ -43,6 +43,16 @@ MODULES = [
 CASES = [(module, index) for module in MODULES for index in range(len(getattr(module, "AHEAD", ())))]
 
 
+def cases_by_gpu() -> Iterator[Any]:
+    """Every kernel for one kind of GPU, in turn, and the first of each file for all. Compiling takes seconds, so
+    `make test` has the first of each file, for one."""
+    for turn, (module, index) in enumerate(CASES):
+        usual = CAPABILITIES[turn % len(CAPABILITIES)]
+        for capability in CAPABILITIES if index == 0 else (usual,):
+            is_quick = index == 0 and capability == usual
+            yield pytest.param(module, index, capability, marks=() if is_quick else pytest.mark.slow)
+
+
 def kernels_of(module: ModuleType) -> Iterator[str]:
     """Names of the kernels, as against helpers, that the module defines."""
     for name, value in vars(module).items():
@@ -75,11 +85,9 @@ def compile_ahead(kernel: Any, signature: dict[str, Any], constants: dict[str, A
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("module", "index"),
-    CASES,
+    ("module", "index", "capability"),
+    [*cases_by_gpu()],
     ids=lambda v: v.__name__.split(".")[-1] if isinstance(v, ModuleType) else str(v),
 )
 def test_kernel_compiles(module: ModuleType, index: int, capability: int) -> None:
