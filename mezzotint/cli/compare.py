@@ -123,7 +123,7 @@ def as_table(
     for number, result in enumerate([*baselines, *others]):
         speed, is_first, is_baseline = result.tokens_per_second, number == 0, number < len(baselines)
         table.add_row(
-            result.recipe if is_first or not is_baseline else f"{result.recipe}, seed {settings.seed + number}",
+            result.recipe if is_first or not is_baseline else f"{result.recipe}-s{settings.seed + number}",
             f"{result.final:.4f}",
             "" if is_first else f"{gap(result, baselines):+.4f}",
             *([] if width is None else ["" if is_baseline else in_bands(gap(result, baselines), width)]),

@@ -61,7 +61,7 @@ def test_seeds_show_what_is_chance(capsys: Capture, options: tuple[str, ...]) ->
     assert len(set(finals)) == 3
     assert report["band"] == max(finals) - min(finals) > 0
     assert f"the band of chance, between 3 seeds of BF16, is {report['band']:.4f}" in said
-    assert f"{finals[2]:.4f}" in row_of(said, "bf16, seed 7")
+    assert f"{finals[2]:.4f}" in row_of(said, "bf16-s7")
     for row in report["results"][1:]:
         line = row_of(said, row["recipe"])
         assert row["is_within_chance"] == (abs(row["gap"]) <= report["band"]) == ("within chance" in line)
