@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mezzotint.files import bytes_of
 from mezzotint.recipe import DelayedScaling
 
 EXTRA_STATE = "_extra_state"  # the suffix of the name in a state dict
@@ -100,7 +101,7 @@ def read_extra_state(data: torch.Tensor) -> torch.Tensor | None:
 
     It returns None if the bytes hold no scales, and raises a ValueError if they are no such state. Nothing is executed.
     """
-    raw = bytes(data.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
+    raw = bytes(bytes_of(data.detach().cpu().contiguous()))
     try:
         found = _Reader(io.BytesIO(raw)).load()
         if found is None:

@@ -45,10 +45,9 @@ class Store:
         with (self.folder / FIGURES).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         tensors = {each.name: each.details(self.stats) for each in seen}
-        if "map" in self.stats and seen:  # of all tensors at once: one by one they take as long as all else here
-            for made, packed in zip(
-                tensors.values(), pack_maps(torch.stack([each.table for each in seen])), strict=True
-            ):
+        if "map" in self.stats and seen:
+            maps = pack_maps(torch.stack([each.table for each in seen]))  # one by one it would take much longer
+            for made, packed in zip(tensors.values(), maps, strict=True):
                 made["map"] = packed
         details = {"step": step, "tensors": tensors}
         aside = self.folder / f".{DETAILS}.writing"
