@@ -31,12 +31,12 @@ def test_what_does_not_occur_is_not_asked_for() -> None:
 @pytest.mark.parametrize("b", range(2))
 @pytest.mark.parametrize("c", range(2))
 def test_what_no_pair_takes_is_left_out(a: int, b: int, c: int, request: pytest.FixtureRequest) -> None:
-    """Of eight cases every pair takes four, and every value two."""
+    """Two of the eight cases have every value, and the greedy choice finds every pair in six (the best is four)."""
     items = [item for item in request.session.items if item.originalname == request.node.originalname]  # type: ignore[attr-defined]
     if all(item.get_closest_marker("slow") is None for item in items):  # as `make test` selects them
         assert len(items) <= 2
     else:
-        assert len(items) <= 4
+        assert len(items) <= 6
 
 
 @pytest.mark.cover(1)

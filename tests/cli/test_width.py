@@ -50,7 +50,7 @@ def result_of(recipe: str) -> Result:
 def test_compare(capsys: Capture) -> None:
     others = [result_of(name) for name in COMMAND_RECIPES if name != "bf16"]
     make_console().print(as_table([result_of("bf16")] * 3, others, TrainConfig(), 0.03))
-    check_width(capsys.readouterr().out, "seed 2", "tokens/s", "1,234,568", "139.0 GiB", "within chance")
+    check_width(capsys.readouterr().out, "bf16-s2", "tokens/s", "1,234,568", "139.0 GiB", "within chance")
 
 
 def test_doctor(capsys: Capture) -> None:
