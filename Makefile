@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 ARGS ?=
+# Tests start a hundred processes: each would compile every file of ours again.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifdef PY
 RUN := $(PY)
