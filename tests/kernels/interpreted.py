@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,13 +68,35 @@ def _run_in_a_fork(module: str, name: str, arguments: list[str]) -> tuple[int, s
         return os.waitstatus_to_exitcode(status), printed.read().decode(errors="replace")
 
 
+def _patch_the_language_once() -> None:
+    """Let a function that a kernel calls run with the language as the kernel's launch has patched it.
+
+    The interpreter looks through all of `triton.language` again at every such call, which is most of its time.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+
+    @cache
+    def languages_of(fn: Callable[..., Any]) -> list[Any]:
+        return [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+
+    def patch_if_needed(fn: Callable[..., Any]) -> Any:
+        if any(tl.core.is_builtin(language.load) for language in languages_of(fn)):
+            return patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_if_needed
+
+
 def _serve() -> None:
     import pytest  # noqa: F401
     import torch
-    import triton.runtime.interpreter  # noqa: F401
 
     import mezzotint  # noqa: F401
 
+    _patch_the_language_once()
     torch.set_num_threads(1)  # a process with more threads than one is not forked well
     for line in sys.stdin:
         print(json.dumps(_run_in_a_fork(*json.loads(line))), flush=True)
