@@ -8,27 +8,26 @@
 * Hypothesis draws the same examples every time.
 """
 
-import functools
-import importlib
+import os
 import sys
 from collections.abc import Generator, Iterator
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.pairs import cover
+from tests.spared import spare_measurements, spare_seeds
 
 ALLOWED_SKIPS: tuple[str, ...] = ("no browser: ",)  # Chromium is a package of the system, which pip cannot install
+
+# The workers of a test run fill the machine: a pool of compilers beside each only takes time to start.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("ci")
 
-if not torch.accelerator.is_available():
-    # `torch.manual_seed` also leaves a note for each kind of accelerator that may still come, and formats the stack for
-    # each note: 4 ms below pytest, in every test.
-    torch.random._manual_seed_impl = torch.default_generator.manual_seed
+spare_seeds()
 
 
 def _thin_products(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -102,22 +101,11 @@ def _reset_dynamo() -> None:
         dynamo.reset()
 
 
-@functools.cache
-def _spare_measurements() -> None:
-    """Switch off what Dynamo measures and writes down of each graph and no test reads: the time that its guards take
-    (25 ms, most of it to empty the processor's cache), and where each object was written to (30 ms each)."""
-    guards: Any = importlib.import_module("torch._dynamo.guards")
-    guards.profile_guard_manager = lambda *_: 0.0
-    config: Any = importlib.import_module("torch._dynamo.config")
-    if hasattr(config, "side_effect_replay_policy"):  # not in torch 2.11
-        config.side_effect_replay_policy = "silent"
-
-
 @pytest.fixture(autouse=True)
 def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     is_compile_test = request.node.get_closest_marker("compile") is not None
     if is_compile_test:
-        _spare_measurements()
+        spare_measurements()
         _reset_dynamo()
     yield
     if is_compile_test:

@@ -9,9 +9,11 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 
 import mezzotint  # noqa: F401
+from tests.spared import spare_measurements
 
 
 def _compile_something_small() -> None:
+    spare_measurements()
     x = torch.ones(2, requires_grad=True)
     torch.compile(torch.sin, backend="aot_eager")(x).sum().backward()
     torch._dynamo.reset()
