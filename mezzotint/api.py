@@ -65,6 +65,7 @@ from mezzotint.quantization import (
 )
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole
 from mezzotint.recomputation import checkpoint
+from mezzotint.serving.cache import quantize_cache
 from mezzotint.serving.export import export
 from mezzotint.serving.load import load_quantized
 from mezzotint.tensor.float8 import (
@@ -205,6 +206,7 @@ __all__ = [
     "parallel_cross_entropy",
     "prepare_for_saving",
     "quantization_error",
+    "quantize_cache",
     "quantized_model_init",
     "recipe",
     "register_value_opaque_quantizer",

@@ -67,8 +67,8 @@ def bound_of_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 
     A logit is off by at most e, so a probability by a factor of at most exp(2e).
     """
-    k, v = (x.repeat_interleave(HEADS // GROUPS, 1).double() for x in (k, v))
-    q, scale = q.double(), 1 / math.sqrt(CHANNELS)
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[1], 1).double() for x in (k, v))
+    q, scale = q.double(), 1 / math.sqrt(q.shape[-1])
     logits = torch.einsum("hd,shd->hs", q, k) * scale
     off = (torch.einsum("hd,shd->hs", q.abs(), error_bound(k)) * scale).amax(-1)[:, None]
     p = logits.softmax(-1)

@@ -58,20 +58,26 @@ def test_a_loaded_model(format: str, tmp_path: Path) -> None:
     assert torch.equal(generate(loaded), generate(model))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.compile
-def test_one_graph_for_every_token() -> None:
+@pytest.mark.parametrize(
+    ("static", "in_fp8"),
+    [(True, True), (False, False), pytest.param(True, False, marks=SLOW), pytest.param(False, True, marks=SLOW)],
+)
+def test_one_graph_for_every_token(static: bool, in_fp8: bool) -> None:
     """One graph for the prompt and one for all tokens after it; a cache that grows costs one more, of dynamic size."""
     model = mz.convert(make_model(), BY_TOKEN["mxfp8"]).eval()
-    for static, count in ((True, 2), (False, 3)):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        call = torch.compile(model, fullgraph=True, backend=counter)
-        made = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-        ids, logits = tokens()[:, :8], []
-        with torch.no_grad():
-            for _ in range(NEW):
-                logits.append(call(ids, past_key_values=made, use_cache=True).logits[:, -1:])
-                ids = logits[-1].argmax(-1)
-        chosen = torch.cat([each.argmax(-1) for each in logits], 1)
-        assert torch.equal(chosen, by_hand(model)[:, 8:])
-        assert counter.frame_count <= count
+    made = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    other = DynamicCache(config=model.config)
+    if in_fp8:
+        made, other = mz.quantize_cache(made), mz.quantize_cache(other)
+    counter = CompileCounterWithBackend("aot_eager")
+    call, ids = torch.compile(model, fullgraph=True, backend=counter), tokens()[:, :8]
+    with torch.no_grad():
+        for _ in range(NEW):
+            logits = call(ids, past_key_values=made, use_cache=True).logits[:, -1]
+            assert torch.equal(logits.argmax(-1), model(ids, past_key_values=other).logits[:, -1].argmax(-1))
+            ids = logits.argmax(-1)[:, None]
+    assert counter.frame_count == (2 if static else 3)
