@@ -1,8 +1,8 @@
 """`quantize_cache` makes a cache of transformers keep its keys and values in FP8.
 
-A layer of such a cache moves keys and values: it appends them, writes them to places, picks some, drops some. It computes
-nothing with them. So it is given the bytes of `attention/kv_codes.py`, a head of d channels as d + 4 of them, and what
-it gives back is decoded. Transformers is not imported: its caches are known by name.
+A layer of such a cache moves keys and values: it appends them, writes them to places, picks some, drops some. It
+computes nothing with them. So it is given the bytes of `attention/kv_codes.py`, a head of d channels as d + 4 of them,
+and what it gives back is decoded. Transformers is not imported: its caches are known by name.
 """
 
 import functools
@@ -51,9 +51,9 @@ def fp8_cache_class(theirs: Any) -> Any:
 def quantize_cache(cache: CacheT) -> CacheT:
     """Make a cache of transformers keep keys and values in FP8, and return it.
 
-    Each head of each token has an FP32 scale of its own, as with `InferenceParams(dtype=torch.float8_e4m3fn)`: about half
-    of BF16's memory, and an error of at most a sixteenth of each element (`mezzotint/attention/kv_codes.py` has the
-    bound). Attention reads the values in the dtype of the model, and no gradient goes through the cache.
+    Each head of each token has an FP32 scale of its own, as with `InferenceParams(dtype=torch.float8_e4m3fn)`: about
+    half of BF16's memory, and an error of at most a sixteenth of each element (`mezzotint/attention/kv_codes.py` has
+    the bound). Attention reads the values in the dtype of the model, and no gradient goes through the cache.
 
     Args:
         cache: A new `DynamicCache` or `StaticCache`, with layers of full or sliding-window attention. It is changed in
@@ -75,7 +75,8 @@ def quantize_cache(cache: CacheT) -> CacheT:
         >>> keys.shape, keys.dtype, cache.layers[0].keys.shape, cache.layers[0].keys.dtype
         (torch.Size([1, 2, 3, 16]), torch.float32, torch.Size([1, 2, 3, 20]), torch.uint8)
     """
-    kind, layers = type(cache), getattr(cache, "layers", None)
+    kind: Any = type(cache)
+    layers = getattr(cache, "layers", None)
     if isinstance(cache, FP8CacheMixin):
         raise ValueError(f"cache is of class {kind.__name__}, in FP8 already: give it to generate as it is")
     if not any(base.__module__ == THEIRS for base in kind.__mro__) or not isinstance(layers, list):
