@@ -85,16 +85,18 @@ def read_live(*tensors: torch.Tensor | None) -> None:
                 proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
-@contextmanager
-def left_to_backward() -> Iterator[None]:
-    """Have the compiler leave to backward what is computed inside.
+def left_to_backward() -> AbstractContextManager[None]:
+    """Return a context that has the compiler leave to backward what is computed inside.
 
-    All that it reads exists in forward, so it would be computed there, and held. (The partitioner of AOTAutograd goes
-    by this tag, a private name in torch 2.11 and 2.13.)
+    All that it reads exists in forward, so it would be computed there, and held.
     """
-    if not _runs_below_dynamo():
-        yield
-        return
+    return _tagged_for_backward() if _runs_below_dynamo() else nullcontext()
+
+
+@contextmanager
+def _tagged_for_backward() -> Iterator[None]:
+    """Tag what is traced inside as backward's. (The partitioner of AOTAutograd goes by this tag, a private name in
+    torch 2.11 and 2.13.)"""
     meta = torch.fx.traceback.current_meta
     before = meta.get("partitioner_tag")
     meta["partitioner_tag"] = "must_be_in_backward"

@@ -51,11 +51,16 @@ class GradState(ScaleState):
 
 
 class Saved:
-    """The base of backward arguments: `SAVED` names the fields whose tensors are saved. Such a field holds a tensor, a
-    storage, another `Saved`, or a tuple of these."""
+    """The base of backward arguments, dataclasses with slots: `SAVED` names the fields whose tensors are saved. Such a
+    field holds a tensor, a storage, another `Saved`, or a tuple of these."""
 
     __slots__ = ()
     SAVED: ClassVar[tuple[str, ...]] = ()
+    UNSAVED: ClassVar[tuple[str, ...]] = ()  # all other fields
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.UNSAVED = tuple([name for name in cls.__slots__ if name not in cls.SAVED])
 
 
 def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
@@ -79,7 +84,11 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
         return _Storage(
             cls=type(value), shape=value.shape, dtype=value._dtype, names=names, values=value._plain_values()
         )
-    return _Fields(value, [flatten(getattr(value, name), flat) for name in value.SAVED])
+    parts: list[Any] = []
+    for name in value.SAVED:
+        part = getattr(value, name)
+        parts.append(None if part is None else flatten(part, flat))
+    return _Fields(value, parts)
 
 
 def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
@@ -100,11 +109,12 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
         storage = _copy_of(spec.holder)
         storage.restore_from_saved([tensors.pop(0) if is_held else None for is_held in spec.holds])
         return storage
-    made = object.__new__(type(spec.like))
-    for name in spec.like.__slots__:
-        setattr(made, name, getattr(spec.like, name))
-    for name, part in zip(spec.like.SAVED, spec.parts, strict=True):
-        setattr(made, name, unflatten(part, tensors))
+    like = spec.like
+    made = object.__new__(type(like))
+    for name in like.UNSAVED:
+        setattr(made, name, getattr(like, name))
+    for name, part in zip(like.SAVED, spec.parts, strict=True):
+        setattr(made, name, None if part is None else unflatten(part, tensors))
     return made
 
 
@@ -180,20 +190,34 @@ class _Apply(torch.autograd.Function):
         return (*outputs, *extras)
 
     @staticmethod
-    @once_differentiable  # kernels have no gradient: a second derivative would silently be zero
     def backward(ctx: Any, *grads: Any) -> Any:
-        begin_backward(ctx.grad_state)
-        saved = unflatten(ctx.spec, list(ctx.saved_tensors))
-        result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
-        if ctx.grad_state is not None:
-            record(ctx.grad_state, amaxes)
-        flat: list[Any] = []
-        for gradient in result:
-            if isinstance(gradient, tuple):
-                flat.extend(gradient)
-            else:
-                flat.append(gradient)
-        return (None, None, None, *flat)
+        # Kernels have no gradient: a second derivative would silently be zero. Autograd asks for one by leaving
+        # gradients enabled here.
+        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    state: GradState | None = ctx.grad_state
+    if state is not None:
+        begin_backward(state)
+    saved = unflatten(ctx.spec, list(ctx.saved_tensors))
+    result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
+    if state is not None:
+        record(state, amaxes)
+    flat: list[Any] = [None, None, None]
+    for gradient in result:
+        if isinstance(gradient, tuple):
+            flat.extend(gradient)
+        else:
+            flat.append(gradient)
+    return tuple(flat)
+
+
+_backward_once = once_differentiable(_backward)
+
+# `Function.apply` in Python looks for a `setup_context` and for transforms of `torch.func` before it calls this one,
+# which takes twice the time of the call itself.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Apply).apply
 
 
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
@@ -249,8 +273,18 @@ def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
         else:
             tensors.append(value)
     kept = _place_for_extras()
-    outputs = _Apply.apply(core, args, kept, *tensors)
-    return outputs if kept is None else (*outputs, *kept)
+    if kept is None:
+        return _Apply.apply(core, args, None, *tensors)
+    if torch._C._are_functorch_transforms_active():
+        outputs = _Apply.apply(core, args, kept, *tensors)  # it says why this cannot be
+    else:
+        outputs = _apply(core, args, kept, *[_unwrapped(tensor) for tensor in tensors])
+    return (*outputs, *kept)
+
+
+def _unwrapped(x: Any) -> Any:
+    """Return the tensor that a transform of `torch.func` has left behind in a wrapper, or x if it is none."""
+    return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
 
 
 @eager_only()

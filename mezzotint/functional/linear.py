@@ -9,6 +9,7 @@ changes what backward computes on: "high_precision" means the original tensors, 
 multiplied, dequantized. `tensor_parallel.py` says which tensor is where when ranks share the weight.
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import left_to_backward
+from mezzotint.tracing import left_to_backward, traced_as
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,15 @@ class Needs(GraphConstant):
     input: bool
     weight: bool
     bias: bool
+
+
+_NEEDS = {flags: Needs(*flags) for flags in itertools.product((False, True), repeat=3)}
+
+
+@traced_as(lambda x, weight, bias: Needs(x, weight, bias))
+def needs_of(x: bool, weight: bool, bias: bool) -> Needs:
+    """Return the `Needs` with these fields. Eager code gets the same object each time, which is fast to compare."""
+    return _NEEDS[x, weight, bias]
 
 
 @dataclass(slots=True)
@@ -161,7 +171,7 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
     if x_q is None:
         assert a.x is not None, "neither x nor x_q"
         x_q = as_matrix(a.x)
-        quantizer = input_quantizer(a, x_q.shape[0])
+        quantizer = a.quantizers.input if parallel is None else input_quantizer(a, x_q.shape[0])
         if quantizer is not None and parallel is None:
             x_q, amax = quantize_scaled(x_q, quantizer, a.input_scale)
         elif quantizer is not None:
@@ -210,7 +220,8 @@ def _whole_input(a: LinearFwdArgs, x_q: Any) -> Any:
 
 def in_high_precision(weight: Any, numerics: Numerics) -> Any:
     """Return an unquantized weight in the dtype of activations, and a quantized one as it is."""
-    return weight if isinstance(weight, QuantizedTensorStorage) else weight.to(numerics.dtype)
+    is_ready = isinstance(weight, QuantizedTensorStorage) or weight.dtype == numerics.dtype
+    return weight if is_ready else weight.to(numerics.dtype)
 
 
 def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
@@ -219,8 +230,10 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
     x: Any = None
     weight: Any = None
     if a.needs.weight and a.input_again is None:
-        if keeps_input(a, matrix_shape((made.x_q if a.x is None else a.x).shape)[0]):
-            x = made.x_q if a.x is None else a.x  # itself, because what is saved may be an input, but no view of one
+        source = made.x_q if a.x is None else a.x
+        rows = 0 if a.parallel is None else matrix_shape(source.shape)[0]  # they matter where tokens are gathered
+        if keeps_input(a, rows):
+            x = source  # itself, because what is saved may be an input, but no view of one
         else:
             is_row = gathers(a.parallel, "input") and not made.x_q.get_usages()["columnwise"]
             x = kept(made.x_q, columnwise=override is None and not is_row)
@@ -246,7 +259,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         weight_again=a.weight_again,
         weight_scale=None if a.weight_again is None else a.weight_scale,
         input_again=a.input_again,
-        probes=watch_gradient(a.probes),
+        probes=None if a.probes is None else watch_gradient(a.probes),
     )
 
 
@@ -313,6 +326,8 @@ def linear_backward(
                 g, amax = (g, None) if quantizer is None else quantize_scaled(g, quantizer, b.grad_scale)
             elif b.needs.input or b.needs.weight:
                 g, amax = gather_quantized(g, quantizer, b.grad_scale, parallel, "grad_output")
+        elif quantizer is not None and parallel is None:
+            g, amax = quantize_scaled(g, quantizer, b.grad_scale)
         elif quantizer is not None:
             g, amax = quantize_shard(g, quantizer, splits_of(parallel, "grad_output"), b.grad_scale)
         if b.probes is not None:
@@ -331,7 +346,7 @@ def linear_backward(
         dw = weight_gradient(b.wgrad, source if b.numerics.keeps_wgrad else g, _saved_input(b), b.numerics.fast_wgrad)
     if dx is not None:
         dx = dx if parallel is None or parallel.mode == "row" else wait(dx)  # the sum overlaps with dW
-        dx = dx.view(*input_leading(leading, parallel), dx.shape[1])
+        dx = dx if len(leading) == 1 else dx.view(*input_leading(leading, parallel), dx.shape[1])
     return dx, dw, db, amax
 
 
@@ -411,6 +426,8 @@ def shaped(y: torch.Tensor, x: Any, parallel: Parallel | None = None) -> torch.T
     To autograd the result is not a view: FSDP2 puts a hook on what a module returns, which a write into a view would
     lose.
     """
+    if len(x.shape) == 2:
+        return y
     return torch.ops.aten._unsafe_view.default(y, (*output_leading(x.shape[:-1], parallel), y.shape[1]))
 
 

@@ -52,8 +52,14 @@ def quantize_weight(
     weight is quantized into a new workspace, which is to be kept if `cache`. A shard of a weight (`parallel`) is
     quantized as the whole would be.
     """
+    is_plain = not isinstance(tensor, QuantizedTensorStorage)
+    if is_plain and workspace is None and parallel is None and not (quantizer is not None and quantizer.is_custom()):
+        # What operators make of a detached tensor has no gradient anyway, and to enter `no_grad` takes time.
+        tensor = tensor.detach()
+        made, amax = (tensor, None) if quantizer is None else quantize_scaled(tensor, quantizer, scale)
+        return made, made if cache and quantizer is not None else None, amax
     with torch.no_grad():
-        if isinstance(tensor, QuantizedTensorStorage):
+        if not is_plain:
             return as_storage(tensor), None, None
         if quantizer is None:
             return tensor.detach(), None, None

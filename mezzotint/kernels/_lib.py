@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
-from mezzotint.tracing import eager_only
+from mezzotint.tracing import eager_only, traced_as
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
 
@@ -141,11 +141,19 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
     return cuda(*args) if first.is_cuda else cpu(*args)
 
 
+@traced_as(lambda op, x: op)
 def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
-    """Return the callable that runs the op on `x`: in plain eager code the implementation itself, else the op. Only `x`
-    is looked at: the op's other tensors must be made by this package. The caller makes the call, so that no frame
-    stands between the two on the stack."""
-    if not is_plain(x) or x.is_neg():
+    """Return the callable that runs the op on `x`: in plain eager code (`is_plain`), and if x has no gradient, the
+    implementation itself, else the op. Only `x` is looked at: the op's other tensors must be made by this package. The
+    caller makes the call, so that no frame stands between the two on the stack."""
+    if (
+        type(x) not in _PLAIN
+        or (x.requires_grad and torch.is_grad_enabled())
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not (x.is_cuda or x.is_cpu)
+        or x.is_neg()
+    ):
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
     if x.is_cpu:
@@ -153,27 +161,33 @@ def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
     return cuda.on(x) if isinstance(cuda, Late) else cuda
 
 
-def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> None:
+def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> Any:
     """Run an op that writes into state, of which autograd knows nothing. As in `run_op` plain eager code calls the
     implementation directly, whether gradients are enabled or not."""
     if is_bare(written):
         cpu, cuda = _IMPLEMENTATIONS[op]
-        (cuda if written.is_cuda else cpu)(written, *args)
-    else:
-        with torch.no_grad():
-            op(written, *args)
+        return (cuda if written.is_cuda else cpu)(written, *args)
+    with torch.no_grad():
+        return op(written, *args)
 
 
+@eager_only(in_graph=False)
 def is_plain(x: Any) -> bool:
     """Return whether nothing stands between a call on `x` and its implementation: no autograd graph, no dispatch mode,
-    no functorch transform, no fake tensor."""
-    return not torch.is_grad_enabled() and is_bare(x)
+    no functorch transform, no fake tensor. A compiled graph is made of ops: below Dynamo its tensors are fake, so that
+    their type answers the question."""
+    return (
+        not torch.is_grad_enabled()
+        and type(x) in _PLAIN
+        and (x.is_cuda or x.is_cpu)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 @eager_only(in_graph=False)
 def is_bare(x: Any) -> bool:
-    """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not. A compiled graph is made of
-    ops: below Dynamo its tensors are fake, so that their type answers the question."""
+    """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not."""
     return (
         type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)

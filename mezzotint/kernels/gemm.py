@@ -256,4 +256,4 @@ def gemm(
 
 def new_output(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     """Return an empty tensor for D (Ra, Rb)."""
-    return a.data.new_empty((rows(a), rows(b)), dtype=dtype)
+    return a.data.new_empty(rows(a), rows(b), dtype=dtype)
