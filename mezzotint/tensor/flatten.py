@@ -7,7 +7,7 @@ that.
 `__init_subclass__` registers the class under its qualified name, by which checkpoints and traced code refer to it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,25 +22,33 @@ class Flattenable:
 
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     _VALUES: ClassVar[tuple[tuple[str, str, Any], ...]] = ()
+    _FIELDS: ClassVar[tuple[tuple[str, str, Any], ...]] = ()  # both together: attribute, constructor kwarg, default
 
     _dtype: torch.dtype
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._FIELDS = (*[(name, kwarg, None) for name, kwarg in cls._FLATTEN_TENSOR_BUFFERS], *cls._VALUES)
         _CLASSES[qualified_name(cls)] = cls
 
     def _assign(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
         """Set every declared attribute from the constructor kwargs `fields`; raise TypeError for an undeclared one."""
+        self._check_fields(fields)
+        self._fill(dtype, fields)
+
+    @classmethod
+    def _check_fields(cls, fields: Iterable[str]) -> None:
+        """Raise TypeError if one of these constructor kwargs is not declared."""
+        declared = [kwarg for _, kwarg, _ in cls._FIELDS]
+        unknown = sorted([name for name in fields if name not in declared])
+        if unknown:
+            raise TypeError(f"{cls.__name__} got {unknown}, which it does not declare; it takes {declared}")
+
+    def _fill(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+        """Set every declared attribute from `fields`, all of whose names are declared."""
         self._dtype = dtype
-        for attribute, kwarg in self._FLATTEN_TENSOR_BUFFERS:
-            setattr(self, attribute, fields.pop(kwarg, None))
-        for attribute, kwarg, default in self._VALUES:
-            setattr(self, attribute, fields.pop(kwarg, default))
-        if fields:
-            declared = [k for _, k in self._FLATTEN_TENSOR_BUFFERS] + [k for _, k, _ in self._VALUES]
-            raise TypeError(
-                f"{type(self).__name__} got {sorted(fields)}, which it does not declare; it takes {declared}"
-            )
+        for attribute, kwarg, default in self._FIELDS:
+            setattr(self, attribute, fields.get(kwarg, default))
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (attribute, tensor) for every buffer that is held."""

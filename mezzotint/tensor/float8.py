@@ -99,11 +99,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._transpose = as_matrix(self._data).t().contiguous().reshape(shape)
 
     def gemm_operand(self, columnwise: bool) -> Operand:
-        self._require(columnwise)
         data = self._transpose if columnwise else self._data
+        if data is None or self._scale_inv is None:
+            self._require(columnwise)
         assert data is not None
         codes = as_columns(data) if columnwise else as_matrix(data)
-        return Operand(codes, self._scale_inv, kind="tensor", dtype=int(self._fp8_dtype))
+        return Operand(codes, self._scale_inv, None, "tensor", int(self._fp8_dtype))
 
     def _view(self, shape: tuple[int, ...]) -> dict[str, Any] | None:
         if self._transpose is not None and shape[-1:] != tuple(self.shape)[-1:]:

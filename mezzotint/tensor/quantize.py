@@ -20,7 +20,7 @@ from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import count_write, eager_only
+from mezzotint.tracing import count_write, eager_only, traced_as
 
 
 def quantize(x: torch.Tensor, quantizer: QuantizerLike, *, dtype: torch.dtype | None = None) -> Any:
@@ -57,15 +57,38 @@ def quantize_scaled(
     """Return `x` as a storage, and its amax, FP32 [1], if the quantizer takes a scale with the call (else None)."""
     if quantizer.is_custom():
         return quantizer.quantize(x), None
-    call = quantizer.call_for(x.dtype)
+    call = _call_of(quantizer, x.dtype)
     if call is None or isinstance(x, QuantizedTensorStorage):
         return quantize_storage(x, quantizer), None
-    check_quantizable(x, quantizer)
-    arguments = (scale,) if call.takes_scale else _tensor_arguments(x, call.tensors, {})
-    buffers, amax = callee(call.op, x)(x, *arguments, *call.options), None
+    run, amax = callee(call.op, x), None
     if call.takes_scale:
-        *buffers, amax = buffers
-    return assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer), amax
+        *buffers, amax = run(x, scale, *call.options)
+    elif call.alone is not None:
+        buffers = run(x, *call.alone)
+    else:
+        buffers = run(x, *_tensor_arguments(x, call.tensors, {}), *call.options)
+    return _as_storage(buffers, call, quantizer, x.shape, x.dtype), amax
+
+
+@traced_as(lambda quantizer, dtype: quantizer.call_for(dtype))
+def _call_of(quantizer: QuantizerLike, dtype: torch.dtype) -> QuantizeCall | None:
+    """Return `quantizer.call_for(dtype)`, by one look where it has been asked before."""
+    memo = quantizer.__dict__.get("_memo")
+    call = None if memo is None else memo.get(dtype)
+    return quantizer.call_for(dtype) if call is None else call
+
+
+def _as_storage(
+    buffers: Sequence[torch.Tensor], call: QuantizeCall, quantizer: QuantizerLike, shape: Any, dtype: torch.dtype
+) -> Any:
+    """Return the buffers that `call` made as a storage of this logical shape."""
+    if call.holder is None:
+        return assemble(buffers, quantizer, True, shape, dtype, quantizer)
+    name, kwargs, values = call.holder
+    fields: dict[str, Any] = dict(zip(kwargs, buffers, strict=True))
+    fields.update(values)
+    fields["quantizer"] = quantizer
+    return class_by_name(name)._build(shape, dtype, fields)
 
 
 def quantize_groups(
@@ -93,7 +116,7 @@ def quantize_groups(
         amax = None
         if quantizer.takes_scale():
             *buffers, amax = buffers
-        storages.append(assemble(buffers, quantizer, True, x.shape, x.dtype, quantizer))
+        storages.append(_as_storage(buffers, call, quantizer, x.shape, x.dtype))
         amaxes.append(amax)
     return tuple(storages), tuple(amaxes)
 
@@ -143,7 +166,7 @@ def quantize_source(
         *buffers, summed = buffers
     if call.takes_scale:
         *buffers, amax = buffers
-    return assemble(buffers, quantizer, True, shape, dtype, quantizer), amax, None if sums is None else summed
+    return _as_storage(buffers, call, quantizer, shape, dtype), amax, None if sums is None else summed
 
 
 def _quantize_tensor(x: torch.Tensor, quantizer: QuantizerLike, dtype: torch.dtype | None) -> Any:
@@ -369,9 +392,14 @@ def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
     """Raise an error for what every format refuses: no tensor, a dtype that is no high precision, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
-    if x.dtype not in HIGH_PRECISION:
-        raise TypeError(f"tensor has dtype {x.dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")
+    check_dtype(x.dtype, quantizer)
     check_directions(quantizer)
+
+
+def check_dtype(dtype: torch.dtype, quantizer: QuantizerLike) -> None:
+    """Raise TypeError unless tensors of this dtype can be quantized."""
+    if dtype not in HIGH_PRECISION:
+        raise TypeError(f"tensor has dtype {dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")
 
 
 def check_nominal(dtype: torch.dtype) -> None:

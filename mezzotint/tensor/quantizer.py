@@ -26,6 +26,7 @@ from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
     check_directions,
+    check_dtype,
     check_nominal,
     check_quantizable,
     quantize,
@@ -113,8 +114,15 @@ class Quantizer(metaclass=OpaqueMeta):
         plan = self.for_dtype(dtype)._plan()
         if plan is None:
             return None
+        check_dtype(dtype, self)
+        check_directions(self)
         op, tensors, options = plan
-        return QuantizeCall(op, tensors, options, self.takes_scale())
+        draws, takes_scale, holder = "rng!" in tensors, self.takes_scale(), None
+        if self._is_constant():
+            name, kwargs, values = self._holder(True)
+            holder = name, kwargs, tuple(values.items())
+        alone = None if draws or takes_scale else (*[None] * len(tensors), *options)
+        return QuantizeCall(op, tensors, options, takes_scale, alone, holder)
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
         """Return (op, names of the amaxes that it returns, options), or None if there are none to compute.
@@ -178,8 +186,9 @@ class Quantizer(metaclass=OpaqueMeta):
         kwarg = dict(storage._FLATTEN_TENSOR_BUFFERS)
         names = self._buffer_names()
         self._check_declared(names)
-        kwargs = tuple(kwarg[f"_{name}"] for name in names)
-        return qualified_name(storage if internal else tensor), kwargs, self.storage_metadata()
+        kwargs, values = tuple(kwarg[f"_{name}"] for name in names), self.storage_metadata()
+        storage._check_fields(values)
+        return qualified_name(storage if internal else tensor), kwargs, values
 
     def _check_declared(self, names: Iterable[str]) -> list[str]:
         """Return the attributes that the storage declares; raise ValueError if it does not declare one of `names`."""

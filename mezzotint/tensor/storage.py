@@ -57,7 +57,7 @@ class QuantizedTensorStorage(Flattenable):
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
         made = object.__new__(cls)
-        made._assign(dtype, kwargs)
+        made._fill(dtype, kwargs)
         return made
 
     # Format: each of these is written once per format
@@ -192,9 +192,8 @@ class QuantizedTensorStorage(Flattenable):
         if is_held and self._ROWWISE[0] != self._COLUMNWISE[0]:
             fields = {
                 kwarg: None if name in dropped and name not in shared else getattr(self, name)
-                for name, kwarg in self._FLATTEN_TENSOR_BUFFERS
+                for name, kwarg, _ in self._FIELDS
             }
-            fields.update(self._plain_values())
             return type(self)._build(self.shape, self._dtype, fields)
         other = type(self)._build(self.shape, self._dtype, self.get_metadata())
         other.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)
@@ -332,6 +331,7 @@ def rebuild_quantized_tensor(
     """
     cls: Any = class_by_name(name)
     check_header(cls.__name__, shape, dtype, buffers)
+    cls._check_fields(values)
     held = {attribute: None if buffer is None else buffer.contiguous() for attribute, buffer in buffers.items()}
     fields = {kwarg: held.get(attribute) for attribute, kwarg in cls._FLATTEN_TENSOR_BUFFERS}
     made = cls._build(shape, dtype, {**fields, **cls._restore_values(values)})
