@@ -43,7 +43,7 @@ from mezzotint.recipe import (
     as_recipe,
     element,
 )
-from mezzotint.region import Opened, current_state, get_autocast_state, leave, set_autocast_state
+from mezzotint.region import Opened, current_state, leave, put_settings, settings_in
 from mezzotint.tracing import call_untraced
 
 __all__ = [
@@ -159,9 +159,10 @@ class autocast:
         if group is not None and torch.is_grad_enabled():  # without gradients no amaxes are reduced
             call_untraced(_check_recipe, recipe if enabled else None, group)
         state = current_state()
-        state.opened = Opened(self, get_autocast_state(), state.opened)
-        options = state.options.changed(self.memory, self.check_finite)
-        set_autocast_state((enabled, calibrating, recipe, group, options))
+        state.opened, options = Opened(self, settings_in(state), state.opened), state.options
+        if self.memory is not None or self.check_finite is not None:
+            options = options.changed(self.memory, self.check_finite)
+        put_settings(state, (enabled, calibrating, recipe, group, options))
         state.depth += 1
         return self
 
@@ -169,9 +170,9 @@ class autocast:
         state = current_state()
         state.opened, outer = leave(state.opened, self)
         if outer is not None:
-            set_autocast_state(outer)
+            put_settings(state, outer)
         state.depth -= 1
-        if state.depth == 0:
+        if state.depth == 0 and state.pending is not None:
             update_pending(kind is None and not self.graph and torch.is_grad_enabled())
         if self.check_finite:
             end_check(raises=kind is None)
@@ -196,7 +197,8 @@ class autocast:
 
 def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Recipe | None]:
     """Return whether a region is on, and its recipe. The argument `enabled` may be either a flag or a recipe."""
-    if isinstance(enabled, (Recipe, str)):  # torch 2.11 does not trace a union with an opaque class
+    # torch 2.11 does not trace a union with an opaque class. A class that is opaque takes long to ask.
+    if not isinstance(enabled, bool) and isinstance(enabled, (Recipe, str)):
         if recipe is not None:
             raise TypeError(f"{caller} got two recipes, {enabled!r} first and recipe={recipe!r}: give one")
         return True, as_recipe(enabled)
@@ -205,8 +207,10 @@ def switch_and_recipe(caller: str, enabled: Any, recipe: Any) -> tuple[bool, Rec
 
 def as_bool(caller: str, name: str, value: Any) -> bool:
     """Return a flag as a bool; raise TypeError for what is only truthy, since it may be meant as something else."""
+    if isinstance(value, bool):
+        return value
     is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")  # it may be absent
-    if not (isinstance(value, bool) or is_numpys):
+    if not is_numpys:
         raise TypeError(f"{caller}({name}={value!r}): give True or False, and the recipe as recipe=...")
     return bool(value)
 
@@ -238,6 +242,8 @@ def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any
     """Return the groups over which the amaxes of a module are reduced: `amax_reduction_group`, and the ranks that share
     its weight, whose shards are quantized by one scale. Groups that are None or have one rank are left out."""
     group = current_state().group
+    if group is None and tp_group is None:
+        return ()
     groups = [group] if group is not None and request.reduce_amax else []
     if tp_group is not None and not (groups and groups[0].group_name == tp_group.group_name):
         groups.append(tp_group)

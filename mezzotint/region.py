@@ -15,7 +15,7 @@ import torch
 
 from mezzotint.recipe import Recipe, choose_recipe
 from mezzotint.tensor.graph_constant import GraphConstant
-from mezzotint.tracing import backward_task
+from mezzotint.tracing import backward_task, traced_as
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,11 @@ def _stash(state: State) -> None:
 THREAD = _Thread()
 
 
+@traced_as(lambda: THREAD.state)
 def current_state() -> State:
     """Return the state of this thread. In a backward it is that of the thread which called it, wherever autograd runs
-    it, because `torch.utils.checkpoint` computes again there what a region asked for."""
-    if backward_task() != -1:
+    it, because `torch.utils.checkpoint` computes again there what a region asked for. A graph never runs in one."""
+    if torch._C._current_graph_task_id() != -1 and backward_task() != -1:
         own = THREAD.own  # this comes first: a thread without a state makes one
         THREAD.state = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else own
     return THREAD.state
@@ -178,13 +179,21 @@ AutocastState = tuple[bool, bool, Recipe | None, Any, RegionOptions]
 
 def get_autocast_state() -> AutocastState:
     """Return what a region sets: enabled, calibrating, recipe, group, options."""
-    state = current_state()
+    return settings_in(current_state())
+
+
+def settings_in(state: State) -> AutocastState:
+    """Return what a region sets, out of the state of a thread."""
     return state.enabled, state.calibrating, state.recipe, state.group, state.options
 
 
 def set_autocast_state(given: AutocastState) -> None:
     """Set what `get_autocast_state` returned."""
-    state = current_state()
+    put_settings(current_state(), given)
+
+
+def put_settings(state: State, given: AutocastState) -> None:
+    """Set what `settings_in` returned."""
     state.enabled, state.calibrating, state.recipe, state.group, state.options = given
 
 
