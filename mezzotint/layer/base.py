@@ -45,7 +45,7 @@ from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.identity import IdentityQuantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import backward_task, call_untraced, in_inference_mode, memoized, traced_as
+from mezzotint.tracing import backward_task, call_untraced, in_inference_mode, traced_as
 
 
 class Layer(Configured, Named, ParallelModule):
@@ -192,7 +192,7 @@ class Layer(Configured, Named, ParallelModule):
         if call.caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every microbatch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
-        return call if plan.request is None else start_delayed(self, call)
+        return call if plan.request is None else start_delayed(self, call, state)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Return whether backward reads the row-wise copies of weights: it does if it computes on what forward
@@ -343,6 +343,20 @@ class Layer(Configured, Named, ParallelModule):
             self._reset_state()
 
 
+def _find_plan(
+    module: Layer,
+    recipe: Recipe | None,
+    dtype: torch.dtype,
+    needs: tuple[Needs, ...],
+    keeps_weights: bool = False,
+    options: RegionOptions = NO_OPTIONS,
+) -> Plan:
+    if recipe is None or recipe.answers_once():
+        return module._config.plan(recipe, "", dtype, needs, keeps_weights, options)
+    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, options)
+
+
+@traced_as(_find_plan)
 def plan_of(
     module: Layer,
     recipe: Recipe | None,
@@ -353,12 +367,13 @@ def plan_of(
 ) -> Plan:
     """Return the plan of a run under this recipe. Eager code takes that of the last run, if nothing changed."""
     # This is no method, because in a graph each look-up of a method in a module has its guards.
+    key, memo = (module._config, recipe, dtype, needs, keeps_weights, options), module.__dict__.get("_planned")
+    if memo is not None and memo[0] == key:
+        return memo[1]
+    plan = _find_plan(module, recipe, dtype, needs, keeps_weights, options)
     if recipe is None or recipe.answers_once():
-        key = module._config, recipe, dtype, needs, keeps_weights, options
-        return memoized(
-            module, "_planned", key, lambda: module._config.plan(recipe, "", dtype, needs, keeps_weights, options)
-        )
-    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, options)
+        module.__dict__["_planned"] = key, plan
+    return plan
 
 
 def probes_of(module: Layer, plan: Plan, state: State) -> tuple[Probes, ...] | None:
@@ -447,7 +462,7 @@ def as_microbatch(is_first: Any) -> bool | None:
 
 def activation_dtype(inp: torch.Tensor) -> torch.dtype:
     """Return the dtype of activations: torch.autocast's if that is on, else the input's."""
-    kind = inp.device.type
+    kind = "cuda" if inp.is_cuda else "cpu" if inp.is_cpu else inp.device.type
     is_cast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch knows no autocast of the meta device
     dtype = torch.get_autocast_dtype(kind) if is_cast else inp.dtype
     if dtype not in HIGH_PRECISION:

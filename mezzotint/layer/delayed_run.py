@@ -11,19 +11,19 @@ import torch
 
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
-from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_snapshot_
 from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
-from mezzotint.layer.scaling_state import use_history, warn_of_scales
+from mezzotint.layer.scaling_state import scaling_tensors, use_history, warn_of_scales
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
-from mezzotint.region import Pending, State, current_state
+from mezzotint.region import Pending, State
 from mezzotint.tracing import below_dynamo, call_untraced
 
 
-def start_delayed(module: Any, call: RunSettings) -> RunSettings:
+def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
     """Fill in the tensors of a run with delayed scaling, and have its scales updated at the end of the region."""
-    request, state, status = call.plan.request, current_state(), module._run_status
+    request, status = call.plan.request, module._run_status
     assert request is not None
     if state.recomputes_in_graph:
         raise RuntimeError(
@@ -36,6 +36,7 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     # The ranks that hold the other shards of the weights have the same scales.
     groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
     use_history(module, request, backward_clears(request))
+    scale_fwd, history_fwd, scale_bwd, _ = scaling_tensors(module)
     recomputation = state.recomputation
     # Among the runs that have a backward, that of the first one comes last. A checkpoint's first run has no gradients.
     has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
@@ -45,7 +46,7 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
     call.records = True
     # If backward quantizes again, it needs the scales of forward, which are written before that.
     quantizes_again = config.recomputes or call.plan.quantizes_again()
-    call.scales = snapshot(module.amax_history_fwd, module.scale_fwd) if quantizes_again else module.scale_fwd
+    call.scales = snapshot(history_fwd, scale_fwd) if quantizes_again else scale_fwd
     if recomputation is not None and recomputation.is_second:
         # These are the scales of the first run, whose amaxes have been entered.
         call.scales, call.weight_scales, is_first = recomputation.next_scales()
@@ -58,10 +59,10 @@ def start_delayed(module: Any, call: RunSettings) -> RunSettings:
             status.has_backward = True
         await_update(module, groups, state)
         if has_backward and not is_first:
-            take(grad_state_of(module, request, groups, False), module.amax_history_fwd)
+            take(grad_state_of(module, request, groups, False), history_fwd)
     if torch.is_grad_enabled():
         call.groups, call.is_first = groups, is_first
-        call.grad_scales = snapshot(module.amax_history_fwd, module.scale_bwd)
+        call.grad_scales = snapshot(history_fwd, scale_bwd)
     return call
 
 
@@ -91,8 +92,7 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
 def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a copy of `scale` for backward, because the scale is written before that. The copy is made in forward,
     which writes `anchor`."""
-    with torch.no_grad():
-        return run_op(delayed_snapshot_, anchor, scale)
+    return write_op(delayed_snapshot_, anchor, scale)
 
 
 def weight_scales(module: Any, call: RunSettings) -> Any:
@@ -114,13 +114,14 @@ def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
     """Return delayed scaling's tensors as the function of a module takes them, or None if the plan has none."""
     if call.scales is None or call.weight_scales is None or call.plan.request is None:
         return None
+    _, history_fwd, scale_bwd, history_bwd = scaling_tensors(module)
     return Delayed(
         call.scales,
         call.weight_scales,
         call.grad_scales,
-        module.amax_history_fwd if call.records else None,
-        module.scale_bwd,
-        module.amax_history_bwd,
+        history_fwd if call.records else None,
+        scale_bwd,
+        history_bwd,
         module._number if call.groups else None,
         ORDER_TOKEN if call.groups else None,
         tuple([group.group_name for group in call.groups]),

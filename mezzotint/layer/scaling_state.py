@@ -31,7 +31,7 @@ from mezzotint.layer.parameters import attributes_of, resolve_device, restore_at
 from mezzotint.quantization import autocast
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, DelayedScaling, DelayedScalingRequest, Recipe
 from mezzotint.region import RunStatus, current_state, get_autocast_state
-from mezzotint.tracing import call_untraced, eager_only, lasting
+from mezzotint.tracing import call_untraced, eager_only, lasting, traced_as
 
 HISTORY_LENGTH = 1024
 PER_GEMM = len(FORWARD_TENSORS) + len(BACKWARD_TENSORS)
@@ -189,7 +189,8 @@ class StatefulModule(nn.Module):
         """Return the scale, the history, and the request that they serve, which the end of an autocast region
         updates."""
         request = self._run_status.request
-        return self.scale_fwd, first_rows(self.amax_history_fwd, request.amax_history_len), request
+        scale, history, _, _ = scaling_tensors(self)
+        return scale, first_rows(history, request.amax_history_len), request
 
     def _recipe_in_use(self) -> Recipe | None:
         """Return the recipe of the region around this call, else the last that eager code ran with; a graph does not
@@ -374,6 +375,13 @@ class StatefulModule(nn.Module):
         state.update(_workspaces=None, _weight_scales=None, _planned=None, _counters=None, _run_status=status)
         state.pop("_config", None)
         return state
+
+
+@traced_as(lambda module: (module.scale_fwd, module.amax_history_fwd, module.scale_bwd, module.amax_history_bwd))
+def scaling_tensors(module: StatefulModule) -> tuple[Any, Any, Any, Any]:
+    """Return the scale and the history of forward, then those of backward."""
+    held = module._buffers  # `nn.Module` looks for an attribute in Python, after all else has failed
+    return held["scale_fwd"], held["amax_history_fwd"], held["scale_bwd"], held["amax_history_bwd"]
 
 
 def use_history(module: StatefulModule, request: DelayedScalingRequest, backward_clears: bool = False) -> None:

@@ -27,6 +27,7 @@ from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.partition import Split, join_shards, quantize_shard
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tracing import traced_as
 
 
 def like_parameter(part: torch.Tensor, parameter: Any) -> Any:
@@ -63,9 +64,17 @@ def one_below_other(parts: Sequence[torch.Tensor]) -> Any:
     return parts[0] if parts else None
 
 
-def named(module: Any, names: Sequence[str]) -> Any:
-    """Return the parameters of these names, one below the other."""
+def _attributes(module: Any, names: Sequence[str]) -> Any:
     return one_below_other([getattr(module, name) for name in names])
+
+
+@traced_as(_attributes)
+def named(module: Any, names: Sequence[str]) -> Any:
+    """Return the parameters of these names, one below the other; None if there are no names."""
+    if len(names) == 1:  # `nn.Module` looks for an attribute in Python, after all else has failed
+        found = module._parameters.get(names[0])
+        return getattr(module, names[0]) if found is None else found
+    return _attributes(module, names)
 
 
 class Weights:

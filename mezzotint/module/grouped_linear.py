@@ -12,7 +12,7 @@ from mezzotint.functional.grouped_linear import (
     group_tensors,
     is_stack,
 )
-from mezzotint.functional.linear import Needs, WeightGrad
+from mezzotint.functional.linear import WeightGrad, needs_of
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
@@ -268,7 +268,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             x = WriteGradient.apply(x, dgrad_out)
         added = () if config.return_bias else biases
         has_grad = torch.is_grad_enabled()
-        needs = Needs(
+        needs = needs_of(
             has_grad and x.requires_grad,
             has_grad and any(weight.requires_grad for weight in weights),
             has_grad and any(bias.requires_grad for bias in added),

@@ -7,7 +7,7 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.grouped_linear import GROUPED_LINEAR, GroupedLinearFwdArgs, group_tensors
-from mezzotint.functional.linear import LinearQuantizers, Needs, WeightGrad
+from mezzotint.functional.linear import LinearQuantizers, Needs, WeightGrad, needs_of
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
@@ -75,7 +75,7 @@ def multiply_groups(
     dtype = activation_dtype(x)
     x, weight = dequantized(x).to(dtype), weight.contiguous()
     has_grad = torch.is_grad_enabled()
-    needs = Needs(
+    needs = needs_of(
         has_grad and x.requires_grad,
         has_grad and weight.requires_grad,
         has_grad and bias is not None and bias.requires_grad,

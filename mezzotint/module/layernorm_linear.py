@@ -7,7 +7,7 @@ import torch
 
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLinearFwdArgs
-from mezzotint.functional.linear import Needs, compute_weight_gradient
+from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
@@ -284,7 +284,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         added = None if config.return_bias else bias
         branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
-        needs = Needs(
+        needs = needs_of(
             need_grad(x, branch, branch_bias, gamma, beta),
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,

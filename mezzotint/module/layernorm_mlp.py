@@ -9,7 +9,7 @@ from mezzotint.comm.groups import part_of
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
-from mezzotint.functional.linear import Needs, compute_weight_gradient
+from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
@@ -350,8 +350,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
         needs_norm = need_grad(x, branch, branch_bias, gamma, beta)
-        needs1 = Needs(needs_norm, has_grad and w1.requires_grad, has_grad and b1 is not None and b1.requires_grad)
-        needs2 = Needs(
+        needs1 = needs_of(needs_norm, has_grad and w1.requires_grad, has_grad and b1 is not None and b1.requires_grad)
+        needs2 = needs_of(
             needs1.input or needs1.weight or needs1.bias,
             has_grad and w2.requires_grad,
             has_grad and added is not None and added.requires_grad,

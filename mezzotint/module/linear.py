@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.functional.autograd import run_core
-from mezzotint.functional.linear import LINEAR, Needs, compute_weight_gradient
+from mezzotint.functional.linear import LINEAR, compute_weight_gradient, needs_of
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import activation_dtype, weights_of
 from mezzotint.layer.boundary import dequantized, quantize_gradient
@@ -43,13 +43,15 @@ def run_linear(
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
-    args = linear_args(plan, 0, weight, bias, weight_q, delayed, live_gradient(wgrads, 0), probes)
-    args.x, args.grad_state = x, grad_state(plan, delayed)
+    wgrad = None if wgrads is None else live_gradient(wgrads, 0)
+    args = linear_args(plan, 0, weight, bias, weight_q, delayed, wgrad, probes)
+    args.x, args.grad_state = x, None if delayed is None else grad_state(plan, delayed)
     if args.input_again is not None:  # no norm or activation in front could make x again
         args.saves_original_input, args.input_again = True, None
         make_again(x)
     y, *amaxes = run_core(LINEAR, args, plan.has_backward)
-    record_amaxes(plan, delayed, amaxes, weight_amaxes)
+    if delayed is not None:
+        record_amaxes(plan, delayed, amaxes, weight_amaxes)
     return y
 
 
@@ -248,12 +250,13 @@ class Linear(TransformerEngineBaseModule):
             self._check_parallel(inp)
         ((weight, bias),) = weights_of(self, config)
         dtype = activation_dtype(inp)
-        x = dequantized(inp).to(dtype)
+        x = dequantized(inp)
+        x = x if x.dtype == dtype else x.to(dtype)
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
         added = None if config.return_bias else bias
         has_grad = torch.is_grad_enabled()
-        needs = Needs(
+        needs = needs_of(
             has_grad and x.requires_grad,
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
@@ -264,7 +267,8 @@ class Linear(TransformerEngineBaseModule):
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_linear if kept is None else _run_linear_inlined
-        y = run(call.plan, x, weight, added, delayed_of(self, call), kept, wgrads, call.probes)
+        delayed = None if call.scales is None else delayed_of(self, call)
+        y = run(call.plan, x, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(y, bias, dtype) if config.return_bias else y

@@ -36,7 +36,7 @@ from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
-from mezzotint.region import recipe_for, recipe_in_force
+from mezzotint.region import current_state, recipe_for, recipe_in_force
 from mezzotint.tracing import memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
@@ -416,7 +416,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             return None
         note_recipe(self, recipe)
         request = self._delayed_request(recipe)
-        return None if request is None else Run(with_grad_state(self, start_delayed(self, _call_of(request))))
+        if request is None:
+            return None
+        return Run(with_grad_state(self, start_delayed(self, _call_of(request), current_state())))
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's

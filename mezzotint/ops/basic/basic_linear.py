@@ -11,12 +11,12 @@ from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
     LinearMade,
-    Needs,
     Numerics,
     keeps_input,
     linear_backward,
     linear_forward,
     linear_setup,
+    needs_of,
     shaped,
 )
 from mezzotint.functional.weight import as_storage
@@ -161,7 +161,7 @@ class BasicLinear(BasicOperation):
             raise TypeError(f"BasicLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
         self.pre_fuser_forward(requires_grad=requires_grad)
         weight = self.weight
-        needs = Needs(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
+        needs = needs_of(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
         call = with_grad_state(self, self._start(weight.dtype, (needs,), is_first_microbatch))
         weights_q, amaxes = self._weights_q(call, (weight,))
         enter_weights(self, call, amaxes)

@@ -17,7 +17,7 @@ from mezzotint.functional.grouped_linear import (
     grouped_linear_setup,
     is_stack,
 )
-from mezzotint.functional.linear import Needs
+from mezzotint.functional.linear import needs_of
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
@@ -184,7 +184,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             )
         self.pre_fuser_forward(requires_grad=requires_grad)
         weights, biases = self._group_parameters()
-        needs = Needs(
+        needs = needs_of(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),
             requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
