@@ -112,9 +112,9 @@ def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTenso
 
 def product_of(out: torch.Tensor, a: Operand, b: Operand) -> Product:
     """Return the function that writes D into `out` in plain eager code: the product of its device's backend."""
-    if out.numel() == 0 or contraction(a, b) == 0:
+    if out.numel() == 0 or a.data.numel() == 0 or b.data.numel() == 0:  # rows, or what is contracted
         return _nothing
-    if torch.is_autocast_enabled(out.device.type):
+    if torch.is_autocast_enabled("cuda" if out.is_cuda else out.device.type):
         return write_product
     backend = choose(a, b)
     if backend is hw.EMULATED or (backend is hw.REFERENCE and a.data.is_cuda):

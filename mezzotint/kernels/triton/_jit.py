@@ -5,6 +5,7 @@ says why the result is the same.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -260,6 +261,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
+@cache
 def for_inf(dtype: torch.dtype, pow2: bool) -> float:
     """Return the scale for a quotient that overflows: the maximum of `dtype`, or the power of two below it if
     `pow2`."""

@@ -8,8 +8,8 @@ Triton.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -21,6 +21,7 @@ class Fast:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        self.is_compiled = isinstance(kernel, JITFunction)
         self.found: dict[Any, Any] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -30,16 +31,18 @@ class Fast:
         return getattr(self.kernel, name)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        if _is_traced(args):
+        types = tuple(map(type, args))
+        places = _places(types)
+        if places.is_traced:
             constants.pop("enable_fp_fusion", None)  # It is no option there: see `launch_in_graphs`.
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
-        if not isinstance(self.kernel, JITFunction) or _hooked():
+        if not self.is_compiled or _hooked():
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
-        kinds, raw = _prepared(args)
-        key = (device, kinds, tuple(constants), tuple(constants.values()))
+        kinds, raw = _prepared(args, places)
+        key = (device, types, kinds, tuple(constants), tuple(constants.values()))
         found = self.found.get(key)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
@@ -68,12 +71,25 @@ class Fast:
 _AT_HAND = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_traced(args: tuple[Any, ...]) -> bool:
-    """Return whether the compiler traces a launch, by the first tensor among its arguments; some may be None."""
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return type(arg) not in _AT_HAND
-    return False
+class _Places(NamedTuple):
+    """A `_Places` says what is where among the arguments of a launch. None and floats are not looked at: of them the
+    compiled kernel depends on the type alone."""
+
+    is_traced: bool  # the compiler traces the launch, as the type of the first tensor tells
+    tensors: tuple[int, ...]
+    ints: tuple[int, ...]
+    tuples: tuple[int, ...]
+    others: tuple[int, ...]  # they count by value
+
+
+@lru_cache(maxsize=4096)
+def _places(types: tuple[type, ...]) -> _Places:
+    """Return the places of arguments of these types."""
+    tensors = tuple([i for i, kind in enumerate(types) if issubclass(kind, torch.Tensor)])
+    ints, tuples = [tuple([i for i, kind in enumerate(types) if kind is one]) for one in (int, tuple)]
+    known = {*tensors, *ints, *tuples, *[i for i, kind in enumerate(types) if kind in (float, type(None))]}
+    is_traced = bool(tensors) and types[tensors[0]] not in _AT_HAND
+    return _Places(is_traced, tensors, ints, tuples, tuple([i for i in range(len(types)) if i not in known]))
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -90,29 +106,29 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _prepared(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what a compiled kernel depends on, and its arguments with addresses in place of tensors, so that the
-    driver is not asked about them one by one. It is written as one loop because it runs at each launch."""
+def _prepared(args: tuple[Any, ...], places: _Places) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what a compiled kernel depends on beside the types of its arguments, and these with addresses in place of
+    tensors, so that the driver is not asked about them one by one. It is short because it runs at each launch."""
     kinds: list[Any] = []
-    raw: list[Any] = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            address = arg.data_ptr()
-            kinds.append(arg.dtype)
-            kinds.append(address & 15 == 0)
-            kinds.append(arg.is_cuda)  # Triton checks the first of a kind, and refuses one of another device.
-            raw.append(address)
-            continue
-        raw.append(arg)
-        kind = type(arg)
-        if kind is int:
-            is_short = -0x80000000 <= arg < 0x80000000
-            kinds.append(1 if arg == 1 else 16 if is_short and arg & 15 == 0 else (arg & 15 == 0, is_short))
-        elif kind is float:
-            kinds.append(float)
-        elif kind is tuple:
-            inner, raw[-1] = _prepared(arg)
-            kinds.append(inner)
-        else:
-            kinds.append(arg)
+    raw = list(args)
+    for i in places.tensors:
+        x = args[i]
+        raw[i] = address = x.data_ptr()
+        # Triton checks the first of a kind, and refuses one of another device.
+        kinds.append((x.dtype, address & 15 == 0, x.is_cuda))
+    for i in places.ints:
+        kinds.append(_kind_of_int(args[i]))
+    for i in places.tuples:
+        types = tuple(map(type, args[i]))
+        inner, raw[i] = _prepared(args[i], _places(types))
+        kinds.append((types, inner))
+    for i in places.others:
+        kinds.append(args[i])
     return tuple(kinds), tuple(raw)
+
+
+@lru_cache(maxsize=4096)
+def _kind_of_int(value: int) -> Any:
+    """Return what a compiled kernel depends on of an int."""
+    is_short = -0x80000000 <= value < 0x80000000
+    return 1 if value == 1 else 16 if is_short and value & 15 == 0 else (value & 15 == 0, is_short)

@@ -99,7 +99,7 @@ def _cast(
     options = config or tile_config(rowwise, source.is_wide())
     options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
     grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
-    partials = source.partials(cdiv(M, options["BM"]))
+    partials = None if source.sums is None else source.partials(cdiv(M, options["BM"]))
     cast_tile_kernel[grid](
         x,
         data,
@@ -122,7 +122,8 @@ def _cast(
         ALIGNED=False,
         enable_fp_fusion=False,
     )
-    finish_source(source, partials)
+    if partials is not None:
+        finish_source(source, partials)
 
 
 def _cast_groups(
