@@ -39,9 +39,13 @@ class TwoDirectionStorage(QuantizedTensorStorage):
 
     def _side(self, columnwise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales of one direction; raise ValueError if it is not held."""
-        self._require(columnwise)
-        names = self._COLUMNWISE if columnwise else self._ROWWISE
-        return getattr(self, names[0]), getattr(self, names[1])
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale_inv = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        if data is None or scale_inv is None or len(self._ROWWISE) > 2:
+            self._require(columnwise)
+        assert data is not None
+        assert scale_inv is not None
+        return data, scale_inv
 
     def _any_side(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Return codes, scales and whether they are column-wise, which they are if no row-wise copy is held."""

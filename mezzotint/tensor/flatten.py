@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from mezzotint.constants import DType
+from mezzotint.tracing import traced_as
 
 _CLASSES: dict[str, type["Flattenable"]] = {}
 
@@ -23,18 +24,22 @@ class Flattenable:
     _FLATTEN_TENSOR_BUFFERS: ClassVar[tuple[tuple[str, str], ...]] = ()
     _VALUES: ClassVar[tuple[tuple[str, str, Any], ...]] = ()
     _FIELDS: ClassVar[tuple[tuple[str, str, Any], ...]] = ()  # both together: attribute, constructor kwarg, default
+    _DEFAULTS: ClassVar[dict[str, Any]] = {}  # attribute → default, and constructor kwarg → attribute
+    _ATTRIBUTES: ClassVar[dict[str, str]] = {}
 
     _dtype: torch.dtype
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._FIELDS = (*[(name, kwarg, None) for name, kwarg in cls._FLATTEN_TENSOR_BUFFERS], *cls._VALUES)
+        cls._DEFAULTS = {attribute: default for attribute, _, default in cls._FIELDS}
+        cls._ATTRIBUTES = {kwarg: attribute for attribute, kwarg, _ in cls._FIELDS}
         _CLASSES[qualified_name(cls)] = cls
 
     def _assign(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
         """Set every declared attribute from the constructor kwargs `fields`; raise TypeError for an undeclared one."""
         self._check_fields(fields)
-        self._fill(dtype, fields)
+        _set_each(self, dtype, fields)
 
     @classmethod
     def _check_fields(cls, fields: Iterable[str]) -> None:
@@ -43,12 +48,6 @@ class Flattenable:
         unknown = sorted([name for name in fields if name not in declared])
         if unknown:
             raise TypeError(f"{cls.__name__} got {unknown}, which it does not declare; it takes {declared}")
-
-    def _fill(self, dtype: torch.dtype, fields: dict[str, Any]) -> None:
-        """Set every declared attribute from `fields`, all of whose names are declared."""
-        self._dtype = dtype
-        for attribute, kwarg, default in self._FIELDS:
-            setattr(self, attribute, fields.get(kwarg, default))
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (attribute, tensor) for every buffer that is held."""
@@ -97,6 +96,22 @@ class Flattenable:
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError(f"{cls.__name__} must say how it is built")
+
+
+def _set_each(made: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    made._dtype = dtype
+    for attribute, kwarg, default in made._FIELDS:
+        setattr(made, attribute, fields.get(kwarg, default))
+
+
+@traced_as(_set_each)
+def fill(made: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
+    """Set every declared attribute of an object that is no tensor from `fields`, all of whose names are declared."""
+    held, attributes = made.__dict__, made._ATTRIBUTES
+    held.update(made._DEFAULTS)
+    held["_dtype"] = dtype
+    for kwarg, value in fields.items():
+        held[attributes[kwarg]] = value
 
 
 def flatten_context(

@@ -66,10 +66,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._transpose is None
 
     @classmethod
-    def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
-        if shape is not None and len(shape) == 0:  # kernels made it with one dimension of one element
-            kwargs = {**kwargs, **{name: _scalar(kwargs.get(name)) for name in ("data", "data_transpose")}}
-        return super()._build(shape, dtype, kwargs)
+    def _without_dimensions(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**kwargs, **{name: _scalar(kwargs.get(name)) for name in ("data", "data_transpose")}}
 
     def _logical_shape(self) -> tuple[int, ...]:
         if self._data is not None:

@@ -90,6 +90,8 @@ class QuantizedTensor(QuantizedTensorStorage, torch.Tensor):
 
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        if shape is not None and len(shape) == 0:
+            kwargs = cls._without_dimensions(kwargs)
         return cls(shape, dtype, **kwargs)
 
     # torch.Tensor's own attributes take precedence over the storage's.

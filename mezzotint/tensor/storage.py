@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from mezzotint.kernels.operand import Operand
-from mezzotint.tensor.flatten import Flattenable, class_by_name, qualified_name
+from mezzotint.tensor.flatten import Flattenable, class_by_name, fill, qualified_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.loading import Specs, check_header, check_loaded, layouts_by
 from mezzotint.tensor.printing import described
@@ -56,9 +56,16 @@ class QuantizedTensorStorage(Flattenable):
 
     @classmethod
     def _build(cls, shape: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> Any:
+        if shape is not None and len(shape) == 0:
+            kwargs = cls._without_dimensions(kwargs)
         made = object.__new__(cls)
-        made._fill(dtype, kwargs)
+        fill(made, dtype, kwargs)
         return made
+
+    @classmethod
+    def _without_dimensions(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the constructor kwargs of a tensor without dimensions, which kernels made with one, of one element."""
+        return kwargs
 
     # Format: each of these is written once per format
 
