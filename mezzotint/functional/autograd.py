@@ -7,10 +7,10 @@ core's backward.
     core.backward(bwd, *grads)     -> (gradients, amaxes)        pure
 
 `outputs` are differentiable. `extras` are tensors that the module keeps (amaxes). Gradients come in the order of
-`core.diff`, which names fields of `args`; the gradient of a field that is a tuple is a tuple.
+`core.diff`, which names fields of `args`; the gradient of a field that holds a tuple (`core.tuples`) is a tuple.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,13 +33,15 @@ from mezzotint.tracing import differentiates_forward, eager_only, read_live
 
 @dataclass(frozen=True)
 class Core:
-    """A `Core` holds the functions of an operation, and in `diff` the names of the arguments that get gradients."""
+    """A `Core` holds the functions of an operation, in `diff` the names of the arguments that get gradients, and in
+    `tuples` which of these hold a tuple of tensors."""
 
     forward: Callable[[Any], tuple[Any, Any]]
     outputs: Callable[[Any, Any, Any], tuple[tuple[Any, ...], tuple[Any, ...]]]
     setup: Callable[[Any, Any], Any]
     backward: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
     diff: tuple[str, ...]
+    tuples: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -166,14 +168,8 @@ class _Fields:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, core: Core, args: Any, kept: list[Any] | None, *tensors: Any) -> Any:
-        rest = list(tensors)
-        for name in core.diff:
-            value = getattr(args, name)
-            if isinstance(value, tuple):
-                setattr(args, name, tuple(rest[: len(value)]))
-                rest = rest[len(value) :]
-            else:
-                setattr(args, name, rest.pop(0))
+        for name, value in zip(core.diff, _grouped(core, args, tensors) if core.tuples else tensors, strict=True):
+            setattr(args, name, value)
         y, made = core.forward(args)
         outputs, extras = core.outputs(args, y, made)
         flat: list[torch.Tensor] = []
@@ -204,13 +200,28 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
     if state is not None:
         record(state, amaxes)
-    flat: list[Any] = [None, None, None]
-    for gradient in result:
-        if isinstance(gradient, tuple):
-            flat.extend(gradient)
+    return (None, None, None, *(_ungrouped(ctx.core, result) if ctx.core.tuples else result))
+
+
+def _grouped(core: Core, args: Any, tensors: Sequence[Any]) -> list[Any]:
+    """Return the values of the fields of `core.diff`, of which there are tuples, out of all their tensors."""
+    values, rest = [], list(tensors)
+    for name in core.diff:
+        count = len(getattr(args, name)) if name in core.tuples else 1
+        values.append(tuple(rest[:count]) if name in core.tuples else rest[0])
+        rest = rest[count:]
+    return values
+
+
+def _ungrouped(core: Core, values: Sequence[Any]) -> list[Any]:
+    """Return what the fields of `core.diff` hold, or their gradients, one tensor after the other."""
+    flat: list[Any] = []
+    for name, value in zip(core.diff, values, strict=True):
+        if name in core.tuples:
+            flat.extend(value)
         else:
-            flat.append(gradient)
-    return tuple(flat)
+            flat.append(value)
+    return flat
 
 
 _backward_once = once_differentiable(_backward)
@@ -265,13 +276,9 @@ def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
     if not (needs_grad and torch.is_grad_enabled()) and not differentiates_forward():
         outputs, extras = core.outputs(args, *core.forward(args))
         return (*outputs, *extras)
-    tensors: list[Any] = []
-    for name in core.diff:
-        value = getattr(args, name)
-        if isinstance(value, tuple):
-            tensors.extend(value)
-        else:
-            tensors.append(value)
+    tensors = [getattr(args, name) for name in core.diff]
+    if core.tuples:
+        tensors = _ungrouped(core, tensors)
     kept = _place_for_extras()
     if kept is None:
         return _Apply.apply(core, args, None, *tensors)

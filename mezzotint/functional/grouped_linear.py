@@ -276,5 +276,10 @@ def _outputs(a: GroupedLinearFwdArgs, y: torch.Tensor, made: Any) -> tuple[Any, 
 
 
 GROUPED_LINEAR = Core(
-    grouped_linear_forward, _outputs, grouped_linear_setup, grouped_linear_backward, ("x", "weights", "biases")
+    grouped_linear_forward,
+    _outputs,
+    grouped_linear_setup,
+    grouped_linear_backward,
+    ("x", "weights", "biases"),
+    tuples=("weights", "biases"),
 )

@@ -380,7 +380,7 @@ def scale_core(seen: list[Any]) -> Core:
         dx = dy * sum(b.others) * b.factor
         return (dx, tuple(dy * b.x * b.factor for _ in b.others)), ()
 
-    return Core(forward, outputs, setup, backward, ("x", "others"))
+    return Core(forward, outputs, setup, backward, ("x", "others"), tuples=("others",))
 
 
 def test_apply() -> None:
