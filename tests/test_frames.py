@@ -1,20 +1,26 @@
-"""How deep the stack is where a kernel is launched: what one forward of a Linear goes through, in eager code.
+"""What a step of a Linear goes through in eager code: how deep the stack is where a kernel is launched, and how many
+functions of this package are called.
 
-The CUDA code of our operators runs on tensors of the CPU, and instead of each launch its frames are noted.
+For the first the CUDA code of our operators runs on tensors of the CPU, and instead of each launch its frames are
+noted. For the second kernels compute nothing.
 """
 
 import sys
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 import mezzotint as mz
+from bench._stubs import stubbed_kernels
 from mezzotint import hw, recipe
 from mezzotint.kernels import _lib, gemm
 from mezzotint.kernels.triton._launch import Fast
 
 FRAMES = 9
+CALLS = {None: 110, "current": 175, "mxfp8": 180, "delayed": 245}  # of a step, forward and backward
 
 
 def frames_to(function: str) -> list[str]:
@@ -56,3 +62,31 @@ def test_from_forward_to_the_launch(name: str, monkeypatch: pytest.MonkeyPatch) 
     hw.gemm_backend.cache_clear()
     assert len(stacks) >= 2
     assert len(deepest) <= FRAMES, "\n".join(deepest)
+
+
+@pytest.mark.parametrize("name", CALLS, ids=str)
+def test_a_step_calls_few_functions(name: str | None) -> None:
+    """The number is the same in every run: Python takes about a tenth of a microsecond for each, and what it does in
+    them several times that."""
+    package, found = str(Path(mz.__file__).parent), [0]
+    linear = mz.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    chosen = None if name is None else recipe.RECIPES[name]()
+
+    def step() -> None:
+        with mz.autocast(enabled=chosen is not None, recipe=chosen):
+            y = linear(x)
+        y.backward(y.detach())
+
+    def count(frame: FrameType, event: str, arg: Any) -> None:
+        found[0] += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    with stubbed_kernels(), torch.autograd.set_multithreading_enabled(False):
+        step()
+        step()
+        sys.setprofile(count)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert found[0] <= CALLS[name], found[0]
