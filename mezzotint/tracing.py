@@ -95,7 +95,7 @@ def left_to_backward() -> AbstractContextManager[None]:
 
 @contextmanager
 def _tagged_for_backward() -> Iterator[None]:
-    """Tag what is traced inside as backward's. (The partitioner of AOTAutograd goes by this tag, a private name in
+    """Mark what is traced inside as backward's. (The partitioner of AOTAutograd goes by this tag, a private name in
     torch 2.11 and 2.13.)"""
     meta = torch.fx.traceback.current_meta
     before = meta.get("partitioner_tag")

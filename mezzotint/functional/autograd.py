@@ -62,7 +62,8 @@ class Saved:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.UNSAVED = tuple([name for name in cls.__slots__ if name not in cls.SAVED])
+        slots: tuple[str, ...] = cls.__slots__
+        cls.UNSAVED = tuple([name for name in slots if name not in cls.SAVED])
 
 
 def flatten(value: Any, flat: list[torch.Tensor]) -> Any:

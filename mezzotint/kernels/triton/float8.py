@@ -122,8 +122,7 @@ def _cast(
         ALIGNED=False,
         enable_fp_fusion=False,
     )
-    if partials is not None:
-        finish_source(source, partials)
+    finish_source(source, partials)
 
 
 def _cast_groups(
