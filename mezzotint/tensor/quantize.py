@@ -392,11 +392,11 @@ def check_quantizable(x: torch.Tensor, quantizer: QuantizerLike) -> None:
     """Raise an error for what every format refuses: no tensor, a dtype that is no high precision, no direction."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"tensor is {type(x).__name__}: give a torch.Tensor")
-    check_dtype(x.dtype, quantizer)
+    check_quantized_dtype(x.dtype, quantizer)
     check_directions(quantizer)
 
 
-def check_dtype(dtype: torch.dtype, quantizer: QuantizerLike) -> None:
+def check_quantized_dtype(dtype: torch.dtype, quantizer: QuantizerLike) -> None:
     """Raise TypeError unless tensors of this dtype can be quantized."""
     if dtype not in HIGH_PRECISION:
         raise TypeError(f"tensor has dtype {dtype}: {type(quantizer).__name__} takes float32, float16 or bfloat16")

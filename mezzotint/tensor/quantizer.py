@@ -26,9 +26,9 @@ from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
 from mezzotint.tensor.quantize import (
     assemble,
     check_directions,
-    check_dtype,
     check_nominal,
     check_quantizable,
+    check_quantized_dtype,
     quantize,
     quantize_storage,
     update_quantized,
@@ -114,7 +114,7 @@ class Quantizer(metaclass=OpaqueMeta):
         plan = self.for_dtype(dtype)._plan()
         if plan is None:
             return None
-        check_dtype(dtype, self)
+        check_quantized_dtype(dtype, self)
         check_directions(self)
         op, tensors, options = plan
         draws, takes_scale, holder = "rng!" in tensors, self.takes_scale(), None
