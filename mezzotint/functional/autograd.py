@@ -230,6 +230,7 @@ _backward_once = once_differentiable(_backward)
 # `Function.apply` in Python looks for a `setup_context` and for transforms of `torch.func` before it calls this one,
 # which takes twice the time of the call itself.
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Apply).apply
+_unwrap: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
@@ -286,13 +287,10 @@ def run_core(core: Core, args: Any, needs_grad: bool) -> tuple[Any, ...]:
     if torch._C._are_functorch_transforms_active():
         outputs = _Apply.apply(core, args, kept, *tensors)  # it says why this cannot be
     else:
-        outputs = _apply(core, args, kept, *[_unwrapped(tensor) for tensor in tensors])
+        # A transform of `torch.func` that is over may have left a tensor behind in a wrapper.
+        tensors = [_unwrap(x) if isinstance(x, torch.Tensor) else x for x in tensors]
+        outputs = _apply(core, args, kept, *tensors)
     return (*outputs, *kept)
-
-
-def _unwrapped(x: Any) -> Any:
-    """Return the tensor that a transform of `torch.func` has left behind in a wrapper, or x if it is none."""
-    return torch._C._functorch.unwrap_if_dead(x) if isinstance(x, torch.Tensor) else x
 
 
 @eager_only()

@@ -31,7 +31,7 @@ from mezzotint.functional.tensor_parallel import (
     splits_of,
     start_sum,
 )
-from mezzotint.kernels._lib import as_matrix, matrix_shape, run_op
+from mezzotint.kernels._lib import as_matrix, callee, matrix_shape, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
 from mezzotint.tensor.graph_constant import GraphConstant
@@ -334,7 +334,7 @@ def linear_backward(
             observe(b.probes.grad_output, _tokens_of(dy, g, parallel), g)
     if b.needs.bias and db is None:
         assert b.bias_dtype is not None
-        db = run_op(column_sum, dy, b.bias_dtype)
+        db = callee(column_sum, dy)(dy, b.bias_dtype)
     dx = None
     if b.needs.input:
         weight = _saved_weight(b)
