@@ -1,7 +1,10 @@
-"""Reports as tables of a notebook: what `_repr_html_` of a report returns is made here."""
+"""This module is about notebooks: it makes the tables that `_repr_html_` of a report returns, and knows whether this
+process runs the cells of one."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import Any
 
 
 def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), note: str = "") -> str:
@@ -13,3 +16,14 @@ def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), note: st
 
 def _row(cells: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def find_display() -> Callable[..., Any] | None:
+    """Return IPython's `display` if this process runs the cells of a notebook, else None.
+
+    IPython in a terminal has no kernel, and a program that a cell starts (`!mezzotint train`) is another process, which
+    cannot display anything in the cell. Nothing is imported to find out: a notebook has IPython loaded.
+    """
+    ipython: Any = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return ipython.display.display if hasattr(shell, "kernel") else None

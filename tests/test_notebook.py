@@ -1,14 +1,22 @@
-"""Reports as a notebook shows them."""
+"""Reports and bars as a notebook shows them."""
 
+import io
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 import mezzotint as mz
 from mezzotint.inspect.suggest import LinearChoice, Suggestion
 from mezzotint.notebook import html_table
 from mezzotint.serving.export import ExportReport
+from mezzotint.trainer import progress
+from mezzotint.trainer.console import make_console
 from mezzotint.trainer.memory import StepMemory
+from mezzotint.trainer.progress import Reporter, progress_bar
 
 
 def test_a_table() -> None:
@@ -58,3 +66,63 @@ def test_an_export() -> None:
     for name, count in (("quantized", 2), ("not quantized", 1), ("of these, in other blocks than were trained", 1)):
         assert f"<td>{name}</td><td>{count}</td>" in page
     assert page.endswith("<p>served: hf-fp8</p>")
+
+
+class Kernel:
+    """An IPython whose shell has a kernel, as in a notebook, or none, as in a terminal; it keeps what is displayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_kernel: bool = True) -> None:
+        self.shown: list[str] = []
+        module: Any = ModuleType("IPython")
+        module.get_ipython = lambda: SimpleNamespace(kernel=1) if has_kernel else SimpleNamespace()
+        module.display = SimpleNamespace(display=self.display)
+        monkeypatch.setitem(sys.modules, "IPython", module)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        monkeypatch.setattr(progress, "SECONDS", 0.0)
+
+    def display(self, shown: Any, *, display_id: bool) -> "Kernel":
+        assert display_id
+        self.update(shown)
+        return self
+
+    def update(self, shown: Any) -> None:
+        page = shown._repr_html_()
+        assert page.startswith("<pre")
+        assert "\x1b" not in page
+        self.shown.append(repr(shown))
+
+
+def test_a_run_in_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output of the cell is replaced at every step, and the last one stays; no lines are printed beside it."""
+    kernel = Kernel(monkeypatch)
+    with Reporter(make_console(), "mxfp8", 3, 1) as reporter:
+        for step in (2, 3):
+            reporter.advance()
+            reporter.show(step, 2.5, 1234.5)
+    found = [(shown.split()[0], next(word for word in shown.split() if "/" in word)) for shown in kernel.shown]
+    assert found == [("mxfp8", f"{step}/3") for step in (1, 2, 2, 3, 3, 3)]
+    assert "loss 2.5000  1,234 tokens/s" in kernel.shown[-1]
+    assert sys.stdout.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_bar_of_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch)
+    monkeypatch.setattr(progress, "SECONDS", 1e9)  # after the first, the bar is drawn at the end alone
+    with progress_bar("writing") as show:
+        for done in range(1, 6):
+            show(done, 5)
+    assert ["5/5" in shown for shown in kernel.shown] == [False, True]
+
+
+def test_who_gets_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither IPython without a kernel, where the output is a file, nor a rank that does not speak."""
+    kernel = Kernel(monkeypatch, has_kernel=False)
+    with Reporter(make_console(), "bf16", 2, 0) as reporter:
+        reporter.show(1, 2.5, None)
+    assert sys.stdout.getvalue() == "bf16  step 1/2  loss 2.5000\n"  # type: ignore[attr-defined]
+    kernel = Kernel(monkeypatch)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with Reporter(make_console(), "bf16", 2, 0) as reporter:
+        reporter.show(1, 2.5, None)
+    assert kernel.shown == []

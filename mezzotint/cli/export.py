@@ -1,15 +1,13 @@
 """`mezzotint export` writes a run, or a checkpoint, as a folder that other programs serve."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.progress import Progress
 
 from mezzotint.serving.export import export_source
 from mezzotint.trainer.console import CommandError, make_console
+from mezzotint.trainer.progress import progress_bar
 from mezzotint.trainer.publishing import source_of
 from mezzotint.trainer.recipe_names import BF16, recipe_name
 from mezzotint.trainer.recipes import COMMAND_RECIPES
@@ -63,12 +61,3 @@ def _in_words_of_options(message: str) -> str:
     ):
         message = message.replace(argument, option)
     return re.sub(r"recipe=(\w+)\(\)", r"--recipe \1", message)
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that is called with how much of how much is done, and shows it on a terminal."""
-    console = make_console()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from mezzotint.cli.export import progress_bar
 from mezzotint.recipe import Recipe
 from mezzotint.serving.published import MODEL_CONFIG, PublishedFolder, read_json_object
 from mezzotint.serving.verify import TensorCheck, open_second, verify_folders, verify_source
 from mezzotint.trainer.console import CommandError, make_console, make_table
+from mezzotint.trainer.progress import progress_bar
 from mezzotint.trainer.publishing import source_of
 
 SHOWN = 20  # rows of the table; --json has all

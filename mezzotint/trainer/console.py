@@ -12,6 +12,7 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 HEAD_WIDTH = 8  # of the head of a column that has several words
+FILE_WIDTH, NOTEBOOK_WIDTH = 120, 96  # columns where the output does not say how many it has
 TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR"}  # the variables that say which rank a process is
 
 
@@ -74,7 +75,7 @@ def is_closed(console: Console) -> bool:
 
 def make_console() -> Console:
     """Return a console for the current standard output; outside of a terminal it has as many columns as the variable
-    COLUMNS says, or 120.
+    COLUMNS says, or 120, or 96 in a notebook.
 
     A notebook claims to be a terminal but cannot move the cursor, so it gets plain text as a file does.
     """
@@ -83,7 +84,7 @@ def make_console() -> Console:
     console = Console(**options, force_terminal=False if is_notebook else None)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(**options, force_terminal=False, width=120)
+    return Console(**options, force_terminal=False, width=NOTEBOOK_WIDTH if is_notebook else FILE_WIDTH)
 
 
 def make_table(title: str, columns: Mapping[str, JustifyMethod]) -> Table:

@@ -239,8 +239,8 @@ def test_output_that_nobody_reads(
     assert capsys.readouterr().err == ""
 
 
-def test_a_notebook_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jupyter gives a program a terminal, and sets a variable that says whose it is."""
+def test_a_program_that_a_notebook_starts_gets_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jupyter gives a program a terminal that cannot move the cursor, and sets a variable that says whose it is."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

@@ -264,7 +264,7 @@ def test_a_bar_in_a_terminal() -> None:
     with Reporter(console, "mxfp8", 10, 4) as reporter:
         reporter.advance()
         reporter.show(5, 2.5, 1234.5)
-        reporter._bar.refresh()
+        reporter._bar._progress.refresh()
     said = console.export_text()
     assert "mxfp8" in said
     assert "5/10" in said
