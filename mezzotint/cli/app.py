@@ -148,7 +148,7 @@ def compare(
     recipes: Annotated[
         str,
         typer.Option(
-            help="Train in these recipes, between commas, or in all; BF16 always runs.",
+            help="Train in these recipes, separated by commas, or in all; BF16 always runs.",
             metavar="RECIPES",
             rich_help_panel="Recipe",
         ),
@@ -158,7 +158,7 @@ def compare(
         typer.Option(
             min=1,
             max=100,
-            help="Run BF16 with so many seeds, --seed and the next ones: several show what is chance.",
+            help="Run BF16 with this many seeds, --seed and the next ones; two or more show which gaps are chance.",
             metavar="N",
             rich_help_panel="Recipe",
         ),
@@ -194,7 +194,7 @@ def doctor(
 
 @command("inspect", "inspect runs/train-001", "inspect runs/train-001 --out page.html")
 def show_inspected(
-    run: Annotated[str, typer.Argument(help="The folder of a run that was trained with --inspect.")],
+    run: Annotated[str, typer.Argument(help="The folder of a run that was trained with --inspect.", metavar="RUN")],
     out: Annotated[
         str | None,
         typer.Option(help="Write the page into this file.", show_default="inspect.html in RUN", metavar="FILE"),
@@ -211,18 +211,21 @@ def show_inspected(
 )
 def suggest(
     run: Annotated[
-        str, typer.Argument(help="The folder of a run that was trained with --inspect, best with --what-if.")
+        str,
+        typer.Argument(help="The folder of a run that was trained with --inspect, best with --what-if.", metavar="RUN"),
     ],
     *,
     min_snr: Annotated[
         float | None,
-        typer.Option(help="Let no tensor be below this many dB (20 where there is no --budget).", metavar="X"),
+        typer.Option(
+            help="Let no tensor have a signal-to-noise ratio below this many dB; without --budget, 20.", metavar="X"
+        ),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Let matrix products take this much more time, as 5%.", metavar="PERCENT")
+        str | None, typer.Option(help="Let matrix products take this much more time, such as 5%.", metavar="PERCENT")
     ] = None,
     recipes: Annotated[
-        str, typer.Option(help="Move layers to these recipes, between commas, or to all.", metavar="RECIPES")
+        str, typer.Option(help="Move layers to these recipes, separated by commas, or to all.", metavar="RECIPES")
     ] = "all",
     recipe: Annotated[
         str | None,
@@ -247,12 +250,12 @@ def suggest(
 )
 @takes(ModelConfig, Savings, Layout, changing=ModelConfig)
 def plan(
-    model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}, or a JSON or TOML file.")],
+    model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}, or a JSON or TOML file.", metavar="MODEL")],
     *,
     recipes: Annotated[
         str,
         typer.Option(
-            help="Plan for these recipes, between commas, or for all.", metavar="RECIPES", rich_help_panel="Recipe"
+            help="Plan for these recipes, separated by commas, or for all.", metavar="RECIPES", rich_help_panel="Recipe"
         ),
     ] = "all",
     rules: Annotated[
@@ -269,7 +272,7 @@ def plan(
     fits: Annotated[
         str | None,
         typer.Option(
-            help="Say what fits into this much memory, as 80GB; the exit status is 1 if a recipe does not.",
+            help="Say what fits into this much memory, such as 80GB; the exit status is 1 if a recipe does not.",
             metavar="SIZE",
             rich_help_panel="Memory",
         ),
@@ -292,14 +295,19 @@ def plan(
     "export checkpoint/ served --to hf-fp8 --recipe block --dtype bfloat16",
 )
 def write_published(
-    checkpoint: Annotated[str, typer.Argument(help="A run, one of its checkpoints, or a folder of Hugging Face's.")],
-    out: Annotated[str, typer.Argument(help="The folder that is written.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help="A run, one of its checkpoints, or a model's folder as Hugging Face has it.", metavar="CHECKPOINT"
+        ),
+    ],
+    out: Annotated[str, typer.Argument(help="The folder that is written.", metavar="OUT")],
     *,
     to: Annotated[
         str,
         typer.Option(
-            help="Write hf-fp8, modelopt-nvfp4, mxfp4 (gpt-oss), or compressed-tensors, as it was trained or with "
-            "-fp8, -fp8-tensor, -mxfp8, -mxfp4 or -nvfp4.",
+            help="Write hf-fp8, modelopt-nvfp4, mxfp4 (that of gpt-oss) or compressed-tensors. The last takes the "
+            "format of training, or the one that its name ends in: -fp8, -fp8-tensor, -mxfp8, -mxfp4 or -nvfp4.",
             metavar="FORMAT",
         ),
     ],
@@ -330,8 +338,8 @@ def write_published(
 
 @command("verify", "verify runs/train-001 served", "verify served copy --json")
 def compare_published(
-    first: Annotated[str, typer.Argument(help="A run, a checkpoint, or an export.")],
-    second: Annotated[str, typer.Argument(help="An export.")],
+    first: Annotated[str, typer.Argument(help="A run, a checkpoint, or an export.", metavar="FIRST")],
+    second: Annotated[str, typer.Argument(help="An export.", metavar="SECOND")],
     as_json: Json = False,
 ) -> None:
     """Check that SECOND is what FIRST becomes: every code and scale is computed again.

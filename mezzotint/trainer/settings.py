@@ -53,7 +53,7 @@ class TrainConfig:
     )
     tokenizer: str | None = _text(
         None,
-        "Read tokens by this tokenizer.json of Hugging Face; without it, each byte is a token.",
+        "Split the text into tokens by this tokenizer.json of Hugging Face; without it, each byte is a token.",
         metavar="FILE",
         may_change=True,
     )
