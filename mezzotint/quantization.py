@@ -90,9 +90,9 @@ def _check_recipe(recipe: Recipe | None, group: Any) -> None:
 class autocast:
     """An `autocast` is a region in which modules quantize as a recipe says.
 
-    A recipe, or its short name, may come first: `mz.autocast("mxfp8")`. A region works with the recipe as it is when
-    the region is entered: what is assigned to it after that is seen by the next region. A region belongs to its thread.
-    Regions nest, an object can be entered again, and it can decorate functions.
+    A recipe, or its short name, may come first: `mz.autocast("mxfp8")`. A region reads the recipe when it is
+    entered: a change of the recipe after that counts from the next region on. A region belongs to its thread. Regions
+    nest, an object can be entered again, and it can decorate functions.
 
     Backward may be inside of the region or after it: it uses the recipe that forward had.
 
@@ -107,10 +107,10 @@ class autocast:
         memory: How much modules keep for backward: "default", "lean" (only what backward cannot compute again) or
             "compressed" (lean, and the input of an MLP's activation in FP8). None means what the region around this one
             says.
-        check_finite: Whether modules count the values that are NaN or infinite in what they quantize. At the end of the
-            region FloatingPointError is raised if there were some, with module, tensor and step, which counts such
-            regions. Have the region around backward as well, or what is found in gradients is raised by the next
-            region. None means what the region around this one says.
+        check_finite: Whether modules count the values that are NaN or infinite in what they quantize. If there were
+            some, the end of the region raises a FloatingPointError that names the module, the tensor and the step;
+            every such region is a step. Put backward into the region as well, or what it finds in gradients is raised
+            by the next region. None means what the region around this one says.
 
     Raises:
         TypeError: If `enabled` or `calibrating` is no bool, or two recipes are given.

@@ -1,4 +1,4 @@
-"""`python -m mezzotint.as_transformer_engine script.py …`: run a program that imports `transformer_engine`.
+"""This program runs a script or a module that imports `transformer_engine`, unchanged, on Mezzotint:
 
 python -m mezzotint.as_transformer_engine script.py ARGUMENTS
 python -m mezzotint.as_transformer_engine -m package.module ARGUMENTS

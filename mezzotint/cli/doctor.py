@@ -1,8 +1,8 @@
 """`mezzotint doctor` says what this machine runs and how, and checks that what it computes is right.
 
-Each recipe runs one Linear forward and backward, eager and compiled, against FP32. With m bits of mantissa an element
-is off by at most 2^-(m+1) of itself, and over many terms errors add up as a random walk does: the bound of a product is
-the root of the sum of its operands' squares.
+Each recipe runs one Linear forward and backward, eager and compiled, and the result is compared with FP32. Rounding to
+m bits of mantissa changes an element by at most 2^-(m+1) of itself. Over the many terms of a product such errors add up
+as the steps of a random walk do, so the bound of a product is √(a² + b²), where a and b are those of its two operands.
 """
 
 import json
@@ -25,6 +25,7 @@ from mezzotint.recipe import FORWARD_TENSORS, DelayedScalingRequest, QuantizerRo
 from mezzotint.tensor.opaque import why_unregistered
 from mezzotint.trainer.console import CommandError, make_console, make_table
 from mezzotint.trainer.machine import check_compiler, find_device, has_nvidia_driver, versions
+from mezzotint.trainer.progress import progress_bar
 from mezzotint.trainer.recipes import COMMAND_RECIPES
 
 SIZE = 256
@@ -51,7 +52,7 @@ class Check:
     mode: str  # "eager" | "compiled"
     errors: dict[str, float]  # of each product, relative to the product's norm
     bounds: dict[str, float]
-    same_bits: bool | None  # as eager
+    same_bits: bool | None  # whether compiled code gave the bits of eager code; None if that was not compared
     problem: str | None
 
     @property
@@ -65,9 +66,13 @@ def run_doctor(device: str = "auto", compiled: bool = True, as_json: bool = Fals
     """Run the command that `app.py` describes, and return its exit status."""
     where = find_device(device)
     rows = hw.report(None if where.type == "cpu" else "current")
-    with warnings.catch_warnings():
+    checks: list[Check] = []
+    # Compiling takes most of the time, so the bar moves by recipes.
+    with warnings.catch_warnings(), progress_bar("checking recipes", len(COMMAND_RECIPES)) as progress:
         warnings.simplefilter("ignore", hw.EmulationWarning)  # the table says it instead
-        checks = [check for name in COMMAND_RECIPES for check in run_checks(name, where, compiled)]
+        for number, name in enumerate(COMMAND_RECIPES, 1):
+            checks += run_checks(name, where, compiled)
+            progress(number, len(COMMAND_RECIPES))
     is_good = all(check.is_good for check in checks)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
     if as_json:
@@ -168,7 +173,7 @@ def next_steps(device: torch.device, rows: list[hw.Row], checks: list[Check]) ->
     if problems or wrong:
         found = [f"Mend this first: {problem}." for problem in problems]
         found += [f"Do not train in {', '.join(wrong)} here: the numbers are wrong."] if wrong else []
-        return [*found, "If it is not your machine, report it with the output of `mezzotint doctor --json`."]
+        return [*found, "If the cause is not in your machine, report it with the output of `mezzotint doctor --json`."]
     if device.type == "cuda":
         products = [row for row in rows if row.operation == "fprop" and row.format != "high_precision"]
         native = ", ".join(row.format for row in products if row.how == "native")

@@ -7,9 +7,9 @@ from mezzotint.compat.extra_state import IgnoresExtraState
 from mezzotint.recipe import QuantizerRole, Recipe
 from mezzotint.region import current_state
 
-# Each entry has the number of slots of a group, the tensors of three groups, and the name of what leaves
-# attention. The output and the gradient of the inputs have no type here: their role is the next module's, and
-# their name says where they come from.
+# Upstream numbers the quantizers of attention in three groups of equal size. An entry has that size, the type of tensor
+# in each group, and the name of the tensor that leaves attention (the output, or the gradient of the inputs). The type
+# of the latter is empty, because the module that receives it decides what it is.
 _FORWARD = (3, ("qkv", "", "s"), "dpa_output")
 _BACKWARD = (2, ("", "do", "dp"), "dpa_grad_input")
 

@@ -138,8 +138,8 @@ class Workspaces(MutableMapping[str, Any]):
 
 
 class LiveMeta(dict[str, Any]):
-    """This is `fp8_meta` of a module: a recipe that is put into it is the module's, until
-    the module runs with another."""
+    """A `LiveMeta` is the `fp8_meta` of a module: assigning its "recipe" sets the recipe of the module, until the
+    module runs with another."""
 
     def __init__(self, module: Any, **items: Any) -> None:
         super().__init__(**items)

@@ -2,8 +2,8 @@
 itself is not parallel here.
 
 Each sequence of a packed batch (`cu_seqlens`, where they begin and end) is cut into 2 · ranks equal chunks, and
-rank r has the chunks r and 2 · ranks − 1 − r, so that with a causal mask every rank has as much to do. Data
-loaders call these functions.
+rank r has the chunks r and 2 · ranks − 1 − r, so that with a causal mask all ranks have the same amount of
+work. Data loaders call these functions.
 """
 
 from itertools import pairwise

@@ -80,14 +80,14 @@ def convert(
     """Swap a model's linear layers for those of Mezzotint, which share the parameters, and return it; `convert_report`
     tells what was done.
 
-    The layers are `nn.Linear` and, of transformers, `Conv1D` and experts whose weights lie in 3-D parameters. A role's
-    name, by which a `CustomRecipe` and `Rules` may choose, is the path of the layer in the model.
+    It swaps every `nn.Linear` and, in models of Hugging Face's transformers, `Conv1D` and experts whose weights are 3-D
+    parameters. A `CustomRecipe` and `Rules` know a layer by its path in the model, such as "layers.0.mlp.up_proj".
 
     Args:
         model: The model whose layers are swapped.
         recipe: The recipe under which the model and each converted layer run by themselves, whatever an `autocast`
-            around them says. With None (the default) the `autocast` around the call decides, and outside of any nothing
-            is quantized.
+            around them says. With None (the default) the `autocast` around the call decides, and without one nothing is
+            quantized.
         filter: A function `filter(module, fully_qualified_name)` that returns True to convert a layer, False to keep
             it, and None to leave it to the defaults, which keep output heads and small layers as they are.
         inplace: Whether the model itself is changed (True, the default) or a copy of it.

@@ -15,8 +15,8 @@ from mezzotint.tracing import eager_only
 class CustomRecipe(Recipe):
     """This recipe asks a function of yours how each tensor is quantized.
 
-    The function is called at every run of a module. In a graph it is called while the graph is traced, which happens
-    again when something has changed that the function has read. So it may change its answer, and both follow.
+    Eager code calls the function each time a module runs. Compiled code calls it while the graph is traced, and traces
+    again when something that the function read has changed. So the function may change its answer at any time.
     `mezzotint.custom_recipes` has such functions.
 
     Args:

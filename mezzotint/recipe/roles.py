@@ -10,15 +10,15 @@ BACKWARD_TENSORS = ("grad_output", "grad_input")
 
 
 def slot(gemm: int, tensor_type: str) -> int:
-    """Return the place of a tensor among those of its pass, forward or backward: first those of product 0, then of 1,
-    and so on.
+    """Return the index of a tensor among those of its pass, forward or backward, in which the tensors of matrix product
+    0 come first, then those of product 1, and so on.
 
     Args:
         gemm: The number of the matrix product in its module, from 0.
         tensor_type: "input", "weight", "output", "grad_output" or "grad_input".
 
     Returns:
-        The place, from 0.
+        The index, from 0.
 
     Example:
         >>> from mezzotint.recipe import slot

@@ -90,9 +90,10 @@ class NVFP4TensorStorage(TwoDirectionStorage):
         return (self._columnwise_data.shape[1] * 2, self._columnwise_data.shape[0])
 
     def _plain_quantizer(self) -> Quantizer:
-        """Return a quantizer with this layout: with the Hadamard transform if the column-wise codes are padded.
+        """Return a quantizer that makes storages of this layout.
 
-        The transform pads the columns if the rows are no whole blocks, and no plain value records that it was applied.
+        It has the Hadamard transform if the column-wise codes are padded: only the transform pads them, where the rows
+        are no whole blocks, and nothing else in a storage says that it was applied.
         """
         rows, data = matrix_shape(self._logical_shape())[0], self._columnwise_data
         padded_rows = data is not None and data.dim() == 2 and data.shape[1] != cdiv(rows, 2)
@@ -243,8 +244,8 @@ class NVFP4Tensor(NVFP4TensorStorage, QuantizedTensor):
 
 
 class NVFP4Quantizer(Quantizer):
-    """This NVFP4 quantizer has one E4M3 scale for each block of 16 elements or each tile of 16x16, under one scale of
-    the tensor.
+    """An `NVFP4Quantizer` casts to FP4 with one E4M3 scale for each block of 16 elements, or each tile of 16x16, and
+    one FP32 scale for the tensor.
 
     `kernels/nvfp4.py` says what each option does to the numbers.
 

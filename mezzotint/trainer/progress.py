@@ -128,7 +128,7 @@ class Reporter:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, total: int | None = None) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that is called with how much of how much is done, and shows it where a bar can be shown."""
-    with Bar(make_console(), what) as bar:
+    with Bar(make_console(), what, total) as bar:
         yield lambda done, total: bar.update(completed=done, total=total)
