@@ -25,6 +25,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "compile s": ("compile_s", "{:.1f}".format),
     "graphs": ("graphs", str),
 }
+INTRODUCTION = """\
+A column such as 16384x4096x14336 is one linear layer: tokens x input features x output features. The others are two
+layers of a Llama 3 8B, the same with four microbatches, and a grouped linear of 8 experts. A ratio to BF16 is its time
+in the same mode over the candidate's, so more is faster. The floor is the time of the matrix products alone, and of
+moving the fewest bytes that quantization must move. `bench/peers.py` says how it is measured; `--markdown` wrote this.
+"""
 ON_CPU = "On a CPU, at tiny sizes: these times say that everything runs, and nothing else."
 # These are Okabe and Ito's colours, which colour-blind readers can tell apart; torchao's are grey.
 COLOURS = {
@@ -94,8 +100,7 @@ def markdown(report: dict[str, Any]) -> str:
     command = " ".join(["peers", *[f"--{flag.replace('_', '-')}" for flag in options]])
     command = f'ARGS="{command}"' if options else "ARGS=peers"
     lines = ["# Against the peers", "", f"As `make bench {command}` found it: {title(report)}.", ""]
-    lines += ["`bench/peers.py` says what is measured, and how. A ratio is BF16's time in the same mode over the"]
-    lines += ["candidate's: more is faster. Written with `--markdown`.", ""]
+    lines += [INTRODUCTION]
     for mode in MODES:
         for key, what in (("ratio", "times as fast as BF16"), ("of_floor", "time over the floor's")):
             cases, found = matrix(report, mode, key)
