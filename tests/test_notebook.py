@@ -105,6 +105,18 @@ def test_a_run_in_a_notebook_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.stdout.getvalue() == ""  # type: ignore[attr-defined]
 
 
+def test_what_a_step_waits_for_is_shown_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch)
+    with Reporter(make_console(), "mxfp8", 3, 0) as reporter:
+        reporter.say("compiling")
+        assert "compiling" in kernel.shown[-1]
+        reporter.advance()
+        assert "compiling" not in kernel.shown[-1]
+        reporter.show(1, 2.5, None)
+        reporter.advance()
+        assert "loss 2.5000" in kernel.shown[-1]
+
+
 def test_a_bar_of_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
     monkeypatch.setattr(progress, "SECONDS", 1e9)  # after the first, the bar is drawn at the end alone

@@ -96,6 +96,7 @@ class Reporter:
     def __init__(self, console: Console, label: str, steps: int, start: int) -> None:
         self.console, self.label, self.steps = console, label, steps
         self._bar = Bar(console, label, steps, start)
+        self._waits = False
 
     def __enter__(self) -> "Reporter":
         self._bar.__enter__()
@@ -107,11 +108,13 @@ class Reporter:
         self._bar.__exit__(kind, error, trace)
 
     def advance(self) -> None:
-        self._bar.update(advance=1)
+        self._bar.update(advance=1, **({"said": ""} if self._waits else {}))
+        self._waits = False
 
     def say(self, said: str) -> None:
-        """Show a word on what the next steps wait for."""
+        """Show what the next step waits for, until that step is done."""
         self._bar.update(said=said)
+        self._waits = True
         if not self._bar.is_shown:
             self.note(said)
 
