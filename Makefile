@@ -33,6 +33,9 @@ SMOKE := $(addprefix tests/, test_layers.py kernels/test_elements.py kernels/tes
     moe/test_permutation.py moe/test_router.py test_cross_entropy.py convert/test_choice.py compat/test_shims.py \
     trainer/test_data.py)
 
+# Two workers with a thread for each core each would wait for each other, and spin: half of the time of long tests.
+smoke test test-all: export OMP_NUM_THREADS := 1
+
 smoke: $(SETUP) ## the heart of every layer, in less than a minute
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slow and not compile" $(SMOKE) $(ARGS)
 
