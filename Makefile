@@ -33,7 +33,7 @@ SMOKE := $(addprefix tests/, test_layers.py kernels/test_elements.py kernels/tes
     moe/test_permutation.py moe/test_router.py test_cross_entropy.py convert/test_choice.py compat/test_shims.py \
     trainer/test_data.py)
 
-# Two workers with a thread for each core each would wait for each other, and spin: half of the time of long tests.
+# Two workers with a thread for each core each would wait for each other, and spin.
 smoke test test-all: export OMP_NUM_THREADS := 1
 
 smoke: $(SETUP) ## the heart of every layer, in less than a minute

@@ -157,7 +157,7 @@ THREAD = _Thread()
 def current_state() -> State:
     """Return the state of this thread. In a backward it is that of the thread which called it, wherever autograd runs
     it, because `torch.utils.checkpoint` computes again there what a region asked for. A graph never runs in one."""
-    if torch._C._current_graph_task_id() != -1 and backward_task() != -1:
+    if backward_task() != -1:
         own = THREAD.own  # this comes first: a thread without a state makes one
         THREAD.state = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else own
     return THREAD.state

@@ -143,17 +143,10 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
 
 @traced_as(lambda op, x: op)
 def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
-    """Return the callable that runs the op on `x`: in plain eager code (`is_plain`), and if x has no gradient, the
+    """Return the callable that runs the op on `x`: in plain eager code (`is_bare`), and if x has no gradient, the
     implementation itself, else the op. Only `x` is looked at: the op's other tensors must be made by this package. The
     caller makes the call, so that no frame stands between the two on the stack."""
-    if (
-        type(x) not in _PLAIN
-        or (x.requires_grad and torch.is_grad_enabled())
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or not (x.is_cuda or x.is_cpu)
-        or x.is_neg()
-    ):
+    if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
     if x.is_cpu:
@@ -174,20 +167,14 @@ def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> An
 @eager_only(in_graph=False)
 def is_plain(x: Any) -> bool:
     """Return whether nothing stands between a call on `x` and its implementation: no autograd graph, no dispatch mode,
-    no functorch transform, no fake tensor. A compiled graph is made of ops: below Dynamo its tensors are fake, so that
-    their type answers the question."""
-    return (
-        not torch.is_grad_enabled()
-        and type(x) in _PLAIN
-        and (x.is_cuda or x.is_cpu)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    no functorch transform, no fake tensor."""
+    return not torch.is_grad_enabled() and is_bare(x)
 
 
 @eager_only(in_graph=False)
 def is_bare(x: Any) -> bool:
-    """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not."""
+    """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not. A compiled graph is made of
+    ops: below Dynamo its tensors are fake, so that their type answers the question."""
     return (
         type(x) in _PLAIN
         and (x.is_cuda or x.is_cpu)

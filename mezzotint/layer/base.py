@@ -125,9 +125,8 @@ class Layer(Configured, Named, ParallelModule):
 
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
         """Return the state that a recipe asks for in a run with all gradients."""
-        return plan_of(
-            self, of_module(self, recipe), torch.float32, (Needs(True, True, True),) * self.num_gemms
-        ).request
+        needs = (Needs(True, True, True),) * self.num_gemms
+        return plan_of(self, of_module(self, recipe), torch.float32, needs, False, NO_OPTIONS).request
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         super()._init_state(num_gemms, device)
@@ -343,17 +342,10 @@ class Layer(Configured, Named, ParallelModule):
             self._reset_state()
 
 
-def _find_plan(
-    module: Layer,
-    recipe: Recipe | None,
-    dtype: torch.dtype,
-    needs: tuple[Needs, ...],
-    keeps_weights: bool = False,
-    options: RegionOptions = NO_OPTIONS,
-) -> Plan:
+def _find_plan(module: Layer, recipe: Recipe | None, *request: Any) -> Plan:
     if recipe is None or recipe.answers_once():
-        return module._config.plan(recipe, "", dtype, needs, keeps_weights, options)
-    return plan_anew(module._config, recipe, module._name, dtype, needs, keeps_weights, options)
+        return module._config.plan(recipe, "", *request)
+    return plan_anew(module._config, recipe, module._name, *request)
 
 
 @traced_as(_find_plan)
@@ -362,15 +354,16 @@ def plan_of(
     recipe: Recipe | None,
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
-    keeps_weights: bool = False,
-    options: RegionOptions = NO_OPTIONS,
+    keeps_weights: bool,
+    options: RegionOptions,
 ) -> Plan:
     """Return the plan of a run under this recipe. Eager code takes that of the last run, if nothing changed."""
     # This is no method, because in a graph each look-up of a method in a module has its guards.
-    key, memo = (module._config, recipe, dtype, needs, keeps_weights, options), module.__dict__.get("_planned")
+    request = dtype, needs, keeps_weights, options
+    key, memo = (module._config, recipe, *request), module.__dict__.get("_planned")
     if memo is not None and memo[0] == key:
         return memo[1]
-    plan = _find_plan(module, recipe, dtype, needs, keeps_weights, options)
+    plan = _find_plan(module, recipe, *request)
     if recipe is None or recipe.answers_once():
         module.__dict__["_planned"] = key, plan
     return plan

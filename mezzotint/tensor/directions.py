@@ -41,7 +41,7 @@ class TwoDirectionStorage(QuantizedTensorStorage):
         """Return the codes and the scales of one direction; raise ValueError if it is not held."""
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale_inv = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
-        if data is None or scale_inv is None or len(self._ROWWISE) > 2:
+        if data is None or scale_inv is None or len(self._ROWWISE) > 2:  # some formats hold an amax, too
             self._require(columnwise)
         assert data is not None
         assert scale_inv is not None
