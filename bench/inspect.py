@@ -3,7 +3,7 @@
     python -m bench inspect [--device cuda] [--recipe mxfp8] [--hidden 2048] [--tokens 8192] [--layers 2] [--what-if]
                             [--no-compile] [--repeat 10] [--json out.json]
 
-Times are wall-clock medians of whole steps, forward and backward; those of inspected steps
+Times are wall-clock medians of whole training steps: forward, backward and the optimizer's. Those of inspected steps
 include writing the measurements.
 """
 
@@ -56,12 +56,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     layers = [mz.TransformerLayer(args.hidden, 4 * args.hidden, **layer) for _ in range(args.layers)]
     model = torch.nn.Sequential(*layers)
     called = model if args.no_compile else torch.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=args.device == "cuda")
     x = torch.randn(args.tokens, 1, args.hidden, device=args.device, dtype=torch.bfloat16)
 
     def step() -> None:
         with mz.autocast(args.recipe):
             y = called(x)
         y.backward(x)
+        optimizer.step()
+        optimizer.zero_grad()
 
     times: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as out:

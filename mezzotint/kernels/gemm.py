@@ -34,6 +34,7 @@ from mezzotint.kernels.operand import (
     dequantize_operand,
     exact_of,
     factors,
+    is_unpacked,
     rows,
 )
 from mezzotint.kernels.scaled_mm import OptionalTensor
@@ -189,11 +190,22 @@ _gemm_op_ = leaf(
 def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
     a, b, bias = _split(arguments)
     if a.data.is_cuda:
-        one_call = choose(a, b).one_call
+        one_call = _unpacked_product if is_unpacked(a) and is_unpacked(b) else choose(a, b).one_call
         made = None if one_call is None else one_call(a, b, bias, *arguments[2 * FIELDS + 1 :])
         if made is not None:
             return made
     return _gemm_op(*arguments)
+
+
+def _unpacked_product(
+    a: Operand, b: Operand, bias: OptionalTensor, dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor | None:
+    """Return the product that `_emulated` writes by one call of `torch.mm`; None if it takes more than one."""
+    if bias is not None or dtype != torch.bfloat16 or factors(a, b):
+        return None
+    _tell(a, b)
+    size = contraction(a, b)
+    return torch.mm(exact_of(a)(a, size, dtype), exact_of(b)(b, size, dtype).t())
 
 
 # In a graph this calls PyTorch's own product if that is all it takes, which a compiled graph reaches without going

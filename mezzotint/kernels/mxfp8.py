@@ -33,7 +33,7 @@ from mezzotint.kernels.elements import (
     scaled,
 )
 from mezzotint.kernels.operand import Operand
-from mezzotint.kernels.quantize_ops import quantize_ops
+from mezzotint.kernels.quantize_ops import Unpacking, quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 
@@ -115,6 +115,15 @@ def mxfp8_dequantize_reference(
     return value.to(out_dtype).reshape(data.shape)
 
 
+_KIND = "mx"  # data: codes (R, C), or `transposed` (C, R); scale: E8M0 bytes of `_operand_scale_shape`
+
+
+def _values(buffers: dict[str, torch.Tensor], direction: str, dtype: int, *options: bool) -> torch.Tensor:
+    data, scale_inv, swizzled = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"], options[2]
+    columnwise = direction == "columnwise"
+    return mxfp8_dequantize_reference(data, scale_inv, dtype, swizzled, columnwise, torch.bfloat16)
+
+
 mxfp8_quantize, mxfp8_quantize_ = quantize_ops(
     "mxfp8_quantize",
     "int dtype, bool floor, bool two_d, bool swizzled, bool rowwise, bool columnwise",
@@ -122,6 +131,7 @@ mxfp8_quantize, mxfp8_quantize_ = quantize_ops(
     reference=mxfp8_quantize_reference,
     cuda="mxfp8:quantize",
     in_graphs=True,
+    unpacking=Unpacking(_KIND, _values),
 )
 
 mxfp8_dequantize = leaf(
@@ -169,7 +179,6 @@ def _operand_scale_shape(rows: int, size: int, transposed: bool) -> tuple[int, i
     return mxfp8_scale_shape(size, rows, True) if transposed else mxfp8_scale_shape(rows, size, False)
 
 
-_KIND = "mx"  # data: codes (R, C), or `transposed` (C, R); scale: E8M0 bytes of the shape above
 MXFP8 = register_format(
     QuantizedFormat(
         name="mxfp8",

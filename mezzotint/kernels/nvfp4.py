@@ -23,6 +23,8 @@ These options all belong to one function that quantizes rows:
 x is read twice: for the amax, then for one cast that writes both directions.
 """
 
+from typing import Any
+
 import torch
 
 from mezzotint import hw
@@ -45,7 +47,7 @@ from mezzotint.kernels.finish import finish
 from mezzotint.kernels.hadamard import hadamard16
 from mezzotint.kernels.operand import Operand
 from mezzotint.kernels.philox import philox_bytes
-from mezzotint.kernels.quantize_ops import quantize_ops
+from mezzotint.kernels.quantize_ops import Unpacking, quantize_ops
 from mezzotint.kernels.swizzle import swizzle, unswizzle
 
 MAE, MSE = 1, 2
@@ -261,6 +263,18 @@ nvfp4_amax = leaf(
     cuda="nvfp4:amax",
 )
 
+_KIND = "nv"  # data: two codes a byte (R, ceil(C/2)); scale: E4M3 bytes; amax: FP32 [1] or [R]
+
+
+def _values(buffers: dict[str, torch.Tensor], direction: str, *options: Any) -> torch.Tensor:
+    """Return code · block scale, which has 6 bits, in BF16; see `_exact`."""
+    data, scale_inv = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"]
+    e4m3_max, swizzled = options[3], options[7]
+    unit = torch.full((1,), FP4_MAX * e4m3_max, dtype=torch.float32, device=data.device)
+    size = 2 * data.shape[-1]
+    return nvfp4_dequantize_reference(data, scale_inv, unit, e4m3_max, swizzled, False, size, torch.bfloat16)
+
+
 nvfp4_quantize, nvfp4_quantize_ = quantize_ops(
     "nvfp4_quantize",
     "Tensor? amax_rowwise, Tensor? amax_columnwise, Tensor? rng, int e4m3_max, int four_over_six, int sign_mask,"
@@ -268,6 +282,7 @@ nvfp4_quantize, nvfp4_quantize_ = quantize_ops(
     geometry=lambda shape, *options: nvfp4_buffers(shape, *options[-4:]),
     reference=nvfp4_quantize_reference,
     cuda="nvfp4:quantize",
+    unpacking=Unpacking(_KIND, _values, per_byte=2),
 )
 
 nvfp4_dequantize = leaf(
@@ -351,7 +366,6 @@ def _side(op: Operand, height: int, size: int) -> tuple[torch.Tensor, torch.Tens
     return x, (scale if op.swizzled else swizzle(scale)).view(torch.float8_e4m3fn)
 
 
-_KIND = "nv"  # data: two codes a byte (R, ceil(C/2)); scale: E4M3 bytes of the shape above; amax: FP32 [1] or [R]
 NVFP4 = register_format(
     QuantizedFormat(
         name="nvfp4",

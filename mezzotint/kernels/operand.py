@@ -21,7 +21,7 @@ from mezzotint.formats import HIGH, KINDS
 class Operand:
     """An `Operand` holds a matrix (R, C) and how to read it."""
 
-    data: torch.Tensor
+    data: torch.Tensor  # codes, or their exact values in BF16, as a product that is emulated reads them
     scale: torch.Tensor | None = None
     amax: torch.Tensor | None = None  # of kinds that have one
     kind: str = HIGH
@@ -29,6 +29,11 @@ class Operand:
     swizzled: bool = False  # scale bytes in the GEMM's order
     e4m3_max: int = 448  # what block scales in E4M3 were mapped to
     transposed: bool = False  # data (C, R) and its scales as stored
+
+
+def is_unpacked(op: Operand) -> bool:
+    """Return whether a quantized operand holds exact values in BF16 instead of codes."""
+    return op.kind != HIGH and op.data.dtype == torch.bfloat16
 
 
 def rows(op: Operand) -> int:
@@ -39,7 +44,7 @@ def rows(op: Operand) -> int:
 def codes(op: Operand) -> int:
     """Return C as stored: zero codes that pad an odd number of packed codes, or a Hadamard transform, are counted."""
     size = op.data.shape[0 if op.transposed else 1]
-    if op.kind == HIGH:
+    if op.kind == HIGH or is_unpacked(op):
         return size
     count, width = KINDS[op.kind].packed
     return size // width * count
@@ -110,8 +115,15 @@ def exact_of(op: Operand) -> Callable[[Operand, int, torch.dtype], torch.Tensor]
     In BF16 most kinds are exact. FP32 block scales that are no powers of two round once: to FP32 in the reference, to
     BF16 where the product is emulated.
     """
+    if is_unpacked(op):
+        return _unpacked
     kind = KINDS[op.kind]
     return kind.exact or kind.dequantize
+
+
+def _unpacked(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
+    values = op.data.t() if op.transposed else op.data
+    return values[:, :size].to(dtype)
 
 
 def codes_alone(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,10 @@ bit for bit, that of the two ops one after the other: the producer's result is r
 `name_groups` does the same to each of many tensors, in as many launches as one tensor takes if the format can do that.
 An option that is a tensor in the call for one tensor is a list there, empty if nothing is given.
 
+`name_unpacked` writes, of the directions that its last option names, the values that a product reads instead of codes.
+Where a GPU has no product of a format, BF16 tensor cores multiply these values: an operand that nobody keeps need not
+be written as codes, read and written again.
+
 On CUDA a launch whose file says TAKES_SOURCES reads the producer's arguments (`SourceCall`) where it would read x. For
 the others, and where Triton does not run, the producer's own op writes x first.
 """
@@ -31,7 +35,7 @@ from mezzotint.kernels.activation import (
 )
 from mezzotint.kernels.norm import norm_apply, norm_apply_reference
 
-__all__ = ["SOURCES", "SourceCall", "fused", "of_groups", "quantize_ops"]
+__all__ = ["SOURCES", "SourceCall", "Unpacking", "fused", "of_groups", "quantize_ops", "unpacking_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,39 @@ def of_groups(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return _GROUPS[op]
 
 
+ROWWISE, COLUMNWISE = 1, 2  # the directions in the option `unpacked`, which add up
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacking:
+    """An `Unpacking` says which values stand in an unpacked direction of a format: those that `OperandKind.exact`
+    reads out of its codes, in BF16, which must hold them exactly."""
+
+    kind: str  # of its operands
+    values: Callable[..., torch.Tensor]  # (buffers by name, "rowwise" or "columnwise", *options) → the values
+    per_byte: int = 1  # the number of codes in a byte
+
+
+# This maps a quantization to its form that unpacks.
+_UNPACKED: dict[torch._ops.OpOverload, tuple[torch._ops.OpOverload, Unpacking]] = {}
+
+
+def unpacking_of(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, Unpacking] | None:
+    """Return the op that quantizes as `op` does and unpacks, and what it writes; None if the format has none."""
+    return _UNPACKED.get(op)
+
+
+def _unpacked_buffers(buffers: Buffers, unpacked: int, per_byte: int) -> Buffers:
+    """Return the buffers with those of codes replaced, in the directions that are `unpacked`, by values."""
+    found = dict(buffers)
+    for direction, flag in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
+        name = f"{direction}_data"
+        if unpacked & flag and name in found:
+            *leading, size = found[name][0]
+            found[name] = (*leading, size * per_byte), torch.bfloat16
+    return found
+
+
 def quantize_ops(
     name: str,
     options: str,
@@ -129,19 +166,34 @@ def quantize_ops(
     cuda: str | None,
     cuda_groups: str | None = None,
     in_graphs: bool = False,
+    unpacking: Unpacking | None = None,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
     """Define `name(x, options) -> buffers` and its in-place form `name_(x, buffers, noop, options)`, and return both.
-    `fused` and `of_groups` find the other ops that are defined with them.
+    `fused`, `of_groups` and `unpacking_of` find the other ops that are defined with them.
 
     `geometry(shape, *options)` describes every buffer, for the fake and for the real allocation. `reference(x,
     *options)` returns new buffers. The launch, `cuda`, writes into given ones: `launch(x, out, noop, *options)`;
     nothing is written if the one-element `noop` is 1. The launch for many tensors, `cuda_groups`, takes lists:
     `launch(xs, outs, *options)`; without it the tensors are quantized one after another. With `in_graphs` the compiler
-    launches the kernels of `cuda` itself.
+    launches the kernels of `cuda` itself. With `unpacking` the launch writes values wherever a buffer is BF16.
     """
+    in_place = _in_place(reference)
+    late = Late(cuda, in_place)
+    functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs)
+    _GROUPS[functional] = _groups_op(f"{name}_groups", options, _allocation(geometry), reference, late, cuda_groups)
+    if unpacking is not None:
+        _UNPACKED[functional] = _unpacked_op(name, options, geometry, reference, cuda, in_graphs, unpacking), unpacking
+    schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
+    return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
 
-    def allocate(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        return _empty(x, tuple(x.shape), geometry, args)
+
+def _allocation(geometry: Callable[..., Buffers]) -> Callable[..., "list[torch.Tensor]"]:
+    """Return the function that allocates the buffers of x with these options."""
+    return lambda x, *args: _empty(x, tuple(x.shape), geometry, args)
+
+
+def _in_place(reference: Callable[..., "list[torch.Tensor]"]) -> Callable[..., None]:
+    """Return the reference as a function that writes into given buffers."""
 
     def in_place(x: torch.Tensor, out: list[torch.Tensor], noop: torch.Tensor | None, *args: Any) -> None:
         if noop is not None and noop.item() == 1.0:
@@ -149,7 +201,19 @@ def quantize_ops(
         for buffer, fresh in zip(out, reference(x, *args), strict=True):
             buffer.copy_(fresh)
 
-    late = Late(cuda, in_place)
+    return in_place
+
+
+def _functional_op(
+    name: str,
+    options: str,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    late: Late,
+    cuda: str | None,
+    in_graphs: bool,
+) -> torch._ops.OpOverload:
+    """Define the op that returns new buffers, and those that take a source in."""
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         out = _empty(x, tuple(x.shape), geometry, args)
@@ -159,15 +223,41 @@ def quantize_ops(
     def made_on_cuda(made: SourceCall, out: list[torch.Tensor], *args: Any) -> None:
         late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
 
-    functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", allocate, reference, on_cuda)
+    functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", _allocation(geometry), reference, on_cuda)
     if in_graphs:
         launch_in_graphs(functional)
-    schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
     _FUSED[functional] = {
         key: _fused_op(f"{name}_of_{key}", options, key, geometry, reference, made_on_cuda) for key in SOURCES
     }
-    _GROUPS[functional] = _groups_op(f"{name}_groups", options, allocate, reference, late, cuda_groups)
-    return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
+    return functional
+
+
+def _unpacked_op(
+    name: str,
+    options: str,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    cuda: str | None,
+    in_graphs: bool,
+    unpacking: Unpacking,
+) -> torch._ops.OpOverload:
+    """Define the op that unpacks, with the directions to unpack as its last option."""
+
+    def unpacked_geometry(shape: tuple[int, ...], *args: Any) -> Buffers:
+        return _unpacked_buffers(geometry(shape, *args[:-1]), args[-1], unpacking.per_byte)
+
+    def unpacked_reference(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
+        own, unpacked = args[:-1], args[-1]
+        made = dict(zip(geometry(tuple(x.shape), *own), reference(x, *own), strict=True))
+        for direction, flag in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
+            data = f"{direction}_data"
+            if unpacked & flag and data in made:
+                made[data] = unpacking.values(made, direction, *own)
+        return list(made.values())
+
+    late = Late(cuda, _in_place(unpacked_reference))
+    schema = f"{name}_unpacked", f"{options}, int unpacked"
+    return _functional_op(*schema, unpacked_geometry, unpacked_reference, late, cuda, in_graphs)
 
 
 def _groups_op(

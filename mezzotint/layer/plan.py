@@ -17,6 +17,7 @@ from mezzotint.functional.linear import LinearQuantizers, Needs, Numerics
 from mezzotint.functional.norm import NormOptions
 from mezzotint.functional.tensor_parallel import Parallel, gathers, splits_of
 from mezzotint.layer.names import join_path
+from mezzotint.layer.unpacking import unpack_operands
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     RULED_TENSORS,
@@ -164,6 +165,10 @@ def _resolve(
         if config.makes_again and is_lean:
             inputs = tuple([_input_again(config, gemm, each.input) for gemm, each in enumerate(quantizers)])
         quantizers = tuple(map(_without_columns, quantizers, weights, inputs))
+        is_read = config.is_inspected or options.checks_finite or recipe.override() is not None  # not by products alone
+        if config.makes_again and not is_read and not any(config.parallels):
+            each = [unpack_operands(*own, keeps_weights) for own in zip(quantizers, weights, inputs, strict=True)]
+            quantizers, weights, inputs = map(tuple, zip(*each, strict=True))
     return Plan(
         quantizers=quantizers,
         needs=needs,

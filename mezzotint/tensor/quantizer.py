@@ -20,6 +20,7 @@ import torch
 
 from mezzotint.constants import DType
 from mezzotint.kernels._lib import Buffers
+from mezzotint.kernels.quantize_ops import COLUMNWISE, ROWWISE, Unpacking, unpacking_of
 from mezzotint.tensor.checks import NO_GROUP, check_reduction
 from mezzotint.tensor.flatten import flatten_context, qualified_name
 from mezzotint.tensor.opaque import SUBCLASSES_COUNT, OpaqueMeta, graph_name
@@ -77,6 +78,8 @@ class Quantizer(metaclass=OpaqueMeta):
     internal: bool
     optimize_for_gemm: bool
 
+    unpacked: int = 0  # directions of which the values are made instead of the codes: see `kernels/quantize_ops.py`
+
     custom: ClassVar[bool] = False  # it brings its own `quantize` and `qgemm`
 
     _by_value: ClassVar[bool] = (
@@ -117,12 +120,28 @@ class Quantizer(metaclass=OpaqueMeta):
         check_quantized_dtype(dtype, self)
         check_directions(self)
         op, tensors, options = plan
+        found = unpacking_of(op) if self.unpacked else None
+        if found is not None:
+            op, options = found[0], (*options, self.unpacked)
         draws, takes_scale, holder = "rng!" in tensors, self.takes_scale(), None
         if self._is_constant():
             name, kwargs, values = self._holder(True)
             holder = name, kwargs, tuple(values.items())
         alone = None if draws or takes_scale else (*[None] * len(tensors), *options)
         return QuantizeCall(op, tensors, options, takes_scale, alone, holder)
+
+    def unpacking(self) -> Unpacking | None:
+        """Return what the format's unpacked directions hold, or None if it has none."""
+        plan = self._plan()
+        found = None if plan is None else unpacking_of(plan[0])
+        return None if found is None else found[1]
+
+    def as_unpacked(self, *, rowwise: bool, columnwise: bool) -> "Quantizer":
+        """Return a copy that makes these directions as the values that an emulated product reads. What it makes is an
+        operand of products, and nothing else."""
+        made = self.copy()
+        made.unpacked = ROWWISE * rowwise + COLUMNWISE * columnwise
+        return made
 
     def _amax_plan(self, dim: int) -> "tuple[Any, ...] | None":
         """Return (op, names of the amaxes that it returns, options), or None if there are none to compute.

@@ -5,6 +5,7 @@ shapes, over every option set once. An op is one for all of its options: `make t
 """
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, no
 from mezzotint.kernels.nvfp4 import nvfp4_amax
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import add, dropout, l2norm, l2norm_backward, scale, scale_add
-from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
+from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups, unpacking_of
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.kernels.statistics import (
     empty_statistics,
@@ -357,6 +358,18 @@ def test_groups(variant: Variant) -> None:
         assert len(made) == len(wanted)
 
 
+@pytest.mark.compile
+@over_variants()
+def test_unpacked(variant: Variant) -> None:
+    found = unpacking_of(variant.quantize)
+    if found is None:
+        return
+    for usage, unpacked in itertools.product(variant.usages(), (1, 2, 3)):
+        arguments = sample((48, 80), variant.dtypes[0]), *variant.arguments("cpu", usage), unpacked
+        is_last = usage == variant.usages()[-1] and unpacked == 3
+        torch.library.opcheck(found[0], arguments, test_utils=ALL if is_last else FAST)
+
+
 @pytest.mark.cover(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("source", SOURCES)
@@ -369,6 +382,9 @@ def test_fused(name: str, source: str) -> None:
             made = sources(sample(shape, variant.dtypes[0]), rms=rms)[source]
             utils = ALL if index == 0 and not rms else FAST
             torch.library.opcheck(fused(variant.quantize, source), (*made, *arguments), test_utils=utils)
+            found = unpacking_of(variant.quantize)
+            if found is not None:
+                torch.library.opcheck(fused(found[0], source), (*made, *arguments, 3), test_utils=utils)
 
 
 @pytest.fixture
@@ -417,6 +433,8 @@ def test_every_op_has_a_case() -> None:
     here |= {nonfinite_add_.name()}
     here |= {fused(variant.quantize, source).name() for variant in VARIANTS for source in SOURCES}
     here |= {of_groups(variant.quantize).name() for variant in VARIANTS}
+    unpacked = [found[0] for found in map(unpacking_of, {variant.quantize for variant in VARIANTS}) if found]
+    here |= {op.name() for op in unpacked} | {fused(op, source).name() for op in unpacked for source in SOURCES}
     here = {name.removeprefix("mezzotint::") for name in here}
     assert not here & set(ELSEWHERE)
     assert here | set(ELSEWHERE) == library_ops()

@@ -19,6 +19,8 @@ from mezzotint.kernels.triton._jit_fp4 import (
     absmax16,
     absmax_pairs,
     block_scale,
+    decode_e2m1,
+    decode_e4m3,
     encode_scale,
     hadamard16,
     hadamard16_small,
@@ -122,6 +124,48 @@ def _store_codes(data, codes, line0, line, block0, block, bytes, mask, WORDS: tl
         for i in tl.static_range(8):
             byte = ((codes >> (8 * i)) & 0xFF).to(tl.uint8)
             tl.store(at + i, byte, mask=mask & ((block0.to(tl.int64) + block) * 8 + i < bytes))
+
+
+@triton.jit
+def _four_values(codes, scale):
+    """Return four codes times their block's scale, which is exact in BF16, as the bits of four BF16 in uint64."""
+    word = tl.zeros_like(codes)
+    for i in tl.static_range(4):
+        value = decode_e2m1(((codes >> (4 * i)) & 15).to(tl.int32)) * scale
+        word |= (value.to(tl.uint32, bitcast=True) >> 16).to(tl.uint64) << (16 * i)
+    return word
+
+
+@triton.jit
+def _store_values(data, codes, sf, line0, line, block0, block, size, mask, WORDS: tl.constexpr):
+    """Write the 16 values of each block, in BF16, as `_store_codes` writes codes; a line is `size` values long."""
+    scale = decode_e4m3(sf)
+    if WORDS:
+        at = data.to(tl.pointer_type(tl.uint64), bitcast=True) + (wide_product(line0, size // 4) + block0 * 4)
+        at += wide_product(line, size // 4) + block * 4
+        for half in tl.static_range(2):  # 16 bytes at once
+            four = codes >> (32 * half)
+            pair = tl.join(_four_values(four, scale), _four_values(four >> 16, scale))
+            to = (at + 2 * half)[:, :, None] + tl.arange(0, 2)[None, None, :]
+            if mask is None:
+                tl.store(to, pair)
+            else:
+                tl.store(to, pair, mask=mask[:, :, None])
+    else:
+        at = data + (wide_product(line0, size) + block0 * 16) + (wide_product(line, size) + block * 16)
+        for i in tl.static_range(16):
+            value = decode_e2m1(((codes >> (4 * i)) & 15).to(tl.int32)) * scale
+            inside = mask & ((block0.to(tl.int64) + block) * 16 + i < size)
+            tl.store(at + i, value.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _store_block(data, codes, sf, line0, line, block0, block, bytes, mask, WORDS: tl.constexpr):
+    """Write each block as `data` holds it: as codes, or unpacked as values."""
+    if data.dtype.element_ty == tl.uint8:
+        _store_codes(data, codes, line0, line, block0, block, bytes, mask, WORDS)
+    else:
+        _store_values(data, codes, sf, line0, line, block0, block, bytes * 2, mask, WORDS)
 
 
 @triton.jit
@@ -238,10 +282,10 @@ def quantize_rows(
     tiles = (blocks + 3) // 4
     at = scale + scale_index_in(r0, t, b0, tb, tiles, BM, SWIZZLED)
     if EVEN:
-        _store_codes(data, codes, r0, t, b0, tb, bytes, None, WORDS)
+        _store_block(data, codes, sf, r0, t, b0, tb, bytes, None, WORDS)
         tl.store(at, sf.to(tl.uint8))
     else:
-        _store_codes(data, codes, r0, t, b0, tb, bytes, (r < M) & (b < blocks), WORDS)
+        _store_block(data, codes, sf, r0, t, b0, tb, bytes, (r < M) & (b < blocks), WORDS)
         tl.store(at, sf.to(tl.uint8), mask=(r < (M + 127) // 128 * 128) & (b < tiles * 4))
     return scales
 
@@ -327,8 +371,8 @@ def quantize_columns(
     tiles = (blocks + 3) // 4
     at = scale + scale_index_in(c0, tc, g0, tg, tiles, BN, SWIZZLED)
     if EVEN:
-        _store_codes(data, codes, c0, tc, g0, tg, bytes, None, WORDS)
+        _store_block(data, codes, sf, c0, tc, g0, tg, bytes, None, WORDS)
         tl.store(at, sf.to(tl.uint8))
     else:
-        _store_codes(data, codes, c0, tc, g0, tg, bytes, (g < blocks) & inside, WORDS)
+        _store_block(data, codes, sf, c0, tc, g0, tg, bytes, (g < blocks) & inside, WORDS)
         tl.store(at, sf.to(tl.uint8), mask=(c < (K + 127) // 128 * 128) & (g < tiles * 4))

@@ -114,6 +114,16 @@ def _to_columns(blocks, HIGH: tl.constexpr, BN: tl.constexpr):
     return tl.reshape(tl.broadcast_to(blocks[:, :, None], [HIGH, BN // 32, 32]), [HIGH, BN])
 
 
+@triton.jit
+def _as_held(data, code, byte, DTYPE: tl.constexpr):
+    """Return the codes as `data` holds them: as bytes, or unpacked as the values that they stand for, which have the
+    scale `byte`."""
+    if data.dtype.element_ty == tl.uint8:
+        return code
+    else:
+        return (decode_fp8(code, DTYPE) * e8m0_decode(byte)).to(data.dtype.element_ty)
+
+
 @Fast
 @triton.jit
 def _rows_kernel(
@@ -146,7 +156,8 @@ def _rows_kernel(
     blocks = tl.reshape(value, [BM, BN // 32, 32])
     byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
     code = cast_fp8(blocks * e8m0_inverse(byte)[:, :, None], DTYPE)
-    store_tile(data, tl.reshape(code, [BM, BN]), r, c, M, K, EVEN)
+    held = _as_held(data, code, byte[:, :, None], DTYPE)
+    store_tile(data, tl.reshape(held, [BM, BN]), r, c, M, K, EVEN)
     j = col * (BN // 32) + tl.arange(0, BN // 32)
     to = swizzled(r[:, None], j[None, :], wide // 128) if SWIZZLED else r[:, None] * (wide // 32) + j[None, :]
     # A block of zeros has byte 0: padding comes out as it must.
@@ -215,20 +226,24 @@ def _groups_kernel(
             byte = e8m0_from_amax(drop_nan(top), DTYPE, FLOOR)
             row_byte = _to_rows(byte, GROUPS, LANES, BLOCKS)
             col_byte = _to_columns(byte, GROUPS, BN)
-            code = tl.reshape(cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE), [32 * GROUPS, BN])
+            code = cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE)
             if data is not None:
-                _store(data + to, code, mask, EVEN)
+                held = _as_held(data, code, row_byte[:, :, None], DTYPE)
+                _store(data + to, tl.reshape(held, [32 * GROUPS, BN]), mask, EVEN)
             if col_data is not None:
-                _store(col_data + to, code, mask, EVEN)
+                held = _as_held(col_data, code, row_byte[:, :, None], DTYPE)
+                _store(col_data + to, tl.reshape(held, [32 * GROUPS, BN]), mask, EVEN)
         else:
             if data is not None:
                 row_byte = e8m0_from_amax(drop_nan(tl.max(tl.abs(blocks), 2)), DTYPE, FLOOR)
                 code = cast_fp8(blocks * e8m0_inverse(row_byte)[:, :, None], DTYPE)
-                _store(data + to, tl.reshape(code, [32 * GROUPS, BN]), mask, EVEN)
+                held = _as_held(data, code, row_byte[:, :, None], DTYPE)
+                _store(data + to, tl.reshape(held, [32 * GROUPS, BN]), mask, EVEN)
             if col_data is not None:
                 col_byte = e8m0_from_amax(drop_nan(_max_of_groups(tl.abs(value), GROUPS, LANES, BN)), DTYPE, FLOOR)
                 code = cast_fp8(value * _to_rows(e8m0_inverse(col_byte), GROUPS, LANES, BN), DTYPE)
-                _store(col_data + to, code, mask, EVEN)
+                held = _as_held(col_data, code, _to_rows(col_byte, GROUPS, LANES, BN), DTYPE)
+                _store(col_data + to, held, mask, EVEN)
 
         # A block of zeros has byte 0, so padding comes out as it must, except where a 32x32 tile is cut.
         if data is not None:
@@ -299,8 +314,10 @@ def quantize(
     swizzled: bool,
     rowwise: bool,
     columnwise: bool,
+    unpacked: int = 0,
     config: dict[str, int] | None = None,
 ) -> None:
+    """Write the wanted directions of x. Buffers of BF16 are what `unpacked` names: they get values, not codes."""
     halves = config or tile_config(two_d, rowwise, columnwise, halves=True)
     source = read(x, source_mode(x, "blocks of 32", halves["BN"] * halves["num_warps"] if columnwise else 0))
     x, M, K = source.x, source.M, source.K
@@ -423,6 +440,10 @@ AHEAD = [
     _case("bf16 u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("activation_backward", "gelu")),
     _case("bf16 - - u8 u8 -", E4M3, False, False, False, False, BACKWARD, ("halves", "silu")),
     _case("bf16 u8 u8 u8 u8 -", E4M3, False, True, True, True, RMSNORM, ("norm", False)),
+    _case("bf16 bf16 u8 -", E4M3, False, False, False, True),
+    _case("bf16 bf16 u8 u8 u8 -", E4M3, False, False, False, True, ACTIVATION, ("activation", "silu", True)),
+    _case("bf16 bf16 u8 bf16 u8 -", E4M3, False, False, False, True),
+    _case("bf16 - - bf16 u8 -", E4M3, False, True, False, True),
     ahead(_dequantize_kernel, "u8 u8 bf16", DTYPE=E4M3, SWIZZLED=False, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp32", DTYPE=E5M2, SWIZZLED=True, COLUMNWISE=False, **_BACK),
     ahead(_dequantize_kernel, "u8 u8 fp16", DTYPE=E4M3, SWIZZLED=True, COLUMNWISE=True, **_BACK),

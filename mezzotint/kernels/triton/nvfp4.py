@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import NVFP4_BLOCK, cdiv, rup
+from mezzotint.kernels.quantize_ops import COLUMNWISE, ROWWISE
 from mezzotint.kernels.triton._jit import ahead, as_rows
 from mezzotint.kernels.triton._jit_fp4 import decode_e2m1, decode_e4m3, philox_key, scale_index
 from mezzotint.kernels.triton._jit_nvfp4 import quantize_columns, quantize_rows, tensor_scales
@@ -242,9 +243,11 @@ def quantize(
     row_scaled: bool,
     rowwise: bool,
     columnwise: bool,
+    unpacked: int = 0,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write the wanted directions of x and their amaxes."""
+    """Write the wanted directions of x and their amaxes. Buffers of BF16, which `unpacked` names, get values
+    instead of codes."""
     if not out:
         return
     x = as_rows(x)
@@ -343,14 +346,16 @@ def dequantize(
     return out
 
 
-def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", **options: int) -> tuple:
+def _ahead(rowwise: bool, columnwise: bool, dtype: str = "bf16", unpacked: int = 0, **options: int) -> tuple:
     """Return a case of the cast for ahead-of-time compilation; `options` override the plain one."""
     rht, random = bool(options.get("RHT")), options.pop("random", 0)
     two_d, four = bool(options.get("TWO_D")), options.get("FOUR", 0)
     config = tile_config(8192, 8192, rowwise, columnwise, rht, two_d, four)
     row, col = ("u8" if wanted else "-" for wanted in (rowwise, columnwise))
     row_amax, col_amax = ("fp32" if wanted else "-" for wanted in (rowwise, columnwise))
-    pointers = [dtype, row, row, col, col, row_amax, col_amax, row_amax, col_amax, "i64" if random else "-", "fp32"]
+    row_data, col_data = ("bf16" if unpacked & flag else side for flag, side in ((ROWWISE, row), (COLUMNWISE, col)))
+    pointers = [dtype, row_data, row, col_data, col, row_amax, col_amax, row_amax, col_amax]
+    pointers += ["i64" if random else "-", "fp32"]
     constants = {
         "count": None,
         "E4M3_MAX": 448,
@@ -379,6 +384,8 @@ AHEAD = [
     _ahead(True, False, "fp16", TWO_D=True, FOUR=1, SPAN=1, EVEN=False, ROW_WORDS=False),
     _ahead(True, True, RHT=True, random=1, SWIZZLED=False),
     _ahead(True, True, "fp32", ROW_SCALED=True, SHARED=False, FOUR=2, ROW_BP=0, COL_BP=0),
+    _ahead(True, True, unpacked=ROWWISE | COLUMNWISE, RHT=True, random=1, SWIZZLED=False),
+    _ahead(True, True, unpacked=ROWWISE, TWO_D=True, EVEN=False, ROW_WORDS=False),
     *(
         ahead(
             _dequantize_kernel,

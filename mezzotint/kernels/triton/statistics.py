@@ -84,7 +84,9 @@ def _statistics_kernel(
     signal = tl.zeros([BR, BC], tl.float64)
     noise = tl.zeros([BR, BC], tl.float64)
     amax = tl.full([BR, BC], -float("inf"), tl.float32)
-    relative = tl.full([BR, BC], -float("inf"), tl.float64)
+    # The largest |error| / |x|, as a pair: two products compare it with another, without a division.
+    worst = tl.full([BR, BC], -float("inf"), tl.float64)
+    worst_of = tl.full([BR, BC], 1.0, tl.float64)
     largest = tl.full([BR, BC], -float("inf"), tl.float32)
     smallest = tl.full([BR, BC], -float("inf"), tl.float32)
     before = tl.zeros([256], tl.int32)
@@ -109,8 +111,10 @@ def _statistics_kernel(
             signal += tl.where(compared, exact * exact, 0.0)
             noise += error * error
             amax = tl.maximum(amax, tl.where(inside & (a == a), size, -float("inf")))
-            ratio = tl.abs(error) / tl.where(size > 0.0, tl.abs(exact), 1.0)
-            relative = tl.maximum(relative, tl.where(compared & (a != 0.0), ratio, -float("inf")))
+            is_worse = tl.abs(error) * worst_of > worst * tl.abs(exact)
+            is_worse = is_worse & compared & (a != 0.0)
+            worst = tl.where(is_worse, tl.abs(error), worst)
+            worst_of = tl.where(is_worse, tl.abs(exact), worst_of)
             if HAS_SCALE:
                 s = tl.load(scale + r * C + c, mask=inside, other=0.0)
                 known = inside & (tl.abs(s) < float("inf"))
@@ -130,7 +134,7 @@ def _statistics_kernel(
     tl.store(at + 8 * _CELLS, _total(signal))
     tl.store(at + 9 * _CELLS, _total(noise))
     tl.store(at + 10 * _CELLS, _top(amax))
-    tl.store(at + 11 * _CELLS, _top(relative))
+    tl.store(at + 11 * _CELLS, _top(worst / worst_of))
     tl.store(at + 12 * _CELLS, _top(largest))
     tl.store(at + 13 * _CELLS, _top(smallest))
     b = tl.arange(0, 256)
