@@ -68,14 +68,17 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(s.view(torch.uint8), t.view(torch.uint8)) for s, t in zip(a, b, strict=True))
 
 
-def config_functions() -> dict[str, tuple[Any, str]]:
-    """Return (module, name) of every configuration function in the kernels, by "module.function"."""
-    package, found = importlib.import_module(PACKAGE), {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{PACKAGE}.{info.name}")
+def config_functions() -> dict[str, tuple[Callable[..., Config], list[Any]]]:
+    """Return every configuration function of the kernels, by "module.function", with the modules that call it by its
+    name: its own, and those that import it."""
+    package = importlib.import_module(PACKAGE)
+    modules = [importlib.import_module(f"{PACKAGE}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
+    found = {}
+    for module in modules:
         for name, value in vars(module).items():
             if name.endswith("_config") and getattr(value, "__module__", "") == module.__name__:
-                found[f"{info.name}.{name}"] = (module, name)
+                holders = [other for other in modules if vars(other).get(name) is value]
+                found[f"{module.__name__.rsplit('.', 1)[-1]}.{name}"] = value, holders
     return found
 
 
@@ -83,25 +86,27 @@ def config_functions() -> dict[str, tuple[Any, str]]:
 def replaced(overrides: Overrides, seen: Overrides | None = None) -> Iterator[None]:
     """Put the configurations in `overrides` in force, and note in `seen` what all of them return."""
     functions = config_functions()
-    originals = {key: getattr(module, name) for key, (module, name) in functions.items()}
 
     def stand_in(key: str) -> Callable[..., Config]:
         def config(*args: Any, **kwargs: Any) -> Config:
             # It is always a new dict: launches fill in what is missing, and `seen` then shows it.
-            value = dict(overrides[key] if key in overrides else originals[key](*args, **kwargs))
+            value = dict(overrides[key] if key in overrides else functions[key][0](*args, **kwargs))
             if seen is not None:
                 seen[key] = value
             return value
 
         return config
 
+    def put(made: Callable[[str], Callable[..., Config]]) -> None:
+        for key, (_, holders) in functions.items():
+            for module in holders:
+                setattr(module, key.rsplit(".", 1)[-1], made(key))
+
     try:
-        for key, (module, name) in functions.items():
-            setattr(module, name, stand_in(key))
+        put(stand_in)
         yield
     finally:
-        for key, (module, name) in functions.items():
-            setattr(module, name, originals[key])
+        put(lambda key: functions[key][0])
 
 
 def _threads_fit(config: Config) -> bool:
