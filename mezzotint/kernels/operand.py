@@ -123,7 +123,7 @@ def exact_of(op: Operand) -> Callable[[Operand, int, torch.dtype], torch.Tensor]
 
 def _unpacked(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
     values = op.data.t() if op.transposed else op.data
-    return values[:, :size].to(dtype)
+    return values if values.shape[1] == size and values.dtype == dtype else values[:, :size].to(dtype)
 
 
 def codes_alone(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
