@@ -13,6 +13,8 @@ ceil(M/2)).
 x is read once. A product of two such tensors is exact in BF16 but for the sum: no scale stands outside of it.
 """
 
+from typing import Any
+
 import torch
 
 from mezzotint.constants import E2M1
@@ -29,9 +31,10 @@ from mezzotint.kernels.packed_mx import (
     packed_dequantized_shape,
     quantize_side,
     register_packed,
+    unpacked_values,
 )
 from mezzotint.kernels.philox import philox_bytes
-from mezzotint.kernels.quantize_ops import quantize_ops
+from mezzotint.kernels.quantize_ops import Unpacking, quantize_ops
 
 MXFP4_ELEMENT = Element(exponent=2, mantissa=1)
 HADAMARD = 16  # elements that one transform mixes
@@ -93,12 +96,20 @@ def _dequantize_fake(data, scale_inv, swizzled, transposed, cols, out_dtype):
     return data.new_empty(packed_dequantized_shape(data, MXFP4_ELEMENT, transposed, cols), dtype=out_dtype)
 
 
+MXFP4_KIND = "mx4"  # data: two codes a byte (R, ceil(C/2)); scale: E8M0 bytes (rup(R, 128), rup(ceil(C/32), 4))
+
+
+def _values(buffers: dict[str, torch.Tensor], direction: str, *options: Any) -> torch.Tensor:
+    return unpacked_values(buffers, direction, MXFP4_ELEMENT, swizzled=options[4])
+
+
 mxfp4_quantize, mxfp4_quantize_ = quantize_ops(
     "mxfp4_quantize",
     "Tensor? rng, int sign_mask, bool floor, bool two_d, bool swizzled, bool rht, bool rowwise, bool columnwise",
     geometry=lambda shape, *options: mxfp4_buffers(shape, *options[-3:]),
     reference=mxfp4_quantize_reference,
     cuda="mxfp4:quantize",
+    unpacking=Unpacking(MXFP4_KIND, _values, packed=(2, 1)),
 )
 
 mxfp4_dequantize = leaf(
@@ -117,5 +128,4 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
     return mxfp4_dequantize(data, scale, op.swizzled, False, codes(op), dtype)[:, :size]
 
 
-MXFP4_KIND = "mx4"  # data: two codes a byte (R, ceil(C/2)); scale: E8M0 bytes (rup(R, 128), rup(ceil(C/32), 4))
 MXFP4 = register_packed("mxfp4", MXFP4_KIND, {E2M1: MXFP4_ELEMENT}, _dequantize_operand)

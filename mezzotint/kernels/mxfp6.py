@@ -24,8 +24,9 @@ from mezzotint.kernels.packed_mx import (
     packed_dequantized_shape,
     quantize_side,
     register_packed,
+    unpacked_values,
 )
-from mezzotint.kernels.quantize_ops import quantize_ops
+from mezzotint.kernels.quantize_ops import Unpacking, quantize_ops
 
 E3M2, E2M3 = int(DType.kFloat6E3M2), int(DType.kFloat6E2M3)
 MXFP6_ELEMENTS = {E3M2: Element(exponent=3, mantissa=2), E2M3: Element(exponent=2, mantissa=3)}
@@ -67,12 +68,20 @@ def _dequantize_fake(data, scale_inv, dtype, swizzled, transposed, cols, out_dty
     return data.new_empty(packed_dequantized_shape(data, MXFP6_ELEMENTS[dtype], transposed, cols), dtype=out_dtype)
 
 
+MXFP6_KIND = "mx6"  # data: four codes in three bytes (R, 3·ceil(C/4)); scale: E8M0 (rup(R, 128), rup(ceil(C/32), 4))
+
+
+def _values(buffers: dict[str, torch.Tensor], direction: str, dtype: int, *options: bool) -> torch.Tensor:
+    return unpacked_values(buffers, direction, MXFP6_ELEMENTS[dtype], swizzled=options[2])
+
+
 mxfp6_quantize, mxfp6_quantize_ = quantize_ops(
     "mxfp6_quantize",
     "int dtype, bool floor, bool two_d, bool swizzled, bool rowwise, bool columnwise",
     geometry=lambda shape, *options: mxfp6_buffers(shape, *options[-2:]),
     reference=mxfp6_quantize_reference,
     cuda="mxfp6:quantize",
+    unpacking=Unpacking(MXFP6_KIND, _values, packed=(4, 3)),
 )
 
 mxfp6_dequantize = leaf(
@@ -92,5 +101,4 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
     return mxfp6_dequantize(data, scale, op.dtype, op.swizzled, False, codes(op), dtype)[:, :size]
 
 
-MXFP6_KIND = "mx6"  # data: four codes in three bytes (R, 3·ceil(C/4)); scale: E8M0 (rup(R, 128), rup(ceil(C/32), 4))
 MXFP6 = register_packed("mxfp6", MXFP6_KIND, MXFP6_ELEMENTS, _dequantize_operand)

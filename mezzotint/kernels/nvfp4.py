@@ -282,7 +282,7 @@ nvfp4_quantize, nvfp4_quantize_ = quantize_ops(
     geometry=lambda shape, *options: nvfp4_buffers(shape, *options[-4:]),
     reference=nvfp4_quantize_reference,
     cuda="nvfp4:quantize",
-    unpacking=Unpacking(_KIND, _values, per_byte=2),
+    unpacking=Unpacking(_KIND, _values, packed=(2, 1)),
 )
 
 nvfp4_dequantize = leaf(

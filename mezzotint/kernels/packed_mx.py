@@ -213,6 +213,15 @@ def packed_dequantize_reference(
     return value.t().contiguous() if transposed else value.reshape(codes.shape)
 
 
+def unpacked_values(
+    buffers: dict[str, torch.Tensor], direction: str, element: Element, *, swizzled: bool
+) -> torch.Tensor:
+    """Return the values of one direction in BF16, which is exact, for all codes that its groups hold."""
+    data, scale_inv = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"]
+    size = data.shape[-1 if element.group_bytes == 1 else -2] * element.group
+    return packed_dequantize_reference(data, scale_inv, element, swizzled, False, size, torch.bfloat16)
+
+
 def packed_dequantized_shape(data: torch.Tensor, element: Element, transposed: bool, cols: int) -> tuple[int, ...]:
     """Return the shape of what `packed_dequantize_reference` returns."""
     leading = data.shape[:-1] if element.group_bytes == 1 else data.shape[:-2]

@@ -134,7 +134,7 @@ class Unpacking:
 
     kind: str  # of its operands
     values: Callable[..., torch.Tensor]  # (buffers by name, "rowwise" or "columnwise", *options) → the values
-    per_byte: int = 1  # the number of codes in a byte
+    packed: tuple[int, int] = (1, 1)  # how many codes lie in how many bytes; several bytes are a last dimension
 
 
 # This maps a quantization to its form that unpacks.
@@ -146,14 +146,15 @@ def unpacking_of(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, Unpa
     return _UNPACKED.get(op)
 
 
-def _unpacked_buffers(buffers: Buffers, unpacked: int, per_byte: int) -> Buffers:
+def _unpacked_buffers(buffers: Buffers, unpacked: int, packed: tuple[int, int]) -> Buffers:
     """Return the buffers with those of codes replaced, in the directions that are `unpacked`, by values."""
     found = dict(buffers)
     for direction, flag in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
         name = f"{direction}_data"
         if unpacked & flag and name in found:
-            *leading, size = found[name][0]
-            found[name] = (*leading, size * per_byte), torch.bfloat16
+            shape, (count, width) = found[name][0], packed
+            *leading, groups = shape if width == 1 else shape[:-1]
+            found[name] = (*leading, groups * count), torch.bfloat16
     return found
 
 
@@ -244,7 +245,7 @@ def _unpacked_op(
     """Define the op that unpacks, with the directions to unpack as its last option."""
 
     def unpacked_geometry(shape: tuple[int, ...], *args: Any) -> Buffers:
-        return _unpacked_buffers(geometry(shape, *args[:-1]), args[-1], unpacking.per_byte)
+        return _unpacked_buffers(geometry(shape, *args[:-1]), args[-1], unpacking.packed)
 
     def unpacked_reference(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
         own, unpacked = args[:-1], args[-1]

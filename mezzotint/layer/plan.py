@@ -165,7 +165,7 @@ def _resolve(
         if config.makes_again and is_lean:
             inputs = tuple([_input_again(config, gemm, each.input) for gemm, each in enumerate(quantizers)])
         quantizers = tuple(map(_without_columns, quantizers, weights, inputs))
-        # Products alone must read what is unpacked. Modules that make nothing again hand it on, or group their products.
+        # Only products may read what is unpacked: modules that make nothing again hand it on, or group their products.
         is_read = config.is_inspected or options.checks_finite or recipe.override() is not None
         if config.makes_again and not is_read and not any(config.parallels):
             each = [unpack_operands(*own, keeps_weights) for own in zip(quantizers, weights, inputs, strict=True)]

@@ -64,7 +64,7 @@ class MXFP6TensorStorage(PackedMXStorage):
     def gemm_operand(self, columnwise: bool) -> Operand:
         data, scale_inv = self._side(columnwise)
         return Operand(
-            as_matrix(data.flatten(-2)),
+            as_matrix(data.flatten(-2) if data.dtype == torch.uint8 else data),  # codes, or unpacked values
             scale_inv,
             kind=MXFP6_KIND,
             dtype=int(self._fp6_dtype),

@@ -17,13 +17,14 @@ from tests.values import fill
 SHAPES = ((64, 96), (50, 81), (3, 40, 48))
 USAGES = ((True, True), (True, False), (False, True))
 ROLES = ("input", "weight", "grad_output")
+UNPACKED = ("mxfp8", "mxfp6", "mxfp4", "nvfp4")
 
 
 def quantizers() -> dict[str, Quantizer]:
     """Return the quantizers that can unpack, of all tensors of each recipe."""
     made: dict[str, Quantizer] = {}
     for name, kind in recipe.RECIPES.items():
-        for tensor_type in ROLES if name in ("mxfp8", "nvfp4") else ():
+        for tensor_type in ROLES if name in UNPACKED else ():
             found: Any = kind().quantizer(QuantizerRole("linear", tensor_type, ""))
             if found.unpacking() is not None:
                 made[f"{name}-{tensor_type}"] = found
@@ -61,7 +62,7 @@ def assert_same_values(x: torch.Tensor, quantizer: Quantizer, unpacked: int, usa
 
 
 def test_formats_that_unpack() -> None:
-    assert set(QUANTIZERS) == {f"{name}-{role}" for name in ("mxfp8", "nvfp4") for role in ROLES}
+    assert set(QUANTIZERS) == {f"{name}-{role}" for name in UNPACKED for role in ROLES}
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)

@@ -15,7 +15,7 @@ from mezzotint.functional import linear as core
 from mezzotint.layer import plan, unpacking
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
-RECIPES = {"mxfp8": recipe.MXFP8BlockScaling(), "nvfp4": recipe.NVFP4BlockScaling()}
+RECIPES = {name: recipe.RECIPES[name]() for name in ("mxfp8", "mxfp6", "mxfp4", "nvfp4")}
 
 
 @pytest.fixture

@@ -151,14 +151,20 @@ def quantize_side(
     else:
         codes = cast_e2m1_stochastic(value * factor, _random_bytes(rng, lines, positions, blocks * 2, DIRECTION))
     codes = tl.where((positions < stored)[None, :], codes, 0)
-    words = _pack(codes, WIDTH)
     first = tl.min(positions, 0)
     groups = (stored + GROUP - 1) // GROUP
-    group = first // GROUP + tl.arange(0, BC // GROUP)
-    at = data + (lines[:, None] * groups + group[None, :]) * BYTES
-    mask = (lines < L)[:, None] & (group < groups)[None, :]
-    for i in tl.static_range(BYTES):
-        tl.store(at + i, ((words >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
+    if data.dtype.element_ty == tl.uint8:
+        words = _pack(codes, WIDTH)
+        group = first // GROUP + tl.arange(0, BC // GROUP)
+        at = data + (lines[:, None] * groups + group[None, :]) * BYTES
+        mask = (lines < L)[:, None] & (group < groups)[None, :]
+        for i in tl.static_range(BYTES):
+            tl.store(at + i, ((words >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
+    else:  # unpacked: the values that the codes stand for
+        scale = tl.broadcast_to(e8m0_decode(byte)[:, :, None], [BL, BC // 32, 32])
+        values = (decode(codes, EXPONENT, MANTISSA) * tl.reshape(scale, [BL, BC])).to(data.dtype.element_ty)
+        at = data + lines[:, None] * (groups * GROUP) + positions[None, :]
+        tl.store(at, values, mask=(lines < L)[:, None] & (positions < groups * GROUP)[None, :])
     if TWO_D:
         byte = tl.where((lines < L)[:, None], byte, 0)
     j = first // 32 + tl.arange(0, BC // 32)

@@ -80,9 +80,10 @@ def quantize(
     rht: bool,
     rowwise: bool,
     columnwise: bool,
+    unpacked: int = 0,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write the wanted directions of x."""
+    """Write the wanted directions of x. Buffers of BF16, which `unpacked` names, get values instead of codes."""
     x = as_rows(x)
     M, K = x.shape
     if M * K == 0 or not out:
@@ -128,6 +129,7 @@ AHEAD = [
     _case("fp16 - - u8 u8 - fp32", False, False, True, True, False),
     _case("fp32 u8 u8 - - i64 -", True, False, True, False, False),
     _case("bf16 u8 u8 u8 u8 - -", True, True, True, False, False),
+    _case("bf16 bf16 u8 bf16 u8 i64 -", True, False, False, True, True),
     ahead_dequantize("u8 u8 bf16", MXFP4_ELEMENT, False, False),
     ahead_dequantize("u8 u8 fp32", MXFP4_ELEMENT, True, True),
 ]

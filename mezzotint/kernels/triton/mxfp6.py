@@ -65,9 +65,10 @@ def quantize(
     swizzled: bool,
     rowwise: bool,
     columnwise: bool,
+    unpacked: int = 0,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Write the wanted directions of x."""
+    """Write the wanted directions of x. Buffers of BF16, which `unpacked` names, get values instead of codes."""
     x = as_rows(x)
     M, K = x.shape
     if M * K == 0 or not out:
@@ -114,6 +115,7 @@ AHEAD = [
     _case("bf16 u8 u8 u8 u8 -", E2M3, True, False, False, True),
     _case("fp16 - - u8 u8 fp32", E3M2, False, False, True, False),
     _case("fp32 u8 u8 u8 u8 -", E3M2, True, True, False, False),
+    _case("bf16 bf16 u8 u8 u8 -", E2M3, True, False, False, False),
     ahead_dequantize("u8 u8 bf16", MXFP6_ELEMENTS[E2M3], False, False),
     ahead_dequantize("u8 u8 fp32", MXFP6_ELEMENTS[E3M2], True, True),
 ]
