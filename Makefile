@@ -33,7 +33,8 @@ SMOKE := $(addprefix tests/, test_layers.py kernels/test_elements.py kernels/tes
     moe/test_permutation.py moe/test_router.py test_cross_entropy.py convert/test_choice.py compat/test_shims.py \
     trainer/test_data.py)
 
-# Two workers with a thread for each core each would wait for each other, and spin.
+# Two workers with a thread for each core each would wait for each other, and spin. Of all tests many wait for processes
+# and packages, so that a third worker finds time on two cores.
 smoke test test-all: export OMP_NUM_THREADS := 1
 
 smoke: $(SETUP) ## the heart of every layer, in less than a minute
@@ -43,7 +44,7 @@ test: $(SETUP) ## the tests that need no GPU, without what is slow: what to run 
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not slow" $(ARGS)
 
 test-all: $(SETUP) ## those, and all that is exhaustive and slow: what CI runs
-	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
+	$(RUN) -m pytest -n 3 --dist worksteal -m "not gpu" $(ARGS)
 
 # Programs of others on the installed wheels, the shim's too, in an environment of their own. What is built anew each time
 # is Mezzotint; an older build beside it would go into the wheel. One thread, as in `train`.
