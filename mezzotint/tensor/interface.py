@@ -14,6 +14,7 @@ class QuantizerLike(Protocol):
     rowwise_usage: bool
     columnwise_usage: bool
     internal: bool
+    unpacked: int
     optimize_for_gemm: bool
 
     def call_for(self, dtype: torch.dtype) -> QuantizeCall | None:

@@ -127,7 +127,7 @@ def _common_call(xs: Sequence[torch.Tensor], quantizers: Sequence[QuantizerLike 
     for x, quantizer in zip(xs, quantizers, strict=True):
         if quantizer is None or isinstance(x, QuantizedTensorStorage) or x.dtype != xs[0].dtype or len(xs) == 1:
             return None
-        if quantizer.is_custom() or quantizer._parts() is not None:
+        if quantizer.is_custom() or quantizer._parts() is not None or quantizer.unpacked:  # no op unpacks many
             return None
         check_quantizable(x, quantizer)
         call = quantizer.call_for(x.dtype)

@@ -33,6 +33,7 @@ def make(kind: str) -> tuple[Any, torch.Tensor]:
         "Linear": lambda: mz.Linear(96, 64, **options),
         "LayerNormLinear": lambda: mz.LayerNormLinear(96, 64, normalization="RMSNorm", **options),
         "LayerNormMLP": lambda: mz.LayerNormMLP(96, 128, activation="swiglu", bias=False, **options),
+        "equal weights": lambda: mz.LayerNormMLP(96, 96, **options),  # others quantize them together
     }
     return made[kind](), torch.randn(2, 40, 96, dtype=torch.bfloat16)
 
@@ -53,7 +54,7 @@ def run(kind: str, chosen: recipe.Recipe, steps: int = 2, compiles: bool = False
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "equal weights"])
 @pytest.mark.parametrize("memory", ["default", "lean"])
 def test_modules_compute_the_same_bits(
     name: str, kind: str, memory: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
