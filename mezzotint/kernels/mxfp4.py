@@ -109,7 +109,7 @@ mxfp4_quantize, mxfp4_quantize_ = quantize_ops(
     geometry=lambda shape, *options: mxfp4_buffers(shape, *options[-3:]),
     reference=mxfp4_quantize_reference,
     cuda="mxfp4:quantize",
-    unpacking=Unpacking(MXFP4_KIND, _values, packed=(2, 1)),
+    unpacking=Unpacking(MXFP4_KIND, _values),
 )
 
 mxfp4_dequantize = leaf(

@@ -81,7 +81,7 @@ mxfp6_quantize, mxfp6_quantize_ = quantize_ops(
     geometry=lambda shape, *options: mxfp6_buffers(shape, *options[-2:]),
     reference=mxfp6_quantize_reference,
     cuda="mxfp6:quantize",
-    unpacking=Unpacking(MXFP6_KIND, _values, packed=(4, 3)),
+    unpacking=Unpacking(MXFP6_KIND, _values),
 )
 
 mxfp6_dequantize = leaf(

@@ -267,12 +267,16 @@ _KIND = "nv"  # data: two codes a byte (R, ceil(C/2)); scale: E4M3 bytes; amax: 
 
 
 def _values(buffers: dict[str, torch.Tensor], direction: str, *options: Any) -> torch.Tensor:
-    """Return code · block scale, which has 6 bits, in BF16; see `_exact`."""
+    """Return code · block scale in BF16, as `_exact` does."""
     data, scale_inv = buffers[f"{direction}_data"], buffers[f"{direction}_scale_inv"]
     e4m3_max, swizzled = options[3], options[7]
-    unit = torch.full((1,), FP4_MAX * e4m3_max, dtype=torch.float32, device=data.device)
-    size = 2 * data.shape[-1]
-    return nvfp4_dequantize_reference(data, scale_inv, unit, e4m3_max, swizzled, False, size, torch.bfloat16)
+    top, size = _amax_of_one(e4m3_max, data.device), 2 * data.shape[-1]
+    return nvfp4_dequantize_reference(data, scale_inv, top, e4m3_max, swizzled, False, size, torch.bfloat16)
+
+
+def _amax_of_one(e4m3_max: int, device: torch.device) -> torch.Tensor:
+    """Return the amax 6E, FP32 [1]: it cancels the unit 1/(6E), so that code · block scale is left of a value."""
+    return torch.full((1,), FP4_MAX * e4m3_max, dtype=torch.float32, device=device)
 
 
 nvfp4_quantize, nvfp4_quantize_ = quantize_ops(
@@ -282,7 +286,7 @@ nvfp4_quantize, nvfp4_quantize_ = quantize_ops(
     geometry=lambda shape, *options: nvfp4_buffers(shape, *options[-4:]),
     reference=nvfp4_quantize_reference,
     cuda="nvfp4:quantize",
-    unpacking=Unpacking(_KIND, _values, packed=(2, 1)),
+    unpacking=Unpacking(_KIND, _values),
 )
 
 nvfp4_dequantize = leaf(
@@ -303,13 +307,12 @@ def _dequantize_operand(op: Operand, size: int, dtype: torch.dtype) -> torch.Ten
 
 
 def _exact(op: Operand, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return code · block scale, which has 6 bits and is exact in BF16: it dequantizes with amax = 6E, which cancels
-    the unit 1/(6E)."""
+    """Return code · block scale, which has 6 bits and is exact in BF16."""
     assert op.scale is not None
     data, scale, bf16 = op.data.contiguous(), op.scale.contiguous(), torch.bfloat16
-    unit = torch.full((1,), FP4_MAX * op.e4m3_max, dtype=torch.float32, device=op.data.device)
+    top = _amax_of_one(op.e4m3_max, op.data.device)
     dequantize = callee(nvfp4_dequantize, data)
-    value = dequantize(data, scale, unit, op.e4m3_max, op.swizzled, False, operand.codes(op), bf16)
+    value = dequantize(data, scale, top, op.e4m3_max, op.swizzled, False, operand.codes(op), bf16)
     return value[:, :size].to(dtype)
 
 

@@ -16,7 +16,7 @@ the others, and where Triton does not run, the producer's own op writes x first.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from mezzotint import hw
+from mezzotint.formats import KINDS
 from mezzotint.kernels._lib import Buffers, Late, define, launch_in_graphs, load_triton
 from mezzotint.kernels.activation import (
     activation_backward,
@@ -134,7 +135,6 @@ class Unpacking:
 
     kind: str  # of its operands
     values: Callable[..., torch.Tensor]  # (buffers by name, "rowwise" or "columnwise", *options) → the values
-    packed: tuple[int, int] = (1, 1)  # how many codes lie in how many bytes; several bytes are a last dimension
 
 
 # This maps a quantization to its form that unpacks.
@@ -146,16 +146,11 @@ def unpacking_of(op: torch._ops.OpOverload) -> tuple[torch._ops.OpOverload, Unpa
     return _UNPACKED.get(op)
 
 
-def _unpacked_buffers(buffers: Buffers, unpacked: int, packed: tuple[int, int]) -> Buffers:
-    """Return the buffers with those of codes replaced, in the directions that are `unpacked`, by values."""
-    found = dict(buffers)
-    for direction, flag in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
-        name = f"{direction}_data"
-        if unpacked & flag and name in found:
-            shape, (count, width) = found[name][0], packed
-            *leading, groups = shape if width == 1 else shape[:-1]
-            found[name] = (*leading, groups * count), torch.bfloat16
-    return found
+def _unpacked_names(buffers: Mapping[str, Any], unpacked: int) -> list[tuple[str, str]]:
+    """Return (direction, name of its codes) of the directions that are `unpacked`, among those that are made."""
+    flags = {"rowwise": ROWWISE, "columnwise": COLUMNWISE}
+    names = [(direction, f"{direction}_data") for direction, flag in flags.items() if unpacked & flag]
+    return [(direction, name) for direction, name in names if name in buffers]
 
 
 def quantize_ops(
@@ -245,15 +240,18 @@ def _unpacked_op(
     """Define the op that unpacks, with the directions to unpack as its last option."""
 
     def unpacked_geometry(shape: tuple[int, ...], *args: Any) -> Buffers:
-        return _unpacked_buffers(geometry(shape, *args[:-1]), args[-1], unpacking.packed)
+        found, (count, width) = geometry(shape, *args[:-1]), KINDS[unpacking.kind].packed
+        for _, name in _unpacked_names(found, args[-1]):
+            size = found[name][0]
+            *leading, groups = size if width == 1 else size[:-1]  # several bytes are a last dimension
+            found[name] = (*leading, groups * count), torch.bfloat16
+        return found
 
     def unpacked_reference(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        own, unpacked = args[:-1], args[-1]
+        own = args[:-1]
         made = dict(zip(geometry(tuple(x.shape), *own), reference(x, *own), strict=True))
-        for direction, flag in (("rowwise", ROWWISE), ("columnwise", COLUMNWISE)):
-            data = f"{direction}_data"
-            if unpacked & flag and data in made:
-                made[data] = unpacking.values(made, direction, *own)
+        for direction, name in _unpacked_names(made, args[-1]):
+            made[name] = unpacking.values(made, direction, *own)
         return list(made.values())
 
     late = Late(cuda, _in_place(unpacked_reference))

@@ -160,7 +160,7 @@ def quantize_side(
         mask = (lines < L)[:, None] & (group < groups)[None, :]
         for i in tl.static_range(BYTES):
             tl.store(at + i, ((words >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
-    else:  # unpacked: the values that the codes stand for
+    else:  # unpacked: the values that the codes stand for (this has not run on real hardware)
         scale = tl.broadcast_to(e8m0_decode(byte)[:, :, None], [BL, BC // 32, 32])
         values = (decode(codes, EXPONENT, MANTISSA) * tl.reshape(scale, [BL, BC])).to(data.dtype.element_ty)
         at = data + lines[:, None] * (groups * GROUP) + positions[None, :]
