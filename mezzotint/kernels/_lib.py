@@ -7,7 +7,7 @@ not look into: eager and compiled code run the same bytes through the same kerne
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -94,26 +94,64 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         if not is_pure and _is_decomposed(op):
             with mode:
                 return reference(*args)
-        x = args[0]
-        is_static = x.is_cuda and all(type(size) is int for size in x.shape)
+        is_static = all(type(size) is int for size in args[0].shape)
         is_plain = all(kind in (torch.Tensor, FunctionalTensor) for kind in types)
-        if not (is_static and is_plain and hw.has_triton_kernels()) or mode.export:
+        if not (is_static and is_plain and _runs_launches(args[0])) or mode.export:
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
-        # Equal calls run once, as the compiler does with ops: linears that read one tensor then quantize it once.
-        made = vars(mode).setdefault("mezzotint_made", {})
-        inner = [arg.from_functional() if isinstance(arg, FunctionalTensor) else arg for arg in args]
-        key = (op, *[id(arg) if isinstance(arg, torch.Tensor) else arg for arg in inner]) if is_pure else None
-        if key is None or key not in made:
-            with mode:
-                result = launch(*args)
-            if key is None:
-                return result
-            made[key] = result, inner  # `inner` keeps alive the tensors whose ids are in the key
-        return made[key][0]
+        with mode:
+            return _run_once(mode, op, launch, args) if is_pure else launch(*args)
 
     is_pure = not op._schema.is_mutable
     LIBRARY._register_torch_dispatch_rule(op._opname, FunctionalTensorMode, decompose)
     return op
+
+
+def _runs_launches(x: torch.Tensor) -> bool:
+    """Return whether ops on x run their Triton kernels."""
+    return x.is_cuda and hw.has_triton_kernels()
+
+
+def once_in_graphs(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Decorate a function that only computes: in a graph, calls that read the same memory run it once."""
+
+    @wraps(launch)
+    def call(*args: Any) -> torch.Tensor:
+        if not isinstance(args[0], FunctionalTensor):
+            return launch(*args)
+        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+        return _run_once(mode, launch, launch, args)
+
+    return call
+
+
+def _run_once(mode: Any, name: Any, launch: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Run `launch`, or return what it gave for the same memory in this graph, as the compiler does with equal ops:
+    linears that read one tensor then quantize it once."""
+    made: dict[Any, Any] = vars(mode).setdefault("mezzotint_made", {})
+    inner = [arg.from_functional() if isinstance(arg, FunctionalTensor) else arg for arg in args]
+    keys = [_identity(arg) for arg in inner]
+    if (name, *keys) not in made:
+        result = launch(*[_in_memory(arg, key, made) for arg, key in zip(args, keys, strict=True)])
+        made[name, *keys] = result, inner  # `inner` keeps alive the storages that are in the keys
+    return made[name, *keys][0]
+
+
+def _identity(arg: Any) -> Any:
+    """Return what an argument is equal by: a tensor by the memory that it shows, so that two views of it are equal."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    return arg.untyped_storage()._cdata, arg.storage_offset(), arg.shape, arg.stride(), arg.dtype
+
+
+def _in_memory(arg: Any, key: Any, made: dict[Any, Any]) -> Any:
+    """Return a tensor such that the compiler writes it once, however many launches read it. It writes a copy of a view
+    for each launch that reads the view, except for `as_strided`, whose input it has in memory."""
+    is_whole = isinstance(arg, FunctionalTensor) and arg.numel() * arg.element_size() == arg.untyped_storage().nbytes()
+    if not is_whole:
+        return arg
+    if key not in made:
+        made[key] = arg.as_strided(arg.shape, arg.stride())
+    return made[key]
 
 
 def _is_decomposed(op: torch._ops.OpOverload) -> bool:
