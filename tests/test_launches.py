@@ -118,12 +118,11 @@ TransformerLayer backward     8         3        0       1           0         0
 """
 
 # Beside these: for each module with parameters, delayed scaling notes the amaxes that were seen (`saw`), copies the
-# scales of gradients, and those of weights that backward quantizes again, and, in backward, updates scales and
-# histories (`step`); NVFP4 draws random numbers for each gradient that it rounds.
+# scales that backward reads, and, in backward, updates scales and histories (`step`); NVFP4 draws
+# random numbers for each gradient that it rounds.
 MODULES = {"LayerNormLinear": 1, "LayerNormMLP": 1, "TransformerLayer": 3}
-COPIES = {1: 2, 3: 5}
 STATE: dict[tuple[str, str], Callable[[int, int], Counter[str]]] = {
-    ("delayed", "forward"): lambda modules, gradients: Counter(saw=modules, copy_=modules, snapshot=COPIES[modules]),
+    ("delayed", "forward"): lambda modules, gradients: Counter(saw=modules, copy_=modules, snapshot=modules),
     ("delayed", "backward"): lambda modules, gradients: Counter(step=modules, copy_=2 * modules),
     ("nvfp4", "backward"): lambda modules, gradients: Counter(draw_rng=gradients),
 }

@@ -134,10 +134,21 @@ delayed_take_ = leaf(
     cpu=delayed_take_reference,
 )
 
-# This op makes a copy in forward. A compiler moves a `clone`, or a kernel, that only backward reads into backward, when
+
+def delayed_snapshot_reference(
+    anchor: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of one or two vectors; without the other its copy is empty."""
+    return scale.clone(), scale.new_empty(0) if other is None else other.clone()
+
+
+# This op makes copies in forward. A compiler moves a `clone`, or a kernel, that only backward reads into backward, when
 # the original has changed. So the schema says that the op writes `anchor`, a buffer that forward writes.
-delayed_snapshot_ = leaf(
-    "delayed_snapshot_(Tensor(a!) anchor, Tensor scale) -> Tensor",
-    fake=lambda anchor, scale: torch.empty_like(scale),
-    cpu=lambda anchor, scale: scale.clone(),
+delayed_snapshot_ = launch_in_graphs(
+    leaf(
+        "delayed_snapshot_(Tensor(a!) anchor, Tensor scale, Tensor? other) -> (Tensor, Tensor)",
+        fake=delayed_snapshot_reference,
+        cpu=delayed_snapshot_reference,
+        cuda="delayed:snapshot",
+    )
 )

@@ -43,14 +43,23 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
         recomputation is not None and recomputation.has_backward
     )
     is_first = has_backward and not status.has_backward
-    call.records = True
-    # If backward quantizes again, it needs the scales of forward, which are written before that.
-    quantizes_again = config.recomputes or call.plan.quantizes_again()
-    call.scales = snapshot(history_fwd, scale_fwd) if quantizes_again else scale_fwd
-    if recomputation is not None and recomputation.is_second:
+    is_second = recomputation is not None and recomputation.is_second
+    if has_backward and not is_first and not is_second:
+        take(grad_state_of(module, request, groups, False), history_fwd)
+    call.records = not is_second
+    # If backward quantizes again, it needs the scales of forward, which are written before that. So are those of
+    # gradients, by the backward of another run.
+    quantizes_again = (config.recomputes or call.plan.quantizes_again()) and not is_second
+    needs_gradients = torch.is_grad_enabled()
+    call.scales = scale_fwd
+    if quantizes_again:
+        call.scales, grad_scales = snapshot(history_fwd, scale_fwd, scale_bwd if needs_gradients else None)
+        call.grad_scales = grad_scales if needs_gradients else None
+    elif needs_gradients:
+        call.grad_scales = snapshot(history_fwd, scale_bwd, None)[0]
+    if is_second:
         # These are the scales of the first run, whose amaxes have been entered.
         call.scales, call.weight_scales, is_first = recomputation.next_scales()
-        call.records = False
     else:
         call.weight_scales = weight_scales(module, call) if call.caches or call.reuses else call.scales
         if recomputation is not None:
@@ -58,11 +67,8 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
         if is_first and state.depth > 0:
             status.has_backward = True
         await_update(module, groups, state)
-        if has_backward and not is_first:
-            take(grad_state_of(module, request, groups, False), history_fwd)
-    if torch.is_grad_enabled():
+    if needs_gradients:
         call.groups, call.is_first = groups, is_first
-        call.grad_scales = snapshot(history_fwd, scale_bwd)
     return call
 
 
@@ -89,10 +95,12 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
 
 
 @below_dynamo
-def snapshot(anchor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `scale` for backward, because the scale is written before that. The copy is made in forward,
-    which writes `anchor`."""
-    return write_op(delayed_snapshot_, anchor, scale)
+def snapshot(
+    anchor: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of one or two scales for backward, because the scales are written before that. The copies are made
+    in forward, which writes `anchor`."""
+    return write_op(delayed_snapshot_, anchor, scale, other)
 
 
 def weight_scales(module: Any, call: RunSettings) -> Any:

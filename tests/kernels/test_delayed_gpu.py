@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_snapshot_, delayed_step_, delayed_update_
 from tests.kernels.test_delayed import COLUMNS, SEEN, TOPS, check, check_step, draw_state
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,15 @@ def test_many_states() -> None:
     """More than one launch of `torch._foreach_copy_` takes, of all sizes."""
     states = [draw_state(length, slots, slots) for length in (1, 2, 16, 1024) for slots in (2, 3, 6, 33)] * 20
     check(states, [(448.0, 57344.0, 56.0)[i % 3] for i in range(len(states))], False, "cuda")
+
+
+def test_snapshot() -> None:
+    anchor = torch.ones(4, 3, device="cuda")
+    for sizes in ([3], [3, 2], [33, 64]):
+        scales = [torch.rand(size, device="cuda") for size in sizes]
+        copies = delayed_snapshot_(anchor, *scales, *[None] * (2 - len(scales)))
+        assert all(torch.equal(copy, scale) for copy, scale in zip(copies, scales, strict=False))
+    assert torch.equal(anchor.cpu(), torch.ones(4, 3))
 
 
 @pytest.mark.usefixtures("_no_waiting")

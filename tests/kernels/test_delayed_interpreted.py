@@ -1,5 +1,7 @@
 """Delayed scaling's update in Triton's interpreter, on the CPU: every index and mask, with the reference's bytes."""
 
+import math
+
 import torch
 
 from tests.kernels.interpreted import run_interpreted
@@ -28,9 +30,22 @@ def check(scale: torch.Tensor, history: torch.Tensor, slots: list[int], most_rec
     assert torch.equal(history, want[1]), case
 
 
+def check_snapshot(sizes: list[int]) -> None:
+    """Copies are equal and in other memory, and what the kernel says that it writes stays as it was."""
+    from mezzotint.kernels.triton.delayed import snapshot
+
+    anchor, scales = torch.tensor([[3.0, math.nan]]), [torch.rand(size) for size in sizes]
+    for scale, copy in zip(scales, snapshot(anchor, *scales, *[None] * (2 - len(scales))), strict=False):
+        assert torch.equal(copy, scale), sizes
+        assert copy.data_ptr() != scale.data_ptr(), sizes
+    assert torch.equal(anchor.view(torch.int32), torch.tensor([[3.0, math.nan]]).view(torch.int32)), sizes
+
+
 def main() -> None:
     from mezzotint.kernels.triton.delayed import MOST_AMAXES
 
+    for sizes in ([2], [3, 2], [1, 33], [128, 64]):
+        check_snapshot(sizes)
     for most_recent in (False, True):
         rules = torch.tensor(COLUMNS).t().contiguous()
         check(torch.linspace(0.5, 2.0, len(COLUMNS)), rules, [0, 1, 8], most_recent)

@@ -112,6 +112,14 @@ def test_launches_read_what_the_compiler_writes_once(trace: Callable[[str], Grap
         assert len(set(sources.values())) == len(sources)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block", "mxfp8"])
+def test_graphs_have_launches_in_place_of_operators(trace: Callable[[str], Graphs], recipe: str) -> None:
+    """Products are left: on a GPU they are PyTorch's."""
+    for graph in trace(recipe):
+        ops = {str(node.target) for node in graph.nodes if "mezzotint" in str(node.target)}
+        assert ops == {"mezzotint.gemm.default"}
+
+
 def test_what_backward_quantizes_again_has_the_amax_of_forward(trace: Callable[..., Graphs]) -> None:
     for memory in ("default", "lean"):
         forward, backward = (launches(graph, "_amax_kernel") for graph in trace("current", memory))

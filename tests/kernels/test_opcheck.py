@@ -303,7 +303,8 @@ def test_delayed() -> None:
     torch.library.opcheck(delayed_update_, arguments, test_utils=ALL)
     torch.library.opcheck(delayed_step_, (*state, amaxes, [0, 2], 448.0, False), test_utils=ALL)
     torch.library.opcheck(delayed_step_first_, (*state, amaxes, [0, 2], 2, 448.0, False), test_utils=ALL)
-    torch.library.opcheck(delayed_snapshot_, state[::-1], test_utils=ALL)
+    for second in (other[0], None):
+        torch.library.opcheck(delayed_snapshot_, (*state[::-1], second), test_utils=ALL)
 
 
 @pytest.mark.cover(0)

@@ -130,7 +130,7 @@ def test_large_linear_is_near_bf16() -> None:
             assert error < 0.1, (name, key, error)
 
 
-@pytest.mark.parametrize("recipe", ["current", "rowwise", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
 def test_graphs_launch_our_kernels_themselves(recipe: str) -> None:
     """The code that Inductor writes calls no operator of ours: casts are its own launches, products PyTorch's."""
     module = mz.Linear(1024, 1024, params_dtype=torch.bfloat16, device="cuda")

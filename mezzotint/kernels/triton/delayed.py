@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import FP32_MAX, cdiv
-from mezzotint.kernels.delayed import delayed_saw_reference, delayed_step_reference
+from mezzotint.kernels.delayed import delayed_saw_reference, delayed_snapshot_reference, delayed_step_reference
 from mezzotint.kernels.triton._jit import ahead
 from mezzotint.kernels.triton._launch import Fast
 
@@ -84,6 +84,32 @@ def _update_kernel(
     keep = tl.load(scale + j, mask=wide, other=0.0)
     good = seen & (amax > 0) & (amax < float("inf"))
     tl.store(new_scale + j, tl.where(good, fresh, keep), mask=wide)
+
+
+@Fast
+@triton.jit
+def _snapshot_kernel(anchor, scale, other, copy, other_copy, n, m, BLOCK: tl.constexpr):
+    """Copy scale [n] and, unless it is None, other [m]. The anchor is written as it was: see `delayed_snapshot_`."""
+    i = tl.arange(0, BLOCK)
+    tl.store(copy + i, tl.load(scale + i, mask=i < n), mask=i < n)
+    if other is not None:
+        tl.store(other_copy + i, tl.load(other + i, mask=i < m), mask=i < m)
+    tl.store(anchor, tl.load(anchor))
+
+
+def snapshot(
+    anchor: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of one or two vectors, in one launch; without the other its copy is empty."""
+    is_dense = scale.is_contiguous() and (other is None or other.is_contiguous())
+    if anchor.numel() == 0 or not is_dense:
+        return delayed_snapshot_reference(anchor, scale, other)
+    n, m = scale.numel(), 0 if other is None else other.numel()
+    copy, other_copy = torch.empty_like(scale), scale.new_empty(m)
+    options = {"BLOCK": triton.next_power_of_2(max(1, n, m)), "num_warps": 1}
+    written = None if other is None else other_copy
+    _snapshot_kernel[(1,)](anchor, scale, other, copy, written, n, m, **options, enable_fp_fusion=False)
+    return copy, other_copy
 
 
 def update(
@@ -181,6 +207,8 @@ _NONE: dict[str, Any] = {"COUNT": 0, "SLOTS": None, **update_config()}
 _TWO: dict[str, Any] = {"COUNT": 2, "SLOTS": (0, 2), **update_config()}
 
 AHEAD = [
+    ahead(_snapshot_kernel, "fp32 fp32 fp32 fp32 fp32", BLOCK=4, num_warps=1),
+    ahead(_snapshot_kernel, "fp32 fp32 - fp32 -", BLOCK=4, num_warps=1),
     ahead(_saw_kernel, "fp32 fp32 fp32 - -", COUNT=2, SLOTS=(0, 1), num_warps=1),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=False, **_NONE),
     ahead(_update_kernel, "fp32 fp32 fp32 fp32 - - - -", RECENT=True, **_NONE),
