@@ -22,7 +22,6 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "× floor": ("of_floor", "{:.2f}".format),
     "held MiB": ("held", lambda found: f"{found / MIB:.0f}"),
     "peak MiB": ("peak", lambda found: f"{found / MIB:.0f}"),
-    "compile s": ("compile_s", "{:.1f}".format),
     "graphs": ("graphs", str),
 }
 INTRODUCTION = """\

@@ -7,7 +7,7 @@ not look into: eager and compiled code run the same bytes through the same kerne
 
 import importlib
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,17 +111,13 @@ def _runs_launches(x: torch.Tensor) -> bool:
     return x.is_cuda and hw.has_triton_kernels()
 
 
-def once_in_graphs(launch: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Decorate a function that only computes: in a graph, calls that read the same memory run it once."""
-
-    @wraps(launch)
-    def call(*args: Any) -> torch.Tensor:
-        if not isinstance(args[0], FunctionalTensor):
-            return launch(*args)
-        mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-        return _run_once(mode, launch, launch, args)
-
-    return call
+def once_in_graphs(launch: Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:
+    """Return `launch`, which only computes. For an x in a graph, calls that read the same memory run it once. As with
+    `callee`, the caller makes the call."""
+    if not isinstance(x, FunctionalTensor):
+        return launch
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return lambda *args: _run_once(mode, launch, launch, args)
 
 
 def _run_once(mode: Any, name: Any, launch: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels._lib import as_matrix
+from mezzotint.kernels._lib import as_matrix, once_in_graphs
 from mezzotint.kernels.quantize_ops import SourceCall
 from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import as_rows, for_inf, natural_span
@@ -195,7 +195,8 @@ def quantize(
     elif amax is None:
         if source.kind is None:
             source = source._replace(x=source.x.contiguous())
-            amax = amax_partials(source.x, noop)
+            # What backward quantizes again has the amax that forward found.
+            amax = once_in_graphs(amax_partials, source.x)(source.x, noop)
         elif source.kind[0] == "norm":
             amax = source_partials(source)
         else:

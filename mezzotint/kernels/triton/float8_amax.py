@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from mezzotint.constants import cdiv
-from mezzotint.kernels._lib import once_in_graphs
 from mezzotint.kernels.triton._jit import ahead, ahead_of_groups, tile_of
 from mezzotint.kernels.triton._jit_groups import chosen, own_rows, pack
 from mezzotint.kernels.triton._jit_source import Input, load_input
@@ -79,10 +78,8 @@ def _amax_finish_kernel(partials, out, count, BP: tl.constexpr):
     tl.store(out, tl.max(tl.load(partials + p, mask=p < count, other=0.0)))
 
 
-@once_in_graphs
 def amax_partials(x: torch.Tensor, noop: torch.Tensor | None) -> torch.Tensor:
-    """Return partial amaxes of a contiguous tensor, at most PARTIALS. What backward quantizes again has the amax that
-    forward found."""
+    """Return partial amaxes of a contiguous tensor, at most PARTIALS."""
     options = amax_config()
     count = max(1, min(PARTIALS, cdiv(x.numel(), options["BLOCK"])))
     partials = x.new_empty(count, dtype=torch.float32)
