@@ -29,7 +29,7 @@ class QuantizationError:
     @property
     def figures(self) -> Figures:
         """Return the figures of the whole tensor."""
-        return figures_of(run_op(statistics_whole, self.table))
+        return figures_of(run_op(statistics_whole, self.table).tolist())
 
     @property
     def exponents(self) -> dict[int, tuple[int, int]]:

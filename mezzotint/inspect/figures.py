@@ -16,6 +16,7 @@ defined). There are n elements x, and x̂ is what the quantized copy of x stands
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +56,8 @@ class Figures:
         return self.nan + self.posinf + self.neginf
 
 
-def figures_of(whole: torch.Tensor) -> Figures:
-    """Return the figures of one column of a table, [16]."""
-    values = whole.tolist()
+def figures_of(values: Sequence[float]) -> Figures:
+    """Return the figures of one column of a table, 16 numbers on the host."""
 
     def of(name: str) -> float:
         return values[ROW_OF[name]]
@@ -92,16 +92,15 @@ def decibels(signal: float, noise: float) -> float | None:
 def exponents_of(table: torch.Tensor) -> dict[int, tuple[int, int]]:
     """Return e → how many elements of x, and of x̂, have 2^e ≤ |·| < 2^(e+1), from the first such e to the last. The
     exponent -127 counts all that is smaller."""
-    counts = table[[ROW_OF["exponents"], ROW_OF["quantized"]]].long()
-    used = counts.sum(0).nonzero().flatten().tolist()
+    before, after = table[ROW_OF["exponents"] : ROW_OF["quantized"] + 1].tolist()  # the two rows are neighbours
+    used = [b for b, counts in enumerate(zip(before, after, strict=True)) if any(counts)]
     bins = range(used[0], used[-1] + 1) if used else range(0)
-    before, after = counts.tolist()
-    return {b + FIRST_EXPONENT: (before[b], after[b]) for b in bins}
+    return {b + FIRST_EXPONENT: (int(before[b]), int(after[b])) for b in bins}
 
 
 def map_of(table: torch.Tensor) -> list[list[Figures]]:
     """Return the figures of each cell of the tensor, 16 rows of 16."""
-    columns = table.cpu().t()
+    columns = table.t().tolist()
     return [[figures_of(columns[SIDE * i + j]) for j in range(SIDE)] for i in range(SIDE)]
 
 

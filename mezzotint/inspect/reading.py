@@ -56,9 +56,9 @@ def read_probes(
     if not probes:
         return []
     tables = _reduced(torch.stack([probe.table for probe in probes if probe.table is not None]), group).cpu()
-    wholes = torch.cat([tables[:, :_COUNT].sum(2), tables[:, _COUNT:].amax(2)], 1)
+    wholes = torch.cat([tables[:, :_COUNT].sum(2), tables[:, _COUNT:].amax(2)], 1).tolist()
     tried = [probe.tried for probe in probes if probe.tried is not None]
-    columns = iter(_reduced(torch.cat(tried, 1).t(), group).cpu() if tried else ())
+    columns = iter(_reduced(torch.cat(tried, 1).t(), group).tolist() if tried else ())
     found = []
     for (name, module, role), probe, formats, table, whole in zip(names, probes, trials, tables, wholes, strict=True):
         others = {each: figures_of(next(columns)) for each in formats} if probe.tried is not None else {}

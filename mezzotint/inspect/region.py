@@ -125,7 +125,8 @@ class inspect:
             if each.probe is None:
                 each.probe = _make_probe(each, self.what_if)
         tables = [table for probe in self._probes for table in (probe.table, probe.tried) if table is not None]
-        fresh = {(table.shape, table.device): empty_statistics(tuple(table.shape), table.device) for table in tables}
+        kinds = {(table.shape, table.device) for table in tables}
+        fresh = {(shape, device): empty_statistics(tuple(shape), device) for shape, device in kinds}
         if tables:
             torch._foreach_copy_(tables, [fresh[table.shape, table.device] for table in tables])
         for module in self._modules:

@@ -170,7 +170,7 @@ def test_without_loss_and_without_elements() -> None:
     exact = mz.quantization_error(torch.ones(4, 32), "mxfp8")
     assert exact.snr_db == math.inf
     assert exact.mse == exact.relative_error == 0.0
-    empty = figures_of(statistics_whole(mz.quantization_error(torch.ones(0, 32), "mxfp8").table))
+    empty = figures_of(statistics_whole(mz.quantization_error(torch.ones(0, 32), "mxfp8").table).tolist())
     assert empty.count == 0
     assert [empty.amax, empty.snr_db, empty.mse, empty.underflow, empty.largest_scale] == [None] * 5
 
