@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from mezzotint.formats import CC, FORMATS, HIGH, Backend, format_of
+from mezzotint.tracing import is_planned
 
 ANY = "*"
 FOREVER: CC = (99, 0)
@@ -32,8 +33,9 @@ SLOW_BF16 = _multiplies_bf16_slowly()
 
 
 def multiplies_slowly(x: torch.Tensor) -> bool:
-    """Return whether products of such a tensor should be made from FP32 copies."""
-    return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16
+    """Return whether products of such a tensor should be made from FP32 copies. Memory is planned for a GPU, whatever the
+    CPU can do."""
+    return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16 and not is_planned(x)
 
 
 class EmulationWarning(UserWarning):

@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -157,6 +158,13 @@ def has_values_at_hand(x: Any) -> bool:
     """Return whether the host may look at the values of `x` without waiting for a device: it is a tensor on the CPU. A
     graph has no values while it is traced."""
     return type(x) is torch.Tensor and x.is_cpu
+
+
+@eager_only(in_graph=False)
+def is_planned(x: torch.Tensor) -> bool:
+    """Return whether `x` is a fake tensor that no compiler traces: it stands for one whose memory is only counted. What a
+    graph traces, it also runs."""
+    return isinstance(x, FakeTensor) and not _runs_below_dynamo()
 
 
 @eager_only(in_graph=False)

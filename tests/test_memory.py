@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mezzotint as mz
+from mezzotint import hw
 from mezzotint.functional.activation import ActivationBwdArgs, compress, decompress
 from tests.recipes import EVERY_RECIPE
 
@@ -139,7 +140,8 @@ COMPRESSED_BYTES = LEAN_BYTES - TOKENS * (2 * 2 * FFN - 2 * FFN - 4 * 2 * FFN //
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
-def test_what_a_layer_holds(compiled: bool) -> None:
+def test_what_a_layer_holds(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hw, "SLOW_BF16", False)  # attention would hold FP32 copies
     layer, x = make_layer(), batch(1, TOKENS)
     run = torch.compile(layer, fullgraph=True, backend=PARTITIONED) if compiled else layer
     recipe = EVERY_RECIPE["current"]

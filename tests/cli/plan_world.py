@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mezzotint import hw
 from mezzotint.quantization import autocast
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import LiveBytes, SavedBytes, storage_of
@@ -35,6 +36,7 @@ QUICK = ("everything",)  # every kind of collective, and weights in parts and in
 
 def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     """Of the second step: the optimizer's state is there from the beginning."""
+    hw.SLOW_BF16 = False  # attention would hold FP32 copies, which a GPU does not
     torch.manual_seed(dist.get_rank())
     meshes = make_meshes(layout)
     model = make_model(config, layout, meshes, recipe)

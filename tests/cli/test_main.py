@@ -4,8 +4,10 @@ import ast
 import io
 import os
 import re
+import resource
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -203,6 +205,16 @@ def test_variables_of_a_launcher(
     assert said in fails(capsys, "train", "--recipe", "nonsense")
 
 
+@pytest.fixture
+def terabyte() -> Iterator[None]:
+    """An address space of 1 TiB: some machines promise any amount of memory, and kill the process that uses it."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (2**40, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.usefixtures("terabyte")
 def test_memory_of_a_cpu_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
     said = fails(capsys, "train", f"--hidden={2**20}", f"--ffn={2**20}", "--no-compile", f"--out={out}", code=1)

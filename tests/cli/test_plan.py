@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mezzotint as mz
+from mezzotint import hw
 from mezzotint.optimizers import FusedAdam
 from mezzotint.quantization import autocast
 from mezzotint.recomputation import checkpoint
@@ -30,6 +31,12 @@ SHAPES = {
     "two layers, tied": replace(SMALL, layers=2, tied=True),
     "no groups, wide heads": replace(SMALL, kv_heads=4, head_dim=32, layers=4),
 }
+
+
+@pytest.fixture(autouse=True)
+def gpu_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps hold no FP32 copies of what attention multiplies, on any CPU: memory is planned for GPUs."""
+    monkeypatch.setattr(hw, "SLOW_BF16", False)
 
 
 def forward(model: LanguageModel, config: ModelConfig, recipe: Any) -> torch.Tensor:
