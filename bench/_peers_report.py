@@ -27,9 +27,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 INTRODUCTION = """\
 A column such as 16384x4096x14336 is one linear layer: tokens x input features x output features. The others are two
 layers of a Llama 3 8B, the same as plain linears that `convert` was given, with four microbatches, and a grouped linear
-of 8 experts. A ratio to BF16 is its time in the same mode over the candidate's, so more is faster. The floor is the time
-of the matrix products alone, and of moving the fewest bytes that quantization must move. `bench/peers.py` says how it
-is measured; `--markdown` wrote this.
+of 8 experts. A ratio to BF16 is its time in the same mode over the candidate's, so more is faster. The floor is the
+time of the matrix products alone, and of moving the fewest bytes that quantization must move. `bench/peers.py` says how
+it is measured; `--markdown` wrote this.
 """
 ON_CPU = "On a CPU, at tiny sizes: these times say that everything runs, and nothing else."
 # These are Okabe and Ito's colours, which colour-blind readers can tell apart; torchao's are grey.

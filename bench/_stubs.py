@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mezzotint.functional.gemm
-from mezzotint.kernels import _lib
+from mezzotint.kernels import _lib, quantize_ops
 
 
 def _stub(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,13 +35,16 @@ def stubbed_kernels() -> Iterator[None]:
 
     What is left of a step is Python, autograd and the allocation of tensors.
     """
-    kernels, product = dict(_lib._IMPLEMENTATIONS), mezzotint.functional.gemm.product_of
-    _lib._IMPLEMENTATIONS.update({op: (_stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})
+    tables = [(table, dict(table)) for table in (_lib._IMPLEMENTATIONS, quantize_ops._ENTERING)]
+    product = mezzotint.functional.gemm.product_of
+    for table, kernels in tables:
+        table.update({op: (_stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})
     mezzotint.functional.gemm.product_of = lambda *operands: _no_product
     try:
         yield
     finally:
-        _lib._IMPLEMENTATIONS.update(kernels)
+        for table, kernels in tables:
+            table.update(kernels)
         mezzotint.functional.gemm.product_of = product
 
 

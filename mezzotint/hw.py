@@ -33,8 +33,8 @@ SLOW_BF16 = _multiplies_bf16_slowly()
 
 
 def multiplies_slowly(x: torch.Tensor) -> bool:
-    """Return whether products of such a tensor should be made from FP32 copies. Memory is planned for a GPU, whatever the
-    CPU can do."""
+    """Return whether products of such a tensor should be made from FP32 copies. Memory is planned for a GPU, whatever
+    the CPU can do."""
     return SLOW_BF16 and x.is_cpu and x.dtype == torch.bfloat16 and not is_planned(x)
 
 

@@ -162,8 +162,8 @@ def has_values_at_hand(x: Any) -> bool:
 
 @eager_only(in_graph=False)
 def is_planned(x: torch.Tensor) -> bool:
-    """Return whether `x` is a fake tensor that no compiler traces: it stands for one whose memory is only counted. What a
-    graph traces, it also runs."""
+    """Return whether `x` is a fake tensor that no compiler traces: it stands for one whose memory is only counted. What
+    a graph traces, it also runs."""
     return isinstance(x, FakeTensor) and not _runs_below_dynamo()
 
 

@@ -1,10 +1,10 @@
 """The one autograd function of the project: it runs a core, saves what the core's setup keeps, and hands that to the
 core's backward.
 
-    core.forward(args)             -> (y, made)                  pure
+    core.forward(args)             -> (y, made)                  pure, but for amaxes (`ScaleSlot`)
     core.outputs(args, y, made)    -> (outputs, extras)
     core.setup(args, made)         -> backward arguments         decides what is saved
-    core.backward(bwd, *grads)     -> (gradients, amaxes)        pure
+    core.backward(bwd, *grads)     -> (gradients, amaxes)        pure as well
 
 `outputs` are differentiable. `extras` are tensors that the module keeps (amaxes). Gradients come in the order of
 `core.diff`, which names fields of `args`; the gradient of a field that holds a tuple (`core.tuples`) is a tuple.
@@ -27,6 +27,7 @@ from mezzotint.functional.delayed import (
 )
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.tensor.scale_slot import ScaleSlot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import differentiates_forward, eager_only, read_live
 
@@ -54,7 +55,7 @@ class GradState(ScaleState):
 
 class Saved:
     """The base of backward arguments, dataclasses with slots: `SAVED` names the fields whose tensors are saved. Such a
-    field holds a tensor, a storage, another `Saved`, or a tuple of these."""
+    field holds a tensor, a storage, a `ScaleSlot`, another `Saved`, or a tuple of these."""
 
     __slots__ = ()
     SAVED: ClassVar[tuple[str, ...]] = ()
@@ -75,6 +76,9 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
         return _TENSOR
     if isinstance(value, tuple):
         return tuple([flatten(item, flat) for item in value])
+    if isinstance(value, ScaleSlot):
+        flat.append(value.scale)
+        return _Slot(value.history, value.slot)
     if isinstance(value, QuantizedTensorStorage):
         if not value._FLATTEN_TENSOR_BUFFERS:
             return _flatten_own(value, flat)
@@ -108,6 +112,8 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
         for name in spec.names:
             fields[name] = tensors.pop(0)
         return spec.cls._build(spec.shape, spec.dtype, fields)
+    if isinstance(spec, _Slot):
+        return ScaleSlot(tensors.pop(0), spec.history, spec.slot)
     if isinstance(spec, _OwnStorage):
         storage = _copy_of(spec.holder)
         storage.restore_from_saved([tensors.pop(0) if is_held else None for is_held in spec.holds])
@@ -145,6 +151,15 @@ class _Storage:
     dtype: torch.dtype
     names: list[str]
     values: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A `_Slot` keeps a `ScaleSlot` without its scale. The history is not saved, because backward writes it as it is
+    then."""
+
+    history: torch.Tensor | None
+    slot: int
 
 
 @dataclass(slots=True)
@@ -242,7 +257,8 @@ def record(state: GradState, amaxes: tuple[Any, ...]) -> None:
     elif state.is_handed_over():
         hand_over(state, seen, slots, state.is_first)
     else:
-        run_op(delayed_saw_, state.history, seen, slots)
+        if seen:
+            run_op(delayed_saw_, state.history, seen, slots)
         end_backward(state)
 
 

@@ -18,12 +18,12 @@ from mezzotint.functional.linear import (
     Needs,
     Numerics,
     WeightGrad,
+    amaxes_of,
     as_multiplied,
     compute_weight_gradient,
     in_high_precision,
     kept,
     needs_original,
-    present,
     stand_in,
 )
 from mezzotint.functional.observation import Probes, observe_groups, watch_gradient
@@ -272,7 +272,7 @@ def _products(
 
 
 def _outputs(a: GroupedLinearFwdArgs, y: torch.Tensor, made: Any) -> tuple[Any, ...]:
-    return (y,), present(*made.amaxes)
+    return (y,), amaxes_of(*zip([quantizers.input for quantizers in a.quantizers], made.amaxes, strict=False))
 
 
 GROUPED_LINEAR = Core(

@@ -11,11 +11,11 @@ from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
     LinearMade,
+    amaxes_of,
     input_quantizer,
     linear_backward,
     linear_forward,
     linear_setup,
-    present,
     shaped,
     takes_quantized,
 )
@@ -149,7 +149,7 @@ def layernorm_linear_backward(
 
 def _outputs(a: LayerNormLinearFwdArgs, y: torch.Tensor, made: LayerNormLinearMade) -> tuple[Any, ...]:
     y = shaped(y, a.x, a.linear.parallel)
-    return (y, *further_outputs(a, made)), present(made.amax)
+    return (y, *further_outputs(a, made)), amaxes_of((a.linear.quantizers.input, made.amax))
 
 
 def _backward(b: LayerNormLinearBwdArgs, dy: torch.Tensor, *further: torch.Tensor) -> tuple[Any, ...]:

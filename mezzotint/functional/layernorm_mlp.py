@@ -36,11 +36,11 @@ from mezzotint.functional.linear import (
     LinearBwdArgs,
     LinearFwdArgs,
     LinearMade,
+    amaxes_of,
     keeps_input,
     linear_backward,
     linear_forward,
     linear_setup,
-    present,
     shaped,
     takes_quantized,
     takes_quantized_grad,
@@ -50,6 +50,7 @@ from mezzotint.functional.observation import watch_gradient
 from mezzotint.functional.tensor_parallel import splits_of
 from mezzotint.kernels._lib import as_matrix
 from mezzotint.tensor.partition import quantize_shard
+from mezzotint.tensor.scale_slot import without_amax
 
 
 @dataclass(slots=True)
@@ -135,6 +136,7 @@ def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> Layer
     for fc in (a.fc1, a.fc2):
         # These are made again, or this object holds them already.
         fc.x = fc.x_q = fc.weight = fc.bias = None
+        fc.input_scale = without_amax(fc.input_scale)
         fc.probes = watch_gradient(fc.probes)  # forward's probes have seen the rest already
     return a
 
@@ -187,7 +189,8 @@ def layernorm_mlp_backward(
 
 def _outputs(a: LayerNormMLPFwdArgs, y: torch.Tensor, made: LayerNormMLPMade) -> tuple[Any, ...]:
     y = shaped(y, a.x)  # the tokens that fc1 gathered, fc2 has scattered
-    return (y, *further_outputs(_norm_fc1(a), made.norm_fc1)), present(made.norm_fc1.amax, made.amax)
+    amaxes = amaxes_of((a.fc1.quantizers.input, made.norm_fc1.amax), (a.fc2.quantizers.input, made.amax))
+    return (y, *further_outputs(_norm_fc1(a), made.norm_fc1)), amaxes
 
 
 LAYERNORM_MLP = Core(

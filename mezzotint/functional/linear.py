@@ -38,6 +38,7 @@ from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.scale_slot import Scale, without_amax
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import left_to_backward, traced_as
 
@@ -125,13 +126,13 @@ class LinearFwdArgs(Saved):
     quantizers: LinearQuantizers
     numerics: Numerics
     wgrad: WeightGrad
-    input_scale: torch.Tensor | None  # delayed scaling, FP32 [1]
-    grad_scale: torch.Tensor | None  # a copy: it is written before a second backward reads it
+    input_scale: Scale  # delayed scaling, FP32 [1]
+    grad_scale: Scale  # a copy: it is written before a second backward reads it
     saves_original_input: bool
     grad_state: GradState | None
     parallel: Parallel | None = None  # None: the whole weight is here
     weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
-    weight_scale: torch.Tensor | None = None  # delayed scaling, FP32 [1]
+    weight_scale: Scale = None  # delayed scaling, FP32 [1]
     input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
     probes: Probes | None = None  # where an inspector wants statistics to be added
 
@@ -142,8 +143,8 @@ class LinearFwdArgs(Saved):
 class LinearBwdArgs(Saved):
     x: Any  # what wgrad contracts with dy
     weight: Any  # what dgrad contracts with dy
-    grad_scale: torch.Tensor | None
-    input_scale: torch.Tensor | None
+    grad_scale: Scale
+    input_scale: Scale
     needs: Needs
     quantizers: LinearQuantizers
     numerics: Numerics
@@ -152,7 +153,7 @@ class LinearBwdArgs(Saved):
     saves_original_input: bool
     parallel: Parallel | None
     weight_again: Quantizer | None
-    weight_scale: torch.Tensor | None
+    weight_scale: Scale
     input_again: Quantizer | None
     probes: Probes | None = None
 
@@ -248,7 +249,7 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         x=x,
         weight=weight,
         grad_scale=a.grad_scale,
-        input_scale=a.input_scale if a.saves_original_input or a.input_again is not None else None,
+        input_scale=without_amax(a.input_scale) if a.saves_original_input or a.input_again is not None else None,
         needs=a.needs,
         quantizers=a.quantizers,
         numerics=a.numerics,
@@ -431,14 +432,15 @@ def shaped(y: torch.Tensor, x: Any, parallel: Parallel | None = None) -> torch.T
     return torch.ops.aten._unsafe_view.default(y, (*output_leading(x.shape[:-1], parallel), y.shape[1]))
 
 
-def present(*amaxes: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the amaxes that are not None, which the module enters into its history."""
-    return tuple([amax for amax in amaxes if amax is not None])
+def amaxes_of(*inputs: tuple[Quantizer | None, torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the amaxes of inputs whose quantizer has delayed scaling, for the module to enter into its history. None
+    stands for one that was entered on the way."""
+    return tuple([amax for quantizer, amax in inputs if quantizer is not None and quantizer.takes_scale()])
 
 
 def _outputs(a: LinearFwdArgs, y: torch.Tensor, made: LinearMade) -> tuple[Any, ...]:
     assert a.x is not None
-    return (shaped(y, a.x, a.parallel),), present(made.amax)
+    return (shaped(y, a.x, a.parallel),), amaxes_of((a.quantizers.input, made.amax))
 
 
 def _backward(b: LinearBwdArgs, dy: torch.Tensor) -> tuple[Any, ...]:

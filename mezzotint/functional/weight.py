@@ -12,6 +12,7 @@ from mezzotint.tensor.partition import quantize_shard, update_shard
 from mezzotint.tensor.quantize import quantize_groups, quantize_scaled, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.scale_slot import Scale, scale_alone
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -38,7 +39,7 @@ def quantize_weight(
     quantizer: Quantizer | None,
     workspace: Any = None,
     *,
-    scale: torch.Tensor | None = None,
+    scale: Scale = None,
     parallel: Parallel | None = None,
     cache: bool = False,
     update_workspace: bool = True,
@@ -67,7 +68,7 @@ def quantize_weight(
         if workspace is not None and is_valid_workspace(workspace, tensor, quantizer):
             amax = None
             if update_workspace and quantizer.takes_scale():
-                amax = update_scaled(tensor, workspace, quantizer, scale, noop_flag=skip_update_flag)
+                amax = update_scaled(tensor, workspace, quantizer, scale_alone(scale), noop_flag=skip_update_flag)
             elif update_workspace and quantizer.is_custom():
                 quantizer.update_quantized(tensor, workspace, noop_flag=skip_update_flag)
             elif update_workspace:

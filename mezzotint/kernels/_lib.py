@@ -94,9 +94,8 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
         if not is_pure and _is_decomposed(op):
             with mode:
                 return reference(*args)
-        is_static = all(type(size) is int for size in args[0].shape)
         is_plain = all(kind in (torch.Tensor, FunctionalTensor) for kind in types)
-        if not (is_static and is_plain and _runs_launches(args[0])) or mode.export:
+        if not (is_plain and holds_launches(args[0], mode)):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
         with mode:
             return _run_once(mode, op, launch, args) if is_pure else launch(*args)
@@ -106,9 +105,24 @@ def launch_in_graphs(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return op
 
 
+def holds_launches(x: torch.Tensor, mode: Any = None) -> bool:
+    """Return whether the graph that is traced, of which x is a tensor, holds launches in place of ops on x. `mode` is
+    the one that makes the graph functional, if it is not on at the moment."""
+    mode = mode or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return _runs_launches(x) and not mode.export and all(type(size) is int for size in x.shape)
+
+
 def _runs_launches(x: torch.Tensor) -> bool:
     """Return whether ops on x run their Triton kernels."""
     return x.is_cuda and hw.has_triton_kernels()
+
+
+def in_memory(x: Any) -> Any:
+    """Return `x`, in a graph such that the compiler writes it once, however many launches read it."""
+    if type(x) is not FunctionalTensor:
+        return x
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return _in_memory(x, _identity(x.from_functional()), vars(mode).setdefault("mezzotint_made", {}))
 
 
 def once_in_graphs(launch: Callable[..., Any], x: torch.Tensor) -> Callable[..., Any]:

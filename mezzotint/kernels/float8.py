@@ -118,6 +118,7 @@ float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
     },
     reference=float8_quantize_scaled_reference,
     cuda="float8:quantize_scaled",
+    cuda_enter="float8:enter_scaled",
     cuda_groups="float8:quantize_scaled_groups",
     in_graphs=True,
 )

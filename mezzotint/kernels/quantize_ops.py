@@ -22,10 +22,20 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from mezzotint import hw
 from mezzotint.formats import KINDS
-from mezzotint.kernels._lib import Buffers, Late, define, launch_in_graphs, load_triton
+from mezzotint.kernels._lib import (
+    Buffers,
+    Late,
+    define,
+    holds_launches,
+    in_memory,
+    is_bare,
+    launch_in_graphs,
+    load_triton,
+)
 from mezzotint.kernels.activation import (
     activation_backward,
     activation_backward_reference,
@@ -34,9 +44,11 @@ from mezzotint.kernels.activation import (
     column_sum,
     is_gated,
 )
+from mezzotint.kernels.delayed import delayed_saw_reference
 from mezzotint.kernels.norm import norm_apply, norm_apply_reference
+from mezzotint.tracing import eager_only
 
-__all__ = ["SOURCES", "SourceCall", "Unpacking", "fused", "of_groups", "quantize_ops", "unpacking_of"]
+__all__ = ["SOURCES", "SourceCall", "Unpacking", "entering", "fused", "of_groups", "quantize_ops", "unpacking_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,7 @@ def quantize_ops(
     reference: Callable[..., "list[torch.Tensor]"],
     cuda: str | None,
     cuda_groups: str | None = None,
+    cuda_enter: str | None = None,
     in_graphs: bool = False,
     unpacking: Unpacking | None = None,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
@@ -170,17 +183,70 @@ def quantize_ops(
     `geometry(shape, *options)` describes every buffer, for the fake and for the real allocation. `reference(x,
     *options)` returns new buffers. The launch, `cuda`, writes into given ones: `launch(x, out, noop, *options)`;
     nothing is written if the one-element `noop` is 1. The launch for many tensors, `cuda_groups`, takes lists:
-    `launch(xs, outs, *options)`; without it the tensors are quantized one after another. With `in_graphs` the compiler
-    launches the kernels of `cuda` itself. With `unpacking` the launch writes values wherever a buffer is BF16.
+    `launch(xs, outs, *options)`; without it the tensors are quantized one after another. `cuda_enter` is the launch
+    that enters the amax, which is the last buffer, into a history (`entering`): `launch(x, out, noop, scale, history,
+    slot, *options)`. With `in_graphs` the compiler launches the kernels of `cuda` itself. With `unpacking` the launch
+    writes values wherever a buffer is BF16.
     """
     in_place = _in_place(reference)
     late = Late(cuda, in_place)
     functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs)
     _GROUPS[functional] = _groups_op(f"{name}_groups", options, _allocation(geometry), reference, late, cuda_groups)
+    if cuda_enter is not None:
+        _ENTERING[functional] = _entering(geometry, reference, cuda_enter)
     if unpacking is not None:
         _UNPACKED[functional] = _unpacked_op(name, options, geometry, reference, cuda, in_graphs, unpacking), unpacking
     schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
     return functional, define(schema, lambda x, out, noop, *args: None, in_place, late)
+
+
+# This maps a quantization by a given scale to the functions that enter the amax, on a CPU and on CUDA.
+_ENTERING: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+@eager_only()
+def entering(
+    op: torch._ops.OpOverload, x: torch.Tensor, is_source: bool = False
+) -> Callable[..., "list[torch.Tensor]"] | None:
+    """Return the function that quantizes as `op` does and raises row 0 of a history (L, n) to the amax, instead of
+    returning that: `enter(x, scale, history, slot, *options)`. Without a history no amax is taken.
+
+    It is None but in plain eager code and in graphs that hold launches. Elsewhere there must be an op, and none does
+    this: the compiler takes no op that writes an argument and returns a list. If `is_source`, the function takes a
+    `SourceCall` whose first argument is `x`; graphs hold no launches of those.
+    """
+    cpu, cuda = _ENTERING[op]
+    if type(x) is FunctionalTensor:
+        return cuda if not is_source and holds_launches(x) else None
+    if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    return cpu if x.is_cpu else cuda
+
+
+def _entering(
+    geometry: Callable[..., Buffers], reference: Callable[..., "list[torch.Tensor]"], cuda: str
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the functions that enter the amax, on a CPU and on CUDA."""
+
+    def on_cpu(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
+        x = x.tensor() if isinstance(x, SourceCall) else x
+        *buffers, amax = reference(x, scale, *options)
+        if history is not None:
+            delayed_saw_reference(history, [amax], [slot])
+        return buffers
+
+    def on_cuda(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
+        like = x.args[0] if isinstance(x, SourceCall) else x
+        *out, _ = _empty(like, tuple(x.shape), geometry, (scale, *options))
+        late.on(x)(in_memory(x), out, None, scale, history, slot, *options)
+        return out
+
+    def in_place(x: Any, out: list[torch.Tensor], noop: None, *args: Any) -> None:
+        for buffer, fresh in zip(out, on_cpu(x, *args), strict=True):
+            buffer.copy_(fresh)
+
+    late = Late(cuda, in_place)
+    return on_cpu, on_cuda
 
 
 def _allocation(geometry: Callable[..., Buffers]) -> Callable[..., "list[torch.Tensor]"]:

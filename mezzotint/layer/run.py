@@ -22,6 +22,7 @@ from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
+from mezzotint.tensor.scale_slot import Scale, scale_alone, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import read_live, traced_as
 
@@ -81,23 +82,32 @@ def quantized_weights(
     plan: Plan, weights: Sequence[Any], run: Delayed | RunSettings | None
 ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
     """Return the weights as the GEMMs take them, and their amaxes if delayed scaling (`run`) needs them."""
-    scales = None if run is None else run.weight_scales
     if len(weights) == 1:
+        scale = None if run is None else _weight_scale(plan, 0, run)
         weight_q, _, amax = quantize_weight(
-            weights[0], plan.quantizers[0].weight, scale=scale_of(scales, 0, "weight"), parallel=plan.parallels[0]
+            weights[0], plan.quantizers[0].weight, scale=scale, parallel=plan.parallels[0]
         )
         return (weight_q,), (amax,)
-    each = [scale_of(scales, gemm, "weight") for gemm in range(len(weights))]
-    quantizers = [plan.quantizers[gemm].weight for gemm in range(len(weights))]
+    gemms = range(len(weights))
+    quantizers = [plan.quantizers[gemm].weight for gemm in gemms]
+    scales = [None if run is None else _weight_scale(plan, gemm, run) for gemm in gemms]
     if not any(plan.parallels):
-        together = quantize_weights(weights, quantizers, each)
+        together = quantize_weights(weights, quantizers, [scale_alone(scale) for scale in scales])
         if together is not None:
             return together
     made = [
         quantize_weight(weight, quantizer, scale=scale, parallel=parallel)
-        for weight, quantizer, scale, parallel in zip(weights, quantizers, each, plan.parallels, strict=True)
+        for weight, quantizer, scale, parallel in zip(weights, quantizers, scales, plan.parallels, strict=True)
     ]
     return tuple([weight_q for weight_q, _, _ in made]), [amax for _, _, amax in made]
+
+
+def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> Scale:
+    """Return the scale of a weight; in the run of a module it says where the amax is entered, but for a shard's."""
+    scale = scale_of(run.weight_scales, gemm, "weight")
+    if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
+        return scale
+    return scale_slot(scale, run.history, slot(gemm, "weight"))
 
 
 def linear_args(
@@ -111,6 +121,7 @@ def linear_args(
     probes: tuple[Probes, ...] | None = None,
 ) -> LinearFwdArgs:
     """Return the arguments of one GEMM's linear, without x. `run` holds delayed scaling's scales, if there are any."""
+    input_scale, grad_scale, weight_scale = (None, None, None) if run is None else _scales(plan, gemm, run)
     return LinearFwdArgs(
         x=None,
         weight=weight,
@@ -121,16 +132,33 @@ def linear_args(
         quantizers=plan.quantizers[gemm],
         numerics=plan.numerics[gemm],
         wgrad=WeightGrad(weight.dtype) if wgrad is None else wgrad,
-        input_scale=None if run is None else scale_of(run.scales, gemm, "input"),
-        grad_scale=None if run is None else scale_of(run.grad_scales, gemm, "grad_output"),
+        input_scale=input_scale,
+        grad_scale=grad_scale,
         saves_original_input=plan.saves_original_input,
         weight_again=None if isinstance(weight, QuantizedTensorStorage) else plan.weights_again[gemm],
-        weight_scale=None if run is None else scale_of(run.weight_scales, gemm, "weight"),
+        weight_scale=weight_scale,
         grad_state=None,
         parallel=plan.parallels[gemm],
         input_again=plan.inputs_again[gemm],
         probes=None if probes is None else probes[gemm],
     )
+
+
+def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[Scale, Scale, Scale]:
+    """Return the scales of one GEMM's input, of its output gradient, and of the weight that backward quantizes again.
+
+    In the run of a module they say where amaxes are entered. Not so the shards of a tensor, and gradients whose amaxes
+    are handed over, or which a user's own rule reads.
+    """
+    x, dy = scale_of(run.scales, gemm, "input"), scale_of(run.grad_scales, gemm, "grad_output")
+    weight = scale_of(run.weight_scales, gemm, "weight")
+    if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
+        return x, dy, weight
+    assert plan.request is not None
+    is_handed_over = run.clears and bool(run.groups)
+    if dy is not None and not is_handed_over and not has_own_rule(plan.request):
+        dy = scale_slot(dy, run.history_bwd, slot(gemm, "grad_output"))
+    return scale_slot(x, run.history, slot(gemm, "input")), dy, scale_slot(weight, None, 0)
 
 
 def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> WeightGrad | None:
@@ -184,11 +212,11 @@ def backward_clears(request: DelayedScalingRequest) -> bool:
 def record_amaxes(
     plan: Plan,
     delayed: Delayed | None,
-    amaxes: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None],
     weight_amaxes: Sequence[torch.Tensor | None],
 ) -> None:
     """Enter the amaxes of a run into the current row of the history: those that a core returned, one for each GEMM
-    whose input has delayed scaling, and those of the weights."""
+    whose input has delayed scaling, and those of the weights. None was entered already."""
     if delayed is None or delayed.history is None:
         return
     seen: list[torch.Tensor] = []
@@ -196,8 +224,9 @@ def record_amaxes(
     rest = list(amaxes)
     for gemm, weight_amax in enumerate(weight_amaxes):
         quantizer = plan.quantizers[gemm].input
-        if quantizer is not None and quantizer.takes_scale():
-            seen.append(rest.pop(0))
+        amax = rest.pop(0) if quantizer is not None and quantizer.takes_scale() else None
+        if amax is not None:
+            seen.append(amax)
             slots.append(slot(gemm, "input"))
         if weight_amax is not None:
             seen.append(weight_amax)

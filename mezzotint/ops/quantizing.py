@@ -15,6 +15,7 @@ from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
+from mezzotint.tensor.scale_slot import Scale, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -33,6 +34,12 @@ class DelayedQuantizer:
 
     def takes_scale(self) -> bool:
         return True
+
+    def place(self) -> Scale:
+        """Return the scale, and where quantization is to enter the amax, unless the amax is handed over."""
+        if self.state is not None and (self.state.is_handed_over() or self.state.update is not None):
+            return self.scale
+        return scale_slot(self.scale, self.history, self.slot)
 
     def saw(self, amax: torch.Tensor) -> None:
         """Enter an amax, FP32 [1], into the history."""
@@ -59,9 +66,9 @@ def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: 
     return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type), state)
 
 
-def value_and_scale(quantizer: Any) -> tuple[Any, torch.Tensor | None]:
+def value_and_scale(quantizer: Any) -> tuple[Any, Scale]:
     """Return the quantizer and its scale, or None, as the functional cores take them."""
-    return (quantizer.quantizer, quantizer.scale) if quantizer.takes_scale() else (quantizer, None)
+    return (quantizer.quantizer, quantizer.place()) if quantizer.takes_scale() else (quantizer, None)
 
 
 def enter(quantizer: Any, amax: torch.Tensor | None) -> None:

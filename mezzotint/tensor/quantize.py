@@ -15,10 +15,11 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.kernels._lib import callee, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
-from mezzotint.kernels.quantize_ops import SOURCES, fused, of_groups
+from mezzotint.kernels.quantize_ops import SOURCES, SourceCall, entering, fused, of_groups
 from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
+from mezzotint.tensor.scale_slot import Scale, ScaleSlot, scale_alone
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import count_write, eager_only, traced_as
 
@@ -51,18 +52,23 @@ def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.T
     return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype, quantizer)
 
 
-def quantize_scaled(
-    x: torch.Tensor, quantizer: QuantizerLike, scale: torch.Tensor | None
-) -> tuple[Any, torch.Tensor | None]:
-    """Return `x` as a storage, and its amax, FP32 [1], if the quantizer takes a scale with the call (else None)."""
+def quantize_scaled(x: torch.Tensor, quantizer: QuantizerLike, scale: Scale) -> tuple[Any, torch.Tensor | None]:
+    """Return `x` as a storage, and its amax, FP32 [1], if the quantizer takes a scale with the call (else None). With a
+    `ScaleSlot` the amax is None if nobody asks for it, or if it has been entered already."""
     if quantizer.is_custom():
         return quantizer.quantize(x), None
     call = _call_of(quantizer, x.dtype)
     if call is None or isinstance(x, QuantizedTensorStorage):
         return quantize_storage(x, quantizer), None
+    place = scale if call.takes_scale and isinstance(scale, ScaleSlot) else None
+    enter = None if place is None else entering(call.op, x)
+    if place is not None and enter is not None:
+        buffers = enter(x, place.scale, place.history, place.slot, *call.options)
+        return _as_storage(buffers, call, quantizer, x.shape, x.dtype), None
     run, amax = callee(call.op, x), None
     if call.takes_scale:
-        *buffers, amax = run(x, scale, *call.options)
+        *buffers, amax = run(x, scale_alone(scale), *call.options)
+        amax = amax if place is None or place.history is not None else None
     elif call.alone is not None:
         buffers = run(x, *call.alone)
     else:
@@ -143,7 +149,7 @@ def quantize_source(
     shape: Any,
     dtype: torch.dtype,
     quantizer: QuantizerLike,
-    scale: torch.Tensor | None,
+    scale: Scale,
     sums: torch.dtype | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """Quantize what a producer (`kernels/quantize_ops.py`) makes of `arguments`, in one op if the quantizer has it.
@@ -157,15 +163,24 @@ def quantize_source(
         made = run_op(SOURCES[source].op, *arguments)
         storage, amax = quantize_scaled(made, quantizer, scale)
         return storage, amax, column_sum(made, sums) if has_sums and sums is not None else None
+    place = scale if isinstance(scale, ScaleSlot) and call.takes_scale else None
+    enter = None if place is None else entering(call.op, arguments[0], True)
+    if place is not None and enter is not None:
+        summed = arguments[0].new_empty(shape[-1], dtype=sums) if has_sums and sums is not None else None
+        made = SourceCall(source, arguments, summed)
+        buffers = enter(made, place.scale, place.history, place.slot, *call.options)
+        return _as_storage(buffers, call, quantizer, shape, dtype), None, summed
     if has_sums:
         arguments = (*arguments, sums)
-    given = _tensor_arguments(arguments[0], call.tensors, {"scale": scale})
+    given = _tensor_arguments(arguments[0], call.tensors, {"scale": scale_alone(scale)})
     buffers = run_op(fused(call.op, source), *arguments, *given, *call.options)
     summed, amax = None, None
     if has_sums:
         *buffers, summed = buffers
     if call.takes_scale:
         *buffers, amax = buffers
+    if place is not None and place.history is None:
+        amax = None
     return _as_storage(buffers, call, quantizer, shape, dtype), amax, None if sums is None else summed
 
 

@@ -21,6 +21,7 @@ from mezzotint.functional import (
     tensor_parallel,
 )
 from mezzotint.functional.autograd import Core, GradState, Saved, flatten, run_core, unflatten
+from mezzotint.tensor.scale_slot import ScaleSlot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from tests.quantizer_formats import USAGES, Format, assert_same_bytes, buffers, over_formats, snapshot
 from tests.quantizer_formats import sample as values
@@ -153,7 +154,7 @@ class Watch(Spy):
 
 
 def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value. Not the live buffers of the shell, and not `main_grad`, which is there to be written."""
+    """Every tensor in a value. Not the live buffers of the shell, and not what is there to be written."""
     if isinstance(value, QuantizedTensorStorage):
         for attribute, buffer in buffers(value).items():
             yield f"{path}.{attribute}", buffer
@@ -164,7 +165,7 @@ def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield from tensors_of(item, f"{path}[{i}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, GradState | type):
         for field in dataclasses.fields(value):
-            if field.name != "main_grad":
+            if field.name not in ("main_grad", "history"):
                 yield from tensors_of(getattr(value, field.name), f"{path}.{field.name}")
 
 
@@ -220,6 +221,9 @@ def check_equal(actual: Any, expected: Any) -> None:
     elif isinstance(expected, QuantizedTensorStorage):
         assert actual is not expected
         check_storage(actual, expected)
+    elif isinstance(expected, ScaleSlot):
+        assert actual is not expected
+        check_equal((actual.scale, actual.history, actual.slot), (expected.scale, expected.history, expected.slot))
     elif isinstance(expected, tuple):
         assert len(actual) == len(expected)
         for item, other in zip(actual, expected, strict=True):

@@ -123,6 +123,28 @@ def as_on_a_gpu() -> None:
         module.cast_fp8 = cast_fp8
 
 
+def check_entered(source: str, args: tuple[Any, ...]) -> None:
+    """The same bytes as by the op, while the amax raises its place in a history, and no other; or nothing."""
+    from mezzotint.constants import E4M3
+    from mezzotint.kernels.float8 import float8_quantize_scaled
+    from mezzotint.kernels.quantize_ops import SOURCES, SourceCall, fused
+    from mezzotint.kernels.triton import float8
+    from tests.values import raw
+
+    scale, given = torch.tensor([3.0]), args[: SOURCES[source].count - SOURCES[source].sums]
+    for usage in ((True, False), (True, True)):
+        *want, amax = fused(float8_quantize_scaled, source)(*args, scale, E4M3, *usage)[: sum(usage) + 2]
+        plain = SourceCall(source, given).tensor()
+        for x in (SourceCall(source, given), plain):
+            for seen in (0.0, 2.0 * amax.item(), None):
+                history = torch.tensor([[1.0, 0.0 if seen is None else seen, 2.0], [9.0, 9.0, 9.0]])
+                got = [torch.full_like(buffer, 0x5A) for buffer in want]
+                float8.enter_scaled(x, got, None, scale, None if seen is None else history, 1, E4M3, *usage)
+                assert all(torch.equal(raw(a), raw(b)) for a, b in zip(got, want, strict=True)), (source, usage)
+                raised = 0.0 if seen is None else max(seen, amax.item())
+                assert history.tolist() == [[1.0, raised, 2.0], [9.0, 9.0, 9.0]]
+
+
 def main(tiles: str) -> None:
     """`tiles`: shapes that are whole ones, or those that cut them."""
     from mezzotint.constants import E4M3, E5M2
@@ -146,6 +168,7 @@ def main(tiles: str) -> None:
     chosen = list(zip(SHAPES, (BF16, FP32, FP16), strict=True))
     for shape, dtype in chosen[:1] if tiles == "whole" else chosen[1:]:
         for source, args in cases(shape, dtype):
+            check_entered(source, args)
             for name, launch, op, options in tested:
                 for how in ("inside", "first", "before") if name in TWO_PASSES else ("inside", "before"):
                     _jit_source.SOURCE_MODES = {**ways, name: dict.fromkeys(ways[name], how)}

@@ -120,6 +120,20 @@ def test_graphs_have_launches_in_place_of_operators(trace: Callable[[str], Graph
         assert ops == {"mezzotint.gemm.default"}
 
 
+def test_delayed_scaling_clears_no_amax(trace: Callable[..., Graphs]) -> None:
+    """The casts enter amaxes into the history, and what is quantized again has none."""
+    for graph, entered in zip(trace("delayed"), (6, 3), strict=True):
+        calls = [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+        kernels: list[Any] = [kernel_side_table.get_kernel(call["kernel_idx"]) for call in calls]
+        names = [kernel.fn.__name__ for kernel in kernels]
+        assert not names.count("_saw_kernel")
+        given = [call["kwargs"] for call, name in zip(calls, names, strict=True) if name.startswith("cast")]
+        assert len(given) == 6
+        assert len([each for each in given if each.get("amax") is not None]) == entered
+        filled = [node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.full.default]
+        assert all(value.numel() > 1 for value in filled)
+
+
 def test_what_backward_quantizes_again_has_the_amax_of_forward(trace: Callable[..., Graphs]) -> None:
     for memory in ("default", "lean"):
         forward, backward = (launches(graph, "_amax_kernel") for graph in trace("current", memory))

@@ -78,7 +78,7 @@ def _scale(
 
 
 @Fast
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def cast_kernel(
     x,
     data,
@@ -89,6 +89,7 @@ def cast_kernel(
     numel,
     count,
     eps,
+    slot,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
@@ -107,12 +108,12 @@ def cast_kernel(
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     if data is not None:
         tl.store(data + i, cast_fp8(value * scale, DTYPE), mask=i < numel)
-    if SCALED:
-        raise_amax(amax, value)
+    if amax is not None:
+        raise_amax(amax if slot is None else amax + slot, value)
 
 
 @Fast
-@triton.jit
+@triton.jit(do_not_specialize=["slot"])
 def cast_tile_kernel(
     x,
     data,
@@ -128,6 +129,7 @@ def cast_tile_kernel(
     stride,
     count,
     eps,
+    slot,
     SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
@@ -171,8 +173,8 @@ def cast_tile_kernel(
             store_tile(data, code, r, c, M, K, EVEN)
         if transpose is not None:
             store_transposed(transpose, code, row, col, M, K, BM, BN, SPAN, EVEN)
-    if SCALED:
-        raise_amax(amax, first if PARTS == 1 else larger(first, second))
+    if amax is not None:
+        raise_amax(amax if slot is None else amax + slot, first if PARTS == 1 else larger(first, second))
 
 
 @Fast
@@ -208,7 +210,8 @@ AHEAD = [
     ahead(cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **_TILE, EVEN=False),
     ahead(cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
     ahead(cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
-    ahead(cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
+    ahead(cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False, slot=None),
+    ahead(cast_tile_kernel, "bf16 - u8 fp32 fp32 - -", **_DELAYED, **_TILE, EVEN=True, slot=None),
     *(
         ahead(cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", given, SOURCE=kind, **_CURRENT, **_TILE, EVEN=True)
         for given, kind in (

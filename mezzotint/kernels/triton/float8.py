@@ -5,7 +5,8 @@ cast reduces itself (they sit in the L2 cache) instead of waiting for a third la
 because what the first pass read last is still in the cache. A tensor that one program sees whole takes one launch. A
 source that is computed in the first pass leaves the amax of what it writes.
 
-Delayed scaling takes one pass: the scale is given, and an atomic maximum takes the amax on the way.
+Delayed scaling takes one pass: the scale is given, and an atomic maximum takes the amax on the way, into a buffer of
+its own or, with nothing to clear before, into the history.
 
 With a source (`_jit_source.py`) that is inside, both passes compute what they do not read.
 
@@ -50,6 +51,7 @@ __all__ = [
     "amax",
     "amax_partials",
     "dequantize",
+    "enter_scaled",
     "quantize",
     "quantize_groups",
     "quantize_scaled",
@@ -68,13 +70,14 @@ def _cast(
     columnwise: bool,
     config: dict[str, int] | None,
     eps: float = 0.0,
+    amax: torch.Tensor | None = None,
+    slot: int | None = None,
     **constants: Any,
 ) -> None:
-    """Cast a matrix in one launch into data, transpose, scale_inv and, with a given scale, amax."""
+    """Cast a matrix in one launch into data, transpose and scale_inv. Raise `amax`, at `slot`, if it is given."""
     data = out[0] if rowwise else None
     transpose = out[rowwise] if columnwise else None
     scale_inv = out[rowwise + columnwise]
-    amax = out[-1] if constants["SCALED"] else None
     x, M, K = source.x, source.M, source.K
     numel, count = M * K, scaling.numel()
     # An empty tensor has a scale, too: one program writes it, all of whose elements are masked.
@@ -91,6 +94,7 @@ def _cast(
             numel,
             count,
             eps or None,
+            slot,
             **constants,
             **options,
             enable_fp_fusion=False,
@@ -115,6 +119,7 @@ def _cast(
         x.stride(0),
         count,
         eps or None,
+        slot,
         SOURCE=source.kind,
         **constants,
         **options,
@@ -156,6 +161,7 @@ def _cast_groups(
         K,
         scaling[0].numel(),
         eps or None,
+        None,
         SOURCE=None,
         **constants,
         **options,
@@ -257,9 +263,26 @@ def quantize_scaled(
         out[-1].zero_()
     else:
         clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
+    enter_scaled(x, out, noop, scale, out[-1], None, dtype, rowwise, columnwise, config)
+
+
+def enter_scaled(
+    x: torch.Tensor | SourceCall,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    scale: torch.Tensor,
+    history: torch.Tensor | None,
+    slot: int | None,
+    dtype: int,
+    rowwise: bool,
+    columnwise: bool,
+    config: dict[str, int] | None = None,
+) -> None:
+    """Quantize with delayed scaling, and raise row 0 of the history, at `slot`, to the amax. Without a history no amax
+    is taken."""
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
     source = read(x, source_mode(x, "delayed", _width(config)))
-    _cast(source, out, noop, scale, rowwise, columnwise, config, **constants)
+    _cast(source, out, noop, scale, rowwise, columnwise, config, amax=history, slot=slot, **constants)
 
 
 def quantize_groups(
