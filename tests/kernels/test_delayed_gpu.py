@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from mezzotint.constants import E4M3
 from mezzotint.kernels.delayed import delayed_saw_, delayed_snapshot_, delayed_step_, delayed_update_
+from mezzotint.kernels.float8 import float8_quantize_scaled
+from mezzotint.kernels.quantize_ops import entering
 from tests.kernels.test_delayed import COLUMNS, SEEN, TOPS, check, check_step, draw_state
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +51,22 @@ def test_many_states() -> None:
     """More than one launch of `torch._foreach_copy_` takes, of all sizes."""
     states = [draw_state(length, slots, slots) for length in (1, 2, 16, 1024) for slots in (2, 3, 6, 33)] * 20
     check(states, [(448.0, 57344.0, 56.0)[i % 3] for i in range(len(states))], False, "cuda")
+
+
+@pytest.mark.parametrize("usage", [(True, False), (False, True), (True, True)])
+def test_a_cast_enters_its_amax(usage: tuple[bool, bool]) -> None:
+    """At its place, unless there is no history; with the bytes of the CPU."""
+    x = torch.randn(300, 520, dtype=torch.bfloat16)
+    for slot in (0, 1, 2, None):
+        results = []
+        for device in ("cpu", "cuda"):
+            given, scale = x.to(device), torch.tensor([3.0], device=device)
+            history = torch.tensor([[1.0, 0.5, 99.0], [7.0, 7.0, 7.0]], device=device)
+            enter = entering(float8_quantize_scaled, given)
+            assert enter is not None
+            made = enter(given, scale, None if slot is None else history, slot or 0, E4M3, *usage)
+            results.append([buffer.cpu() for buffer in (*made, history)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), slot
 
 
 def test_snapshot() -> None:
