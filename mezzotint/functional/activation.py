@@ -20,7 +20,7 @@ from mezzotint.kernels.activation import (
 from mezzotint.tensor.float8_block import Float8BlockQuantizer
 from mezzotint.tensor.quantize import quantize_scaled, quantize_source
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale
+from mezzotint.tensor.scale_slot import DelayedScale
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import left_to_backward
 
@@ -68,7 +68,9 @@ class ActivationBwdArgs(Saved):
     SAVED = ("x", "scales")
 
 
-def activation_quantized(a: ActivationFwdArgs, quantizer: Quantizer, scale: Scale) -> tuple[Any, torch.Tensor | None]:
+def activation_quantized(
+    a: ActivationFwdArgs, quantizer: Quantizer, scale: DelayedScale
+) -> tuple[Any, torch.Tensor | None]:
     """Return act(x), its rows scaled, quantized in the same pass, and its amax if `scale` was given."""
     x = a.x
     width = x.shape[-1] // 2 if is_gated(a.name) else x.shape[-1]
@@ -81,7 +83,7 @@ def activation_gradient_quantized(
     b: ActivationBwdArgs,
     dy: torch.Tensor,
     quantizer: Quantizer,
-    scale: Scale,
+    scale: DelayedScale,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """Return the gradient of x, quantized in the same pass, its amax, and its column sums, which are the bias
@@ -94,7 +96,7 @@ def activation_setup(a: ActivationFwdArgs, made: None) -> ActivationBwdArgs:
     return ActivationBwdArgs(a.x, a.name, a.params, a.scales)
 
 
-def activation_quantized_again(b: ActivationBwdArgs, quantizer: Quantizer, scale: Scale) -> Any:
+def activation_quantized_again(b: ActivationBwdArgs, quantizer: Quantizer, scale: DelayedScale) -> Any:
     """Compute act(x) again in backward and return it quantized."""
     with left_to_backward():
         return activation_quantized(ActivationFwdArgs(b.x, b.name, b.params, None, b.scales), quantizer, scale)[0]

@@ -38,7 +38,7 @@ from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import gather_rows, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale, without_amax
+from mezzotint.tensor.scale_slot import DelayedScale, without_amax
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import left_to_backward, traced_as
 
@@ -126,13 +126,13 @@ class LinearFwdArgs(Saved):
     quantizers: LinearQuantizers
     numerics: Numerics
     wgrad: WeightGrad
-    input_scale: Scale  # delayed scaling, FP32 [1]
-    grad_scale: Scale  # a copy: it is written before a second backward reads it
+    input_scale: DelayedScale  # delayed scaling, FP32 [1]
+    grad_scale: DelayedScale  # a copy: it is written before a second backward reads it
     saves_original_input: bool
     grad_state: GradState | None
     parallel: Parallel | None = None  # None: the whole weight is here
     weight_again: Quantizer | None = None  # backward quantizes the weight with it; None: it reads `weight_q`
-    weight_scale: Scale = None  # delayed scaling, FP32 [1]
+    weight_scale: DelayedScale = None  # delayed scaling, FP32 [1]
     input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
     probes: Probes | None = None  # where an inspector wants statistics to be added
 
@@ -143,8 +143,8 @@ class LinearFwdArgs(Saved):
 class LinearBwdArgs(Saved):
     x: Any  # what wgrad contracts with dy
     weight: Any  # what dgrad contracts with dy
-    grad_scale: Scale
-    input_scale: Scale
+    grad_scale: DelayedScale
+    input_scale: DelayedScale
     needs: Needs
     quantizers: LinearQuantizers
     numerics: Numerics
@@ -153,7 +153,7 @@ class LinearBwdArgs(Saved):
     saves_original_input: bool
     parallel: Parallel | None
     weight_again: Quantizer | None
-    weight_scale: Scale
+    weight_scale: DelayedScale
     input_again: Quantizer | None
     probes: Probes | None = None
 

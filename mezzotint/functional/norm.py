@@ -16,7 +16,7 @@ from mezzotint.kernels.norm import norm_add_stats, norm_apply, norm_backward, no
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import quantize_source
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale
+from mezzotint.tensor.scale_slot import DelayedScale
 from mezzotint.tracing import left_to_backward
 
 
@@ -80,7 +80,7 @@ def norm_forward(a: NormFwdArgs) -> tuple[torch.Tensor, NormMade]:
 
 
 def norm_forward_quantized(
-    a: NormFwdArgs, quantizer: Quantizer, scale: Scale
+    a: NormFwdArgs, quantizer: Quantizer, scale: DelayedScale
 ) -> tuple[Any, torch.Tensor | None, NormMade]:
     """Return y in x's shape, quantized in one pass with the norm; its amax if `scale` was given; and what backward
     needs."""
@@ -111,7 +111,7 @@ def norm_setup(a: NormFwdArgs, made: NormMade, *, is_applied_again: bool = False
     )
 
 
-def norm_quantized_again(b: NormBwdArgs, quantizer: Quantizer, scale: Scale) -> Any:
+def norm_quantized_again(b: NormBwdArgs, quantizer: Quantizer, scale: DelayedScale) -> Any:
     """Compute y (M, K) again in a backward that was set up for it, and return it quantized."""
     options = b.options
     arguments = (b.x, b.mu, b.rs, b.gamma, b.beta, options.zero_centered, options.rms)

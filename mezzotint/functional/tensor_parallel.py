@@ -21,7 +21,7 @@ from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.partition import Split, can_gather, gather_rows, needs_whole_amaxes, quantize_shard
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale
+from mezzotint.tensor.scale_slot import DelayedScale
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -85,7 +85,7 @@ def _is_derived(quantizer: Quantizer, rows: int) -> bool:
 
 
 def gather_quantized(
-    x: Any, quantizer: Quantizer | None, scale: Scale, parallel: Parallel, tensor_type: str
+    x: Any, quantizer: Quantizer | None, scale: DelayedScale, parallel: Parallel, tensor_type: str
 ) -> tuple[Any, torch.Tensor | None]:
     """Gather the tokens (m, K) of all ranks, given those of this rank, quantized or not. Return them in the quantizer's
     directions, and the amax if there is one."""

@@ -12,7 +12,7 @@ from mezzotint.tensor.partition import quantize_shard, update_shard
 from mezzotint.tensor.quantize import quantize_groups, quantize_scaled, update_scaled
 from mezzotint.tensor.quantized_tensor import QuantizedTensor
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale, scale_alone
+from mezzotint.tensor.scale_slot import DelayedScale, scale_alone
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -39,7 +39,7 @@ def quantize_weight(
     quantizer: Quantizer | None,
     workspace: Any = None,
     *,
-    scale: Scale = None,
+    scale: DelayedScale = None,
     parallel: Parallel | None = None,
     cache: bool = False,
     update_workspace: bool = True,

@@ -22,7 +22,7 @@ from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
-from mezzotint.tensor.scale_slot import Scale, scale_alone, scale_slot
+from mezzotint.tensor.scale_slot import DelayedScale, scale_alone, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import read_live, traced_as
 
@@ -102,7 +102,7 @@ def quantized_weights(
     return tuple([weight_q for weight_q, _, _ in made]), [amax for _, _, amax in made]
 
 
-def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> Scale:
+def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> DelayedScale:
     """Return the scale of a weight; in the run of a module it says where the amax is entered, but for a shard's."""
     scale = scale_of(run.weight_scales, gemm, "weight")
     if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
@@ -144,7 +144,7 @@ def linear_args(
     )
 
 
-def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[Scale, Scale, Scale]:
+def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[DelayedScale, DelayedScale, DelayedScale]:
     """Return the scales of one GEMM's input, of its output gradient, and of the weight that backward quantizes again.
 
     In the run of a module they say where amaxes are entered. Not so the shards of a tensor, and gradients whose amaxes

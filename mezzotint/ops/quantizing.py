@@ -15,7 +15,7 @@ from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale, scale_slot
+from mezzotint.tensor.scale_slot import DelayedScale, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -35,7 +35,7 @@ class DelayedQuantizer:
     def takes_scale(self) -> bool:
         return True
 
-    def place(self) -> Scale:
+    def place(self) -> DelayedScale:
         """Return the scale, and where quantization is to enter the amax, unless the amax is handed over."""
         if self.state is not None and (self.state.is_handed_over() or self.state.update is not None):
             return self.scale
@@ -66,7 +66,7 @@ def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: 
     return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type), state)
 
 
-def value_and_scale(quantizer: Any) -> tuple[Any, Scale]:
+def value_and_scale(quantizer: Any) -> tuple[Any, DelayedScale]:
     """Return the quantizer and its scale, or None, as the functional cores take them."""
     return (quantizer.quantizer, quantizer.place()) if quantizer.takes_scale() else (quantizer, None)
 

@@ -30,7 +30,7 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.quantize import assemble, quantize_buffers, quantize_scaled, quantize_storage, update_quantized
 from mezzotint.tensor.quantizer import Quantizer
-from mezzotint.tensor.scale_slot import Scale
+from mezzotint.tensor.scale_slot import DelayedScale
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -110,7 +110,7 @@ def quantize_shard(
     x: torch.Tensor,
     quantizer: Quantizer,
     splits: Sequence[Split],
-    scale: Scale = None,
+    scale: DelayedScale = None,
     *,
     is_parameter: bool = False,
 ) -> tuple[Any, torch.Tensor | None]:

@@ -19,7 +19,7 @@ from mezzotint.kernels.quantize_ops import SOURCES, SourceCall, entering, fused,
 from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
-from mezzotint.tensor.scale_slot import Scale, ScaleSlot, scale_alone
+from mezzotint.tensor.scale_slot import DelayedScale, ScaleSlot, scale_alone
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import count_write, eager_only, traced_as
 
@@ -52,7 +52,7 @@ def quantize_storage(x: torch.Tensor, quantizer: QuantizerLike, **given: torch.T
     return assemble(quantize_buffers(x, quantizer, given), quantizer, True, x.shape, x.dtype, quantizer)
 
 
-def quantize_scaled(x: torch.Tensor, quantizer: QuantizerLike, scale: Scale) -> tuple[Any, torch.Tensor | None]:
+def quantize_scaled(x: torch.Tensor, quantizer: QuantizerLike, scale: DelayedScale) -> tuple[Any, torch.Tensor | None]:
     """Return `x` as a storage, and its amax, FP32 [1], if the quantizer takes a scale with the call (else None). With a
     `ScaleSlot` the amax is None if nobody asks for it, or if it has been entered already."""
     if quantizer.is_custom():
@@ -149,7 +149,7 @@ def quantize_source(
     shape: Any,
     dtype: torch.dtype,
     quantizer: QuantizerLike,
-    scale: Scale,
+    scale: DelayedScale,
     sums: torch.dtype | None = None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
     """Quantize what a producer (`kernels/quantize_ops.py`) makes of `arguments`, in one op if the quantizer has it.

@@ -18,21 +18,21 @@ class ScaleSlot:
     slot: int = 0
 
 
-Scale = torch.Tensor | ScaleSlot | None  # None where there is no delayed scaling
+DelayedScale = torch.Tensor | ScaleSlot | None  # None where there is no delayed scaling
 
 
 @traced_as(lambda scale, history, slot: scale)
-def scale_slot(scale: torch.Tensor, history: torch.Tensor | None, slot: int) -> Scale:
+def scale_slot(scale: torch.Tensor, history: torch.Tensor | None, slot: int) -> DelayedScale:
     """Return the `ScaleSlot` with these fields. Where Dynamo traces, return the scale alone, which makes quantization
     return the amax: a function of autograd's that Dynamo traces must not write what it did not make."""
     return ScaleSlot(scale, history, slot)
 
 
-def without_amax(scale: Scale) -> Scale:
+def without_amax(scale: DelayedScale) -> DelayedScale:
     """Return the scale for quantizing a tensor again, whose amax has been entered."""
     return ScaleSlot(scale.scale) if isinstance(scale, ScaleSlot) else scale
 
 
-def scale_alone(scale: Scale) -> torch.Tensor | None:
+def scale_alone(scale: DelayedScale) -> torch.Tensor | None:
     """Return the scale, FP32 [1], without the place of the amax."""
     return scale.scale if isinstance(scale, ScaleSlot) else scale

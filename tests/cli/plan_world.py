@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mezzotint import hw
+import mezzotint.attention.attend as attend
+import mezzotint.trainer.model as model_code
 from mezzotint.quantization import autocast
 from mezzotint.trainer.layout import Layout
 from mezzotint.trainer.memory import LiveBytes, SavedBytes, storage_of
@@ -36,7 +38,7 @@ QUICK = ("everything",)  # every kind of collective, and weights in parts and in
 
 def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     """Of the second step: the optimizer's state is there from the beginning."""
-    hw.SLOW_BF16 = False  # attention would hold FP32 copies, which a GPU does not
+    attend.hw = model_code.hw = SimpleNamespace(multiplies_slowly=lambda x: False)  # would hold FP32 copies of BF16
     torch.manual_seed(dist.get_rank())
     meshes = make_meshes(layout)
     model = make_model(config, layout, meshes, recipe)

@@ -1,7 +1,6 @@
 """Train, export, verify, read again and go on: every format and architecture."""
 
 import filecmp
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,8 @@ def test_losses_are_as_without_the_trip(format: str, name: str, tmp_path: Path) 
     check_round_trip(format, name, tmp_path, 2, 3)
 
 
+# Each format with two of the dense architectures in turn: which weights there are does not change how they are written.
+OF_DENSE = [(format, list(DENSE)[(i + k) % len(DENSE)]) for i, format in enumerate(FORMATS) for k in range(2)]
 # Each architecture with experts, and each format, at least once: experts go another way than other weights, but one
 # way in all formats. gpt-oss has a format of its own.
 OF_EXPERTS = [
@@ -96,7 +97,7 @@ OF_EXPERTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("format", "name"), [*product(FORMATS, DENSE), *OF_EXPERTS])
+@pytest.mark.parametrize(("format", "name"), [*OF_DENSE, *OF_EXPERTS])
 def test_twenty_steps(format: str, name: str, tmp_path: Path) -> None:
     """Every format with every dense architecture; of those with experts every architecture, and every format."""
     check_round_trip(format, name, tmp_path, 20, 20)
