@@ -228,6 +228,11 @@ def _entering(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions that enter the amax, on a CPU and on CUDA."""
 
+    def no_amax(shape: tuple[int, ...], *options: Any) -> Buffers:
+        buffers = geometry(shape, *options)
+        buffers.popitem()
+        return buffers
+
     def on_cpu(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
         x = x.tensor() if isinstance(x, SourceCall) else x
         *buffers, amax = reference(x, scale, *options)
@@ -237,7 +242,7 @@ def _entering(
 
     def on_cuda(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
         like = x.args[0] if isinstance(x, SourceCall) else x
-        *out, _ = _empty(like, tuple(x.shape), geometry, (scale, *options))
+        out = _empty(like, tuple(x.shape), no_amax, (scale, *options))
         late.on(x)(in_memory(x), out, None, scale, history, slot, *options)
         return out
 
