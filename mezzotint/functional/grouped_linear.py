@@ -272,7 +272,7 @@ def _products(
 
 
 def _outputs(a: GroupedLinearFwdArgs, y: torch.Tensor, made: Any) -> tuple[Any, ...]:
-    return (y,), amaxes_of(*zip([quantizers.input for quantizers in a.quantizers], made.amaxes, strict=False))
+    return (y,), amaxes_of(*zip([quantizers.input for quantizers in a.quantizers], made.amaxes, strict=True))
 
 
 GROUPED_LINEAR = Core(

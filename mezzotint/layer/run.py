@@ -216,7 +216,7 @@ def record_amaxes(
     weight_amaxes: Sequence[torch.Tensor | None],
 ) -> None:
     """Enter the amaxes of a run into the current row of the history: those that a core returned, one for each GEMM
-    whose input has delayed scaling, and those of the weights. None was entered already."""
+    whose input has delayed scaling, and those of the weights. None stands for one that was entered already."""
     if delayed is None or delayed.history is None:
         return
     seen: list[torch.Tensor] = []

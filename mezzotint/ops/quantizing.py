@@ -36,7 +36,8 @@ class DelayedQuantizer:
         return True
 
     def place(self) -> DelayedScale:
-        """Return the scale, and where quantization is to enter the amax, unless the amax is handed over."""
+        """Return the scale, and where quantization is to enter the amax, as `layer/run.py` does for modules: not if a
+        graph hands the amax over, and not if a user's own rule reads it."""
         if self.state is not None and (self.state.is_handed_over() or self.state.update is not None):
             return self.scale
         return scale_slot(self.scale, self.history, self.slot)

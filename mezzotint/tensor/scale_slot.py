@@ -9,12 +9,11 @@ from mezzotint.tracing import traced_as
 
 @dataclass(slots=True)
 class ScaleSlot:
-    """A `ScaleSlot` holds the scale of one tensor, and the place in a history at which the tensor's amax is entered."""
+    """A `ScaleSlot` holds the scale of one tensor, and the place in a history at which the tensor's amax is entered.
+    Without a history nobody asks for the amax."""
 
     scale: torch.Tensor  # FP32 [1]
-    history: torch.Tensor | None = (
-        None  # FP32 (L, n), live: row 0 is raised to the amax. None: nobody asks for the amax
-    )
+    history: torch.Tensor | None = None  # FP32 (L, n), live: row 0 is raised to the amax
     slot: int = 0
 
 

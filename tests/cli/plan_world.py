@@ -38,7 +38,7 @@ QUICK = ("everything",)  # every kind of collective, and weights in parts and in
 
 def measure(config: ModelConfig, layout: Layout, recipe: Any) -> Result:
     """Of the second step: the optimizer's state is there from the beginning."""
-    attend.hw = model_code.hw = SimpleNamespace(multiplies_slowly=lambda x: False)  # would hold FP32 copies of BF16
+    attend.hw = model_code.hw = SimpleNamespace(multiplies_slowly=lambda x: False)  # a GPU holds no FP32 copies
     torch.manual_seed(dist.get_rank())
     meshes = make_meshes(layout)
     model = make_model(config, layout, meshes, recipe)

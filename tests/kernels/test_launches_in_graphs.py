@@ -77,11 +77,17 @@ def trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Grap
     torch._dynamo.reset()
 
 
+def calls_of(graph: torch.fx.Graph) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of the kernel and the arguments of each launch."""
+    for node in graph.nodes:
+        if "triton_kernel_wrapper" in str(node.target):
+            kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+            yield kernel.fn.__name__, node.kwargs["kwargs"]
+
+
 def launches(graph: torch.fx.Graph, *names: str) -> list[torch.fx.Node]:
     """The tensors that launches of these kernels read."""
-    calls = [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    kernels: list[Any] = [kernel_side_table.get_kernel(call["kernel_idx"]) for call in calls]
-    return [call["kwargs"]["x"] for call, kernel in zip(calls, kernels, strict=True) if kernel.fn.__name__ in names]
+    return [given["x"] for name, given in calls_of(graph) if name in names]
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,10 @@ def test_graphs_have_launches_in_place_of_operators(trace: Callable[[str], Graph
 def test_delayed_scaling_clears_no_amax(trace: Callable[..., Graphs]) -> None:
     """The casts enter amaxes into the history, and what is quantized again has none."""
     for graph, entered in zip(trace("delayed"), (6, 3), strict=True):
-        calls = [node.kwargs for node in graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-        kernels: list[Any] = [kernel_side_table.get_kernel(call["kernel_idx"]) for call in calls]
-        names = [kernel.fn.__name__ for kernel in kernels]
-        assert not names.count("_saw_kernel")
-        given = [call["kwargs"] for call, name in zip(calls, names, strict=True) if name.startswith("cast")]
-        assert len(given) == 6
-        assert len([each for each in given if each.get("amax") is not None]) == entered
+        assert not [name for name, _ in calls_of(graph) if name == "_saw_kernel"]
+        casts = [given for name, given in calls_of(graph) if name in ("cast_kernel", "cast_tile_kernel")]
+        assert len(casts) == 6
+        assert len([given for given in casts if given.get("amax") is not None]) == entered
         filled = [node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.full.default]
         assert all(value.numel() > 1 for value in filled)
 
