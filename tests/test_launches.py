@@ -144,7 +144,6 @@ KINDS = {  # how an operator's name ends → its column
     "activation_backward": "act",
     "delayed_saw_": "saw",
     "delayed_step_": "step",
-    "delayed_step_first_": "step",
     "delayed_snapshot_": "snapshot",
 }
 ATTENTION = "_scaled_dot_product_"  # how PyTorch's operators for it begin, on every device

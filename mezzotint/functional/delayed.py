@@ -32,7 +32,7 @@ from mezzotint.comm.agreement import check_equal
 from mezzotint.comm.collectives import all_reduce_max
 from mezzotint.comm.groups import group_by_name
 from mezzotint.kernels._lib import leaf, run_op, write_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_take_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_take_, delayed_update_
 from mezzotint.tracing import backward_task, eager_only, traced_as
 
 
@@ -88,11 +88,8 @@ def update_states(states: Sequence[ScaleState]) -> None:
 
 def update_scale_state(state: ScaleState, amaxes: list[torch.Tensor], slots: list[int]) -> None:
     """Enter the `amaxes`, FP32 [1] each, into these `slots` of a state that depends on no other rank, and update it."""
-    if state.rows is None or state.rows == state.history.shape[0]:
-        write_op(delayed_step_, state.scale, state.history, amaxes, slots, state.top, state.most_recent)
-    else:
-        options = state.rows, state.top, state.most_recent
-        write_op(delayed_step_first_, state.scale, state.history, amaxes, slots, *options)
+    rows = state.history.shape[0] if state.rows is None else state.rows
+    write_op(delayed_step_, state.scale, state.history, amaxes, slots, rows, state.top, state.most_recent)
 
 
 @torch.no_grad()

@@ -50,12 +50,16 @@ def delayed_step_reference(
     history: torch.Tensor,
     amaxes: Sequence[torch.Tensor],
     slots: Sequence[int],
+    rows: int,
     top: float,
     most_recent: bool,
 ) -> None:
-    """Enter the amaxes into one state, which waits for no other, and update it. On CUDA this is one launch."""
-    delayed_saw_reference(history, amaxes, slots)
-    delayed_update_reference([scale], [history], [top], most_recent)
+    """Enter the amaxes into one state, which waits for no other, and update it. Its history is the first `rows` rows;
+    those behind them are cleared. On CUDA this is one launch."""
+    used = history[:rows]
+    delayed_saw_reference(used, amaxes, slots)
+    delayed_update_reference([scale], [used], [top], most_recent)
+    history[rows:].zero_()
 
 
 _late = Late("delayed:update", lambda device, *args: delayed_update_reference(*args))
@@ -84,46 +88,24 @@ delayed_update_ = define(
     _update_on_cuda,
 )
 
+# This op takes the whole buffer and a number of rows, because a graph would save a view of the buffer as the whole, which
+# backward writes: another backward would then find it changed.
 delayed_step_ = launch_in_graphs(
     leaf(
-        "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, float top, bool most_recent)"
-        " -> ()",
-        fake=lambda scale, history, amaxes, slots, top, most_recent: None,
+        "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, int rows, float top, "
+        "bool most_recent) -> ()",
+        fake=lambda scale, history, amaxes, slots, rows, top, most_recent: None,
         cpu=delayed_step_reference,
         cuda="delayed:step",
     )
 )
 
 
-def delayed_step_first_reference(
-    scale: torch.Tensor,
-    buffer: torch.Tensor,
-    amaxes: Sequence[torch.Tensor],
-    slots: Sequence[int],
-    rows: int,
-    top: float,
-    most_recent: bool,
-) -> None:
-    """Run `delayed_step_` on the first `rows` rows of a buffer, and clear the rows behind them."""
-    buffer[rows:].zero_()
-    write_op(delayed_step_, scale, buffer[:rows], amaxes, slots, top, most_recent)
-
-
-# This op takes the whole buffer because a graph would save a view of it as the whole, which backward writes: another
-# backward would then find it changed.
-delayed_step_first_ = leaf(
-    "delayed_step_first_(Tensor(a!) scale, Tensor(b!) buffer, Tensor[] amaxes, int[] slots, int rows, float top, "
-    "bool most_recent) -> ()",
-    fake=lambda scale, buffer, amaxes, slots, rows, top, most_recent: None,
-    cpu=delayed_step_first_reference,
-)
-
-
 def delayed_take_reference(
     anchor: torch.Tensor, scale: torch.Tensor, buffer: torch.Tensor, rows: int, top: float, most_recent: bool
 ) -> None:
-    """Run `delayed_step_first_` without amaxes: the state changes only in slots whose row 0 is not 0."""
-    write_op(delayed_step_first_, scale, buffer, [], [], rows, top, most_recent)
+    """Run `delayed_step_` without amaxes: the state changes only in slots whose row 0 is not 0."""
+    write_op(delayed_step_, scale, buffer, [], [], rows, top, most_recent)
 
 
 # Forward runs this op on the state of gradients. Its schema does not say that it writes scale and buffer: a graph whose

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzotint.kernels._lib import write_op
-from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_step_first_, delayed_update_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_step_, delayed_update_
 
 FLT_MAX = float(np.finfo(np.float32).max)
 TOPS = {"e4m3": 448.0, "e5m2": 57344.0, "margin": 448.0 / 8}
@@ -121,15 +121,11 @@ def check_step(
         raised[0, slot] = max(raised[0, slot].item(), value)
     want = expected(scale, raised, 448.0, most_recent)
     amaxes = [torch.tensor([value], device=device) for value in seen.values()]
-    fresh, rolled = scale.to(device, copy=True), history.to(device, copy=True)
-    delayed_step_(fresh, rolled, amaxes, list(seen), 448.0, most_recent)
-    assert torch.equal(fresh.cpu(), want[0])
-    assert torch.equal(rolled.cpu(), want[1])
-    # The same of the first rows of a buffer with more.
-    fresh, buffer = scale.to(device, copy=True), torch.cat((history, torch.ones_like(history))).to(device)
-    delayed_step_first_(fresh, buffer, amaxes, list(seen), len(history), 448.0, most_recent)
-    assert torch.equal(fresh.cpu(), want[0])
-    assert torch.equal(buffer.cpu(), torch.cat((want[1], torch.zeros_like(history))))
+    for unused in (0, len(history)):  # rows behind the history, which are cleared
+        fresh, buffer = scale.to(device, copy=True), torch.cat((history, torch.ones_like(history)[:unused])).to(device)
+        delayed_step_(fresh, buffer, amaxes, list(seen), len(history), 448.0, most_recent)
+        assert torch.equal(fresh.cpu(), want[0])
+        assert torch.equal(buffer.cpu(), torch.cat((want[1], torch.zeros_like(history)[:unused])))
 
 
 SEEN: list[dict[int, float]] = [
@@ -162,7 +158,7 @@ def test_written_with_gradients_enabled() -> None:
     for mode in (nullcontext(), Names()):
         scale, history = draw_state(4, 3, 0)
         with mode:
-            write_op(delayed_step_, scale, history, [torch.tensor([20.0])], [1], 448.0, False)
+            write_op(delayed_step_, scale, history, [torch.tensor([20.0])], [1], len(history), 448.0, False)
         made.append((scale, history))
     assert names.count("mezzotint::delayed_step_") == 1
     assert torch.equal(made[0][0], made[1][0])
@@ -175,7 +171,7 @@ def test_the_window_forgets() -> None:
     scale, history = torch.ones(1), torch.zeros(4, 1)
     seen = []
     for amax in (8.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        delayed_step_(scale, history, [torch.tensor([amax])], [0], 448.0, False)
+        delayed_step_(scale, history, [torch.tensor([amax])], [0], len(history), 448.0, False)
         seen.append(scale.item())
     assert seen == [56.0] * 4 + [448.0] * 2
 

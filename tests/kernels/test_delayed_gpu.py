@@ -85,7 +85,7 @@ def test_no_host_synchronization() -> None:
     amaxes = [torch.ones(1, device="cuda") for _ in range(2)]
     delayed_saw_(histories[0], amaxes, [0, 2])
     delayed_update_(scales, histories, [448.0] * 4, False)
-    delayed_step_(scales[0], histories[0], amaxes, [0, 2], 448.0, False)
+    delayed_step_(scales[0], histories[0], amaxes, [0, 2], len(histories[0]), 448.0, False)
 
 
 def test_a_graph_captures_it() -> None:
@@ -93,7 +93,7 @@ def test_a_graph_captures_it() -> None:
     amax, scale, history = (torch.zeros(size, device="cuda") for size in ((1,), (1,), (4, 1)))
 
     def step() -> None:
-        delayed_step_(scale, history, [amax], [0], 448.0, False)
+        delayed_step_(scale, history, [amax], [0], len(history), 448.0, False)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()

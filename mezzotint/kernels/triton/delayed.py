@@ -47,6 +47,7 @@ def _update_kernel(
     b,
     c,
     d,
+    rows,
     L,
     n,
     top,
@@ -56,8 +57,9 @@ def _update_kernel(
     BL: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Update history (L, n) and scale [n], into new ones or in place. `top` is the format's largest value, with its
-    margin. Of a, b, c and d, COUNT are amaxes that row 0 has not seen, of these SLOTS."""
+    """Update history (L, n) and scale [n], into new ones or in place. `rows` rows are written, of which those behind
+    the first L are cleared. `top` is the format's largest value, with its margin. Of a, b, c and d, COUNT are amaxes
+    that row 0 has not seen, of these SLOTS."""
     given = (a, b, c, d)
     j = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     wide = j < n
@@ -66,7 +68,7 @@ def _update_kernel(
         last = tl.where(j == SLOTS[k], tl.maximum(last, tl.load(given[k])), last)
     seen = last != 0
     tops = tl.zeros([BL, BN], tl.float32)
-    for start in range(0, L, BL):
+    for start in range(0, rows, BL):
         i = start + tl.arange(0, BL).to(tl.int64)
         mask = (i < L)[:, None] & wide[None, :]
         at = history + i[:, None] * n + j[None, :]
@@ -77,7 +79,8 @@ def _update_kernel(
         rolled = tl.where((i + 1 == L)[:, None], last[None, :], rolled)
         rolled = tl.where((i == 0)[:, None], 0.0, rolled)
         tl.debug_barrier()  # in place: all have read before one writes
-        tl.store(new_history + i[:, None] * n + j[None, :], tl.where(seen[None, :], rolled, value), mask=mask)
+        written = (i < rows)[:, None] & wide[None, :]
+        tl.store(new_history + i[:, None] * n + j[None, :], tl.where(seen[None, :], rolled, value), mask=written)
     amax = last if RECENT else tl.maximum(tl.max(tops, 0), last)
     fresh = tl.div_rn(tl.cast(top, tl.float32), amax)
     fresh = tl.where(fresh == float("inf"), _FP32_MAX, fresh)
@@ -131,7 +134,7 @@ def update(
         else:
             scale, history = torch.cat(old_scales), torch.cat(old_histories, 1)
             fresh, rolled = torch.empty_like(scale), torch.empty_like(history)
-        _launch(scale, history, fresh, rolled, top, most_recent)
+        _launch(scale, history, fresh, rolled, history.shape[0], top, most_recent)
         if alone:
             continue
         sizes = [s.numel() for s in old_scales]
@@ -154,17 +157,19 @@ def step(
     history: torch.Tensor,
     amaxes: Sequence[torch.Tensor],
     slots: Sequence[int],
+    rows: int,
     top: float,
     most_recent: bool,
 ) -> None:
-    """Enter the amaxes into one state and update it in place. Many, as those of experts, enter by their own launch."""
+    """Enter the amaxes into one state, whose history is the first `rows` rows, and update it in place. Many amaxes, as
+    those of experts, enter by their own launch."""
     if len(amaxes) > MOST_AMAXES:
         delayed_saw_reference(history, amaxes, slots)
         amaxes, slots = (), ()
     if scale.is_contiguous() and history.is_contiguous():
-        _launch(scale, history, scale, history, top, most_recent, tuple(amaxes), tuple(slots))
+        _launch(scale, history, scale, history, rows, top, most_recent, tuple(amaxes), tuple(slots))
     else:
-        delayed_step_reference(scale, history, amaxes, slots, top, most_recent)
+        delayed_step_reference(scale, history, amaxes, slots, rows, top, most_recent)
 
 
 def _launch(
@@ -172,13 +177,14 @@ def _launch(
     history: torch.Tensor,
     fresh: torch.Tensor,
     rolled: torch.Tensor,
+    length: int,
     top: float,
     most_recent: bool,
     amaxes: tuple[torch.Tensor, ...] = (),
     slots: tuple[int, ...] = (),
 ) -> None:
-    length, n = history.shape
-    if n == 0 or length == 0:
+    rows, n = history.shape
+    if n == 0 or rows == 0:
         return
     options = update_config()
     _update_kernel[(cdiv(n, options["BN"]),)](
@@ -187,6 +193,7 @@ def _launch(
         fresh,
         rolled,
         *_four(amaxes),
+        rows,
         length,
         n,
         top,
