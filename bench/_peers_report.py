@@ -28,8 +28,8 @@ INTRODUCTION = """\
 A column such as 16384x4096x14336 is one linear layer: tokens x input features x output features. The others are two
 layers of a Llama 3 8B, the same as plain linears that `convert` was given, with four microbatches, and a grouped linear
 of 8 experts. A ratio to BF16 is its time in the same mode over the candidate's, so more is faster. The floor is the
-time of the matrix products alone, and of moving the fewest bytes that quantization must move. `bench/peers.py` says how
-it is measured; `--markdown` wrote this.
+time of the matrix products alone, and of moving the fewest bytes that quantization must move. Where several runs were
+loaded, each ratio is to BF16 of its own run. `bench/peers.py` says how it is measured; `--markdown` wrote this.
 """
 ON_CPU = "On a CPU, at tiny sizes: these times say that everything runs, and nothing else."
 # These are Okabe and Ito's colours, which colour-blind readers can tell apart; torchao's are grey.

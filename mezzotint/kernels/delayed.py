@@ -88,8 +88,8 @@ delayed_update_ = define(
     _update_on_cuda,
 )
 
-# This op takes the whole buffer and a number of rows, because a graph would save a view of the buffer as the whole, which
-# backward writes: another backward would then find it changed.
+# This op takes the whole buffer and a number of rows, because a graph would save a view of the buffer as the whole,
+# which backward writes: another backward would then find it changed.
 delayed_step_ = launch_in_graphs(
     leaf(
         "delayed_step_(Tensor(a!) scale, Tensor(b!) history, Tensor[] amaxes, int[] slots, int rows, float top, "
