@@ -77,8 +77,8 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
     if isinstance(value, tuple):
         return tuple([flatten(item, flat) for item in value])
     if isinstance(value, ScaleSlot):
-        flat.append(value.scale)
-        return _Slot(value.history, value.slot)
+        flat.append(value.scales)
+        return _Slot(value.slot, value.history)
     if isinstance(value, QuantizedTensorStorage):
         if not value._FLATTEN_TENSOR_BUFFERS:
             return _flatten_own(value, flat)
@@ -113,7 +113,7 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
             fields[name] = tensors.pop(0)
         return spec.cls._build(spec.shape, spec.dtype, fields)
     if isinstance(spec, _Slot):
-        return ScaleSlot(tensors.pop(0), spec.history, spec.slot)
+        return ScaleSlot(tensors.pop(0), spec.slot, spec.history)
     if isinstance(spec, _OwnStorage):
         storage = _copy_of(spec.holder)
         storage.restore_from_saved([tensors.pop(0) if is_held else None for is_held in spec.holds])
@@ -155,11 +155,11 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Slot:
-    """A `_Slot` keeps a `ScaleSlot` without its scale. The history is not saved, because backward writes it as it is
+    """A `_Slot` keeps a `ScaleSlot` without its scales. The history is not saved, because backward writes it as it is
     then."""
 
-    history: torch.Tensor | None
     slot: int
+    history: torch.Tensor | None
 
 
 @dataclass(slots=True)

@@ -209,7 +209,7 @@ def entering(
     op: torch._ops.OpOverload, x: torch.Tensor, is_source: bool = False
 ) -> Callable[..., "list[torch.Tensor]"] | None:
     """Return the function that quantizes as `op` does and raises row 0 of a history (L, n) to the amax, instead of
-    returning that: `enter(x, scale, history, slot, *options)`. Without a history no amax is taken.
+    returning that: `enter(x, scales, slot, history, *options)`, with scales [n]. Without a history no amax is taken.
 
     It is None but in plain eager code and in graphs that hold launches. Elsewhere there must be an op, and none does
     this: the compiler takes no op that writes an argument and returns a list. If `is_source`, the function takes a
@@ -233,17 +233,17 @@ def _entering(
         buffers.popitem()
         return buffers
 
-    def on_cpu(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
+    def on_cpu(x: Any, scales: torch.Tensor, slot: int, history: Any, *options: Any) -> list[torch.Tensor]:
         x = x.tensor() if isinstance(x, SourceCall) else x
-        *buffers, amax = reference(x, scale, *options)
+        *buffers, amax = reference(x, scales[slot : slot + 1], *options)
         if history is not None:
             delayed_saw_reference(history, [amax], [slot])
         return buffers
 
-    def on_cuda(x: Any, scale: torch.Tensor, history: Any, slot: int, *options: Any) -> list[torch.Tensor]:
+    def on_cuda(x: Any, scales: torch.Tensor, slot: int, history: Any, *options: Any) -> list[torch.Tensor]:
         like = x.args[0] if isinstance(x, SourceCall) else x
-        out = _empty(like, tuple(x.shape), no_amax, (scale, *options))
-        late.on(x)(in_memory(x), out, None, scale, history, slot, *options)
+        out = _empty(like, tuple(x.shape), no_amax, (scales, *options))
+        late.on(x)(in_memory(x), out, None, scales, slot, history, *options)
         return out
 
     def in_place(x: Any, out: list[torch.Tensor], noop: None, *args: Any) -> None:

@@ -22,6 +22,7 @@ from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
+from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.scale_slot import DelayedScale, scale_alone, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import read_live, traced_as
@@ -102,12 +103,19 @@ def quantized_weights(
     return tuple([weight_q for weight_q, _, _ in made]), [amax for _, _, amax in made]
 
 
+def group_weights_again(plan: Plan, weights: Sequence[Any]) -> tuple[Quantizer, ...]:
+    """Return the quantizers with which backward quantizes the weights of all groups again, or () if it reads those of
+    forward."""
+    made = tuple([quantizer for quantizer in plan.weights_again if quantizer is not None])
+    is_again = len(made) == len(plan.quantizers) and not isinstance(weights[0], QuantizedTensorStorage)
+    return made if is_again else ()
+
+
 def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> DelayedScale:
     """Return the scale of a weight; in the run of a module it says where the amax is entered, but for a shard's."""
-    scale = scale_of(run.weight_scales, gemm, "weight")
     if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
-        return scale
-    return scale_slot(scale, run.history, slot(gemm, "weight"))
+        return scale_of(run.weight_scales, gemm, "weight")
+    return scale_slot(run.weight_scales, slot(gemm, "weight"), run.history)
 
 
 def linear_args(
@@ -150,15 +158,16 @@ def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[DelayedS
     In the run of a module they say where amaxes are entered. Not so the shards of a tensor, and gradients whose amaxes
     are handed over, or which a user's own rule reads.
     """
-    x, dy = scale_of(run.scales, gemm, "input"), scale_of(run.grad_scales, gemm, "grad_output")
-    weight = scale_of(run.weight_scales, gemm, "weight")
     if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
-        return x, dy, weight
+        x, dy = scale_of(run.scales, gemm, "input"), scale_of(run.grad_scales, gemm, "grad_output")
+        return x, dy, scale_of(run.weight_scales, gemm, "weight")
     assert plan.request is not None
+    x = scale_slot(run.scales, slot(gemm, "input"), run.history)
+    weight = scale_slot(run.weight_scales, slot(gemm, "weight"), None)
     is_handed_over = run.clears and bool(run.groups)
-    if dy is not None and not is_handed_over and not has_own_rule(plan.request):
-        dy = scale_slot(dy, run.history_bwd, slot(gemm, "grad_output"))
-    return scale_slot(x, run.history, slot(gemm, "input")), dy, scale_slot(weight, None, 0)
+    if run.grad_scales is None or is_handed_over or has_own_rule(plan.request):
+        return x, scale_of(run.grad_scales, gemm, "grad_output"), weight
+    return x, scale_slot(run.grad_scales, slot(gemm, "grad_output"), run.history_bwd), weight
 
 
 def live_gradient(wgrads: tuple[tuple[Any, ...], ...] | None, gemm: int) -> WeightGrad | None:

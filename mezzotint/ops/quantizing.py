@@ -10,7 +10,7 @@ import torch
 
 from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.weight import as_storage
-from mezzotint.layer.run import RunSettings, scale_of
+from mezzotint.layer.run import RunSettings
 from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled
@@ -23,13 +23,19 @@ class DelayedQuantizer:
     """A `DelayedQuantizer` quantizes one tensor in one run of delayed scaling, by the scale that the run found; the
     amax enters the history."""
 
-    __slots__ = ("history", "quantizer", "scale", "slot", "state")
+    __slots__ = ("history", "quantizer", "scales", "slot", "state")
 
     def __init__(
-        self, quantizer: Quantizer, scale: torch.Tensor, history: torch.Tensor | None, slot: int, state: Any = None
+        self,
+        quantizer: Quantizer,
+        scales: torch.Tensor | None,
+        slot: int,
+        history: torch.Tensor | None,
+        state: Any = None,
     ) -> None:
-        self.quantizer, self.scale = quantizer, scale
-        self.history, self.slot = history, slot  # FP32 (L, n); None if the run enters nothing
+        self.quantizer, self.slot = quantizer, slot
+        self.scales = scales  # FP32 [n]; None if it is a gradient, and the run has no backward
+        self.history = history  # FP32 (L, n); None if the run enters nothing
         self.state = state  # the GradState if it is a gradient, else None
 
     def takes_scale(self) -> bool:
@@ -38,9 +44,11 @@ class DelayedQuantizer:
     def place(self) -> DelayedScale:
         """Return the scale, and where quantization is to enter the amax, as `layer/run.py` does for modules: not if a
         graph hands the amax over, and not if a user's own rule reads it."""
+        if self.scales is None:
+            return None
         if self.state is not None and (self.state.is_handed_over() or self.state.update is not None):
-            return self.scale
-        return scale_slot(self.scale, self.history, self.slot)
+            return self.scales[self.slot : self.slot + 1]
+        return scale_slot(self.scales, self.slot, self.history)
 
     def saw(self, amax: torch.Tensor) -> None:
         """Enter an amax, FP32 [1], into the history."""
@@ -64,7 +72,7 @@ def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: 
         scales, history, state = call.scales, op.amax_history_fwd if call.records else None, None
     else:
         scales, history, state = call.grad_scales, op.amax_history_bwd, call.grad_state
-    return DelayedQuantizer(quantizer, scale_of(scales, gemm, tensor_type), history, slot(gemm, tensor_type), state)
+    return DelayedQuantizer(quantizer, scales, slot(gemm, tensor_type), history, state)
 
 
 def value_and_scale(quantizer: Any) -> tuple[Any, DelayedScale]:

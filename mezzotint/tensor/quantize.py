@@ -63,7 +63,7 @@ def quantize_scaled(x: torch.Tensor, quantizer: QuantizerLike, scale: DelayedSca
     place = scale if call.takes_scale and isinstance(scale, ScaleSlot) else None
     enter = None if place is None else entering(call.op, x)
     if place is not None and enter is not None:
-        buffers = enter(x, place.scale, place.history, place.slot, *call.options)
+        buffers = enter(x, place.scales, place.slot, place.history, *call.options)
         return _as_storage(buffers, call, quantizer, x.shape, x.dtype), None
     run, amax = callee(call.op, x), None
     if call.takes_scale:
@@ -168,7 +168,7 @@ def quantize_source(
     if place is not None and enter is not None:
         summed = arguments[0].new_empty(shape[-1], dtype=sums) if has_sums and sums is not None else None
         made = SourceCall(source, arguments, summed)
-        buffers = enter(made, place.scale, place.history, place.slot, *call.options)
+        buffers = enter(made, place.scales, place.slot, place.history, *call.options)
         return _as_storage(buffers, call, quantizer, shape, dtype), None, summed
     if has_sums:
         arguments = (*arguments, sums)

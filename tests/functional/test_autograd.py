@@ -223,7 +223,7 @@ def check_equal(actual: Any, expected: Any) -> None:
         check_storage(actual, expected)
     elif isinstance(expected, ScaleSlot):
         assert actual is not expected
-        check_equal((actual.scale, actual.history, actual.slot), (expected.scale, expected.history, expected.slot))
+        check_equal((actual.scales, actual.slot, actual.history), (expected.scales, expected.slot, expected.history))
     elif isinstance(expected, tuple):
         assert len(actual) == len(expected)
         for item, other in zip(actual, expected, strict=True):

@@ -57,16 +57,16 @@ def test_many_states() -> None:
 def test_a_cast_enters_its_amax(usage: tuple[bool, bool]) -> None:
     """At its place, unless there is no history; with the bytes of the CPU."""
     x = torch.randn(300, 520, dtype=torch.bfloat16)
-    for slot in (0, 1, 2, None):
+    for slot, enters in ((0, True), (1, True), (2, True), (1, False)):
         results = []
         for device in ("cpu", "cuda"):
-            given, scale = x.to(device), torch.tensor([3.0], device=device)
+            given, scales = x.to(device), torch.tensor([3.0, 5.0, 0.25], device=device)
             history = torch.tensor([[1.0, 0.5, 99.0], [7.0, 7.0, 7.0]], device=device)
             enter = entering(float8_quantize_scaled, given)
             assert enter is not None
-            made = enter(given, scale, None if slot is None else history, slot or 0, E4M3, *usage)
+            made = enter(given, scales, slot, history if enters else None, E4M3, *usage)
             results.append([buffer.cpu() for buffer in (*made, history)])
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), slot
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (slot, enters)
 
 
 def test_snapshot() -> None:

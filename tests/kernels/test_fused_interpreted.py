@@ -131,15 +131,15 @@ def check_entered(source: str, args: tuple[Any, ...]) -> None:
     from mezzotint.kernels.triton import float8
     from tests.values import raw
 
-    scale, given = torch.tensor([3.0]), args[: SOURCES[source].count - SOURCES[source].sums]
+    scales, given = torch.tensor([1.0, 3.0, 2.0]), args[: SOURCES[source].count - SOURCES[source].sums]
     for usage in ((True, False), (True, True)):
-        *want, amax = fused(float8_quantize_scaled, source)(*args, scale, E4M3, *usage)[: sum(usage) + 2]
+        *want, amax = fused(float8_quantize_scaled, source)(*args, scales[1:2], E4M3, *usage)[: sum(usage) + 2]
         plain = SourceCall(source, given).tensor()
         for x in (SourceCall(source, given), plain):
             for seen in (0.0, 2.0 * amax.item(), None):
                 history = torch.tensor([[1.0, 0.0 if seen is None else seen, 2.0], [9.0, 9.0, 9.0]])
                 got = [torch.full_like(buffer, 0x5A) for buffer in want]
-                float8.enter_scaled(x, got, None, scale, None if seen is None else history, 1, E4M3, *usage)
+                float8.enter_scaled(x, got, None, scales, 1, None if seen is None else history, E4M3, *usage)
                 assert all(torch.equal(raw(a), raw(b)) for a, b in zip(got, want, strict=True)), (source, usage)
                 raised = 0.0 if seen is None else max(seen, amax.item())
                 assert history.tolist() == [[1.0, raised, 2.0], [9.0, 9.0, 9.0]]

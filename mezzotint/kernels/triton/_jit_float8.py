@@ -56,16 +56,17 @@ def _scale(
     value,
     count,
     eps,
+    slot,
     DTYPE: tl.constexpr,
     POW2: tl.constexpr,
     FOR_INF: tl.constexpr,
     SCALED: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """Return the scale. `source` holds it (SCALED), or the amax (BP = 0), or `count` partial amaxes (BP > 0); if BP < 0
-    the amax is that of `value`."""
+    """Return the scale. `source` holds it at `slot` (SCALED), or the amax (BP = 0), or `count` partial amaxes (BP > 0);
+    if BP < 0 the amax is that of `value`."""
     if SCALED:
-        return tl.load(source)
+        return tl.load(source if slot is None else source + slot)
     else:
         if BP < 0:
             amax = drop_nan(tl.max(tl.abs(value)))
@@ -103,7 +104,7 @@ def cast_kernel(
     block = (pid if SCALED else tl.num_programs(0) - 1 - pid).to(tl.int64)
     i = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
-    scale = _scale(source, value, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    scale = _scale(source, value, count, eps, slot, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     if data is not None:
@@ -160,7 +161,7 @@ def cast_tile_kernel(
     row, tile = tile_of(pid, M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
-    scale = _scale(source, first, count, eps, DTYPE, POW2, FOR_INF, SCALED, BP)
+    scale = _scale(source, first, count, eps, slot, DTYPE, POW2, FOR_INF, SCALED, BP)
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     for part in tl.static_range(PARTS):

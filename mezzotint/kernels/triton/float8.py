@@ -74,12 +74,13 @@ def _cast(
     slot: int | None = None,
     **constants: Any,
 ) -> None:
-    """Cast a matrix in one launch into data, transpose and scale_inv. Raise `amax`, at `slot`, if it is given."""
+    """Cast a matrix in one launch into data, transpose and scale_inv. Raise `amax` if it is given. A given scale and
+    `amax` are at `slot`."""
     data = out[0] if rowwise else None
     transpose = out[rowwise] if columnwise else None
     scale_inv = out[rowwise + columnwise]
     x, M, K = source.x, source.M, source.K
-    numel, count = M * K, scaling.numel()
+    numel, count = M * K, 1 if constants["SCALED"] else scaling.numel()
     # An empty tensor has a scale, too: one program writes it, all of whose elements are masked.
     if numel == 0 or (transpose is None and source.kind is None and x.is_contiguous()):
         options = config or flat_config()
@@ -263,26 +264,26 @@ def quantize_scaled(
         out[-1].zero_()
     else:
         clear_kernel[(1,)](out[-1], noop, num_warps=1, enable_fp_fusion=False)
-    enter_scaled(x, out, noop, scale, out[-1], None, dtype, rowwise, columnwise, config)
+    enter_scaled(x, out, noop, scale, None, out[-1], dtype, rowwise, columnwise, config)
 
 
 def enter_scaled(
     x: torch.Tensor | SourceCall,
     out: list[torch.Tensor],
     noop: torch.Tensor | None,
-    scale: torch.Tensor,
-    history: torch.Tensor | None,
+    scales: torch.Tensor,
     slot: int | None,
+    history: torch.Tensor | None,
     dtype: int,
     rowwise: bool,
     columnwise: bool,
     config: dict[str, int] | None = None,
 ) -> None:
-    """Quantize with delayed scaling, and raise row 0 of the history, at `slot`, to the amax. Without a history no amax
-    is taken."""
+    """Quantize with the scale at `slot`, and raise row 0 of the history there to the amax. Without a history no amax is
+    taken. The slot None is the first, of scales and a history that have no other."""
     constants = {"DTYPE": dtype, "POW2": False, "FOR_INF": 0.0, "SCALED": True, "BP": 0}
     source = read(x, source_mode(x, "delayed", _width(config)))
-    _cast(source, out, noop, scale, rowwise, columnwise, config, amax=history, slot=slot, **constants)
+    _cast(source, out, noop, scales, rowwise, columnwise, config, amax=history, slot=slot, **constants)
 
 
 def quantize_groups(
