@@ -33,7 +33,15 @@ A gap is a run's loss less that of BF16 with the same seed, which begins with th
 the same order. The band of chance is the distance between the lowest and the highest loss of the BF16 runs, whose seeds
 change weights and order. A gap that is no larger than the band is within chance. Losses are in nats a token; held-out
 losses are those of the trained weights in BF16, over all of the held-out tokens.
+
+The name of a run ends in its seed, `s1`. In `last10-bf16` the last tenth of the steps is in BF16, in `ends-bf16` the
+first and the last layer are. Runs of different code do not compare in speed; the hash of each is below.
 """
+
+
+UNKNOWN = (
+    "Band of chance: not known until BF16 has run with two seeds or more. No gap can be called an effect before that."
+)
 
 
 def write_page(path: Path, folder: Path = RUNS, entries: Sequence[Entry] = ENTRIES) -> None:
@@ -101,7 +109,7 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
                 cells += [f"{gap:+.4f}", in_bands(gap, width)]
         lines.append(_row(cells))
     known = [f"{width:.4f} ({key.replace('_', '-')})" for key, width in widths.items() if width is not None]
-    lines += ["", f"Band of chance: {', '.join(known)}." if known else "Band of chance: not known yet."]
+    lines += ["", f"Band of chance: {', '.join(known)}." if known else UNKNOWN]
     return "\n".join(lines)
 
 

@@ -17,10 +17,25 @@ from tests.recipes import EVERY_RECIPE
 TOKENS, HIDDEN, FFN = 64, 128, 256
 BF16 = torch.bfloat16
 PARTITIONED = "aot_eager_decomp_partition"  # saves for backward what Inductor would save, and generates no code
+
+
+class Experts(torch.nn.Module):
+    """A grouped linear whose tokens are divided unevenly; one expert has none."""
+
+    def __init__(self, features: int, **options: Any) -> None:
+        super().__init__()
+        self.linears = mz.GroupedLinear(3, features, features, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linears(x, [len(x) // 4, 0, len(x) - len(x) // 4])
+        return y
+
+
 MODULES: dict[str, Callable[..., Any]] = {
     "Linear": lambda **options: mz.Linear(HIDDEN, HIDDEN, **options),
     "LayerNormLinear": lambda **options: mz.LayerNormLinear(HIDDEN, HIDDEN, **options),
     "LayerNormMLP": lambda **options: mz.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **options),
+    "GroupedLinear": lambda **options: Experts(HIDDEN, **options),
 }
 
 
@@ -102,8 +117,12 @@ def test_no_more_than_in_bf16(name: str) -> None:
     tokens, features = 128, 512
     plain = torch.nn.Linear(features, features, dtype=BF16)
     ours = mz.Linear(features, features, params_dtype=BF16, device="cpu")
+    experts = Experts(features, params_dtype=BF16, device="cpu")
+    operation = mz.ops.Linear(features, features, bias=False, dtype=BF16, device="cpu")
     x = batch(tokens, features=features)
     assert held_bytes(ours, x, EVERY_RECIPE[name]) <= held_bytes(plain, x, None)
+    for each in (experts, operation):
+        assert held_bytes(each, x, EVERY_RECIPE[name]) <= held_bytes(each, x, None)
 
 
 @pytest.mark.parametrize("recipe", EVERY_RECIPE)

@@ -35,6 +35,7 @@ from mezzotint.tensor.grouped import GroupedTensorStorage
 from mezzotint.tensor.quantize import quantize_groups
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import left_to_backward
 
 GroupScales = tuple[torch.Tensor | None, ...]
 
@@ -57,6 +58,8 @@ class GroupedLinearFwdArgs:
     grad_scales: GroupScales
     saves_original_input: bool
     grad_state: GradState | None
+    weights_again: tuple[Quantizer, ...] = ()  # backward quantizes the weights with these; (): it reads `weights_q`
+    weight_scales: GroupScales = ()  # those of `weights_again`
     xs_q: tuple[Any, ...] | None = None  # the groups of x, if a producer has quantized them
     probes: tuple[Probes, ...] | None = None  # one for each group, if an inspector wants statistics
 
@@ -67,9 +70,11 @@ class GroupedLinearBwdArgs(Saved):
     weights: Any
     grad_scales: GroupScales
     input_scales: GroupScales
+    weight_scales: GroupScales
     splits: tuple[int, ...]
     needs: Needs
     quantizers: tuple[LinearQuantizers, ...]
+    weights_again: tuple[Quantizer, ...]
     numerics: Numerics
     wgrads: tuple[WeightGrad, ...]
     bias_dtypes: tuple[torch.dtype, ...]
@@ -77,7 +82,7 @@ class GroupedLinearBwdArgs(Saved):
     saves_original_input: bool
     probes: tuple[Probes | None, ...] | None = None
 
-    SAVED = ("xs", "weights", "grad_scales", "input_scales")
+    SAVED = ("xs", "weights", "grad_scales", "input_scales", "weight_scales")
 
 
 @dataclass(slots=True)
@@ -142,6 +147,8 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
     if a.needs.input:
         if override == "high_precision":
             weights = a.weights_q if isinstance(a.weights[0], QuantizedTensorStorage) else a.weights
+        elif a.weights_again:
+            weights = a.weights
         else:
             weights = tuple([kept(w, columnwise=override is None) for w in a.weights_q])
     return GroupedLinearBwdArgs(
@@ -149,9 +156,11 @@ def grouped_linear_setup(a: GroupedLinearFwdArgs, made: GroupedLinearMade) -> Gr
         weights=weights,
         grad_scales=a.grad_scales,
         input_scales=a.input_scales if a.saves_original_input else (),
+        weight_scales=a.weight_scales if a.weights_again else (),
         splits=a.splits,
         needs=a.needs,
         quantizers=a.quantizers,
+        weights_again=a.weights_again,
         numerics=a.numerics,
         wgrads=a.wgrads,
         bias_dtypes=tuple([bias.dtype for bias in group_tensors(a.biases, 1)]),
@@ -169,6 +178,15 @@ def _saved_inputs(b: GroupedLinearBwdArgs) -> list[Any]:
         return list(b.xs.split(list(b.splits)))
     again = [None if q is None else q.with_usage(rowwise=False, columnwise=True) for q in quantizers]
     return list(_quantized(b.xs, b.splits, again, b.input_scales)[0])
+
+
+def _saved_weights(b: GroupedLinearBwdArgs) -> list[Any]:
+    """Return the weights of all groups as the input gradient multiplies them."""
+    weights = group_tensors(b.weights, 2)
+    if b.weights_again:
+        with left_to_backward():
+            return list(quantize_groups([weight.detach() for weight in weights], b.weights_again, b.weight_scales)[0])
+    return [in_high_precision(as_multiplied(weight, b.numerics), b.numerics) for weight in weights]
 
 
 def grouped_linear_backward(
@@ -195,8 +213,7 @@ def grouped_linear_backward(
         dbs = tuple([run_op(column_sum, part, dtype) for part, dtype in zip(parts, b.bias_dtypes, strict=True)])
     dx = None
     if b.needs.input:
-        weights = [in_high_precision(as_multiplied(w, b.numerics), b.numerics) for w in group_tensors(b.weights, 2)]
-        dx = _products(list(gs), weights, True, b.numerics.dtype, (), b.numerics.fast_dgrad)
+        dx = _products(list(gs), _saved_weights(b), True, b.numerics.dtype, (), b.numerics.fast_dgrad)
     dws = as_parameters((None,) * len(b.wgrads), b.wgrads[0].is_slice)
     if b.needs.weight:
         source = list(parts) if b.numerics.keeps_wgrad else list(gs)

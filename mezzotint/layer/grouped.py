@@ -148,6 +148,9 @@ class GroupedLayer(Layer):
             self.wgrad_stores = (WeightGradStore(compute_grouped_weight_gradients),)
         self.reset_parameters(defer_init=device.type == "meta")
 
+    def _config_fields(self) -> dict[str, Any]:
+        return {**super()._config_fields(), "is_grouped": True}
+
     def make_grouped_weights(self) -> None:
         """Join the weights of groups into one parameter, `weight`, as `single_grouped_weight` makes it from the start.
 

@@ -92,7 +92,8 @@ class LayerConfig(GraphConstant):
     activation: str = ""
     activation_params: tuple[float, ...] = ()
     recomputes: bool = False  # backward runs norm, fc1 and activation of a `LayerNormMLP` again
-    makes_again: bool = False  # backward quantizes again what the memory mode says; weights always
+    makes_again: bool = False  # backward quantizes inputs again if the memory mode says so
+    is_grouped: bool = False  # each GEMM has a group of rows, and one product serves all groups
     memory: str | None = None  # the module's own memory mode; None: the region's
     is_inspected: bool = False
     ruled: tuple[tuple[Rules, Recipe | None], ...] = ()  # what each `Rules` that it was bound to gives it
@@ -160,14 +161,16 @@ def _resolve(
     is_lean = (config.memory or options.memory) != "default"
     if recipe is not None:
         quantizers, request = _resolve_quantizers(config, recipe, name, needs)
-        if config.makes_again and not keeps_weights:
+        if not keeps_weights:
             weights = tuple([_weight_again(config, gemm, each.weight) for gemm, each in enumerate(quantizers)])
         if config.makes_again and is_lean:
             inputs = tuple([_input_again(config, gemm, each.input) for gemm, each in enumerate(quantizers)])
+        if config.is_grouped:  # of all groups, or of none
+            weights, inputs = weights if all(weights) else nothing, inputs if all(inputs) else nothing
         quantizers = tuple(map(_without_columns, quantizers, weights, inputs))
-        # Only products may read what is unpacked: modules that make nothing again hand it on, or group their products.
+        # Only single products may read what is unpacked: operations, which make no inputs again, hand it on.
         is_read = config.is_inspected or options.checks_finite or recipe.override() is not None
-        if config.makes_again and not is_read and not any(config.parallels):
+        if config.makes_again and not (is_read or config.is_grouped or any(config.parallels)):
             each = [unpack_operands(*own, keeps_weights) for own in zip(quantizers, weights, inputs, strict=True)]
             quantizers, weights, inputs = map(tuple, zip(*each, strict=True))
     return Plan(
@@ -189,7 +192,7 @@ def _resolve(
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:
     """Return the quantizer with which backward quantizes a weight again. Return None if backward reads what forward
     made: if the weight is put together for each run, or could not be quantized as forward did."""
-    is_parameter = bool(config.weight_names) and len(config.weight_names[gemm]) == 1
+    is_parameter = config.is_grouped or (bool(config.weight_names) and len(config.weight_names[gemm]) == 1)
     return _again(config, gemm, "weight", quantizer) if is_parameter else None
 
 

@@ -32,6 +32,7 @@ from mezzotint.layer.run import (
     Delayed,
     KeptWeights,
     grad_state,
+    group_weights_again,
     live_gradient,
     quantized_weights,
     record_amaxes,
@@ -62,6 +63,7 @@ def run_grouped_linear(
     dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]
     each = [live_gradient(wgrads, gemm) or WeightGrad(dtypes[gemm], is_slice=stacks) for gemm in gemms]
     scales, grad_scales = (None, None) if delayed is None else (delayed.scales, delayed.grad_scales)
+    weight_scales = None if delayed is None else delayed.weight_scales
     args = GroupedLinearFwdArgs(
         x=x,
         weights=weights,
@@ -74,7 +76,9 @@ def run_grouped_linear(
         wgrads=tuple(each),
         input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
         grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
-        saves_original_input=plan.saves_original_input,
+        saves_original_input=plan.saves_original_input or all(plan.inputs_again),
+        weights_again=group_weights_again(plan, weights),
+        weight_scales=tuple([scale_of(weight_scales, gemm, "weight") for gemm in gemms]),
         grad_state=grad_state(plan, delayed),
         probes=probes,
     )
@@ -138,9 +142,12 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             means the path that `name_modules` or `convert` gives it.
         use_grouped_tensor: An option of Transformer Engine that is accepted and has no effect.
         dtype: Another name for `params_dtype`, as PyTorch's own modules call it. Give one of the two.
+        memory: How much forward keeps for backward: "default" (a quantized copy of the input) or "lean" (the input as
+            it came, which saves memory when another operation keeps it anyway). "compressed" means "lean" here, and
+            None means what the region says.
 
     Raises:
-        ValueError: If a size is not positive, or there is a bias and `tp_size` is more than 1.
+        ValueError: If a size is not positive, `memory` is unknown, or there is a bias and `tp_size` is more than 1.
         NotImplementedError: If an `ub_…` argument asks for user buffers.
 
     Example:
@@ -185,8 +192,10 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         use_grouped_tensor: bool | None = None,
         *,
         dtype: torch.dtype | None = None,
+        memory: str | None = None,
     ) -> None:
         super().__init__(name)
+        self.memory = memory
         self.ub_name = ub_name  # kept because programs read it
         check_features(num_gemms=num_gemms, in_features=in_features, out_features=out_features)
         check_parallel(
@@ -231,7 +240,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         return str(gemm)
 
     def _config_fields(self) -> dict[str, Any]:
-        return {**super()._config_fields(), "in_features": self.in_features}
+        return {**super()._config_fields(), "in_features": self.in_features, "makes_again": True}
 
     def forward(
         self,

@@ -83,7 +83,7 @@ CONSTRUCTORS: dict[type, list[tuple[str, Any]]] = {
         "num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
         "get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype parallel_mode device "
         "ub_overlap_rs ub_overlap_ag ub_name delay_wgrad_compute save_original_input single_grouped_weight "
-        "single_grouped_bias name use_grouped_tensor dtype",
+        "single_grouped_bias name use_grouped_tensor dtype memory",
         num_gemms=EMPTY,
         in_features=EMPTY,
         out_features=EMPTY,

@@ -25,7 +25,7 @@ from mezzotint.layer.buffers import write_result
 from mezzotint.layer.delayed_run import with_grad_state
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
-from mezzotint.layer.run import RunSettings, scale_of
+from mezzotint.layer.run import RunSettings, group_weights_again, scale_of
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
@@ -217,6 +217,8 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
             saves_original_input=self.save_original_input,
             grad_state=call.grad_state,
+            weights_again=group_weights_again(call.plan, weights),
+            weight_scales=tuple([scale_of(call.weight_scales, group, "weight") for group in groups]),
             probes=call.probes,
         )
 
