@@ -268,3 +268,16 @@ def test_runs_with_a_backward_each_in_one_region_take_their_scales() -> None:
     now, oldest, *past = module.amax_history_bwd[:4, 0].tolist()
     assert now > 0
     assert [oldest, *past] == [0.0, 4 * now, 2 * now]
+
+
+def test_a_recomputation_leaves_a_history_of_another_length() -> None:
+    """A run with a longer history came between a checkpoint's two runs."""
+    module, x = make("linear"), sample().requires_grad_()
+    with mz.autocast(recipe=mz.recipe.DelayedScaling(amax_history_len=4)):
+        first = mz.checkpoint(module, x, use_reentrant=False)
+    with mz.autocast(recipe=mz.recipe.DelayedScaling(amax_history_len=16)):
+        second = module(x)
+    before = module.amax_history_fwd.clone()
+    assert before[15, 0] != 0
+    (gradient(first) + gradient(second)).backward()
+    assert torch.equal(module.amax_history_fwd, before)

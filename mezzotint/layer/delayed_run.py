@@ -18,7 +18,7 @@ from mezzotint.layer.scaling_state import scaling_tensors, use_history, warn_of_
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
 from mezzotint.region import Pending, State
-from mezzotint.tracing import below_dynamo, call_untraced
+from mezzotint.tracing import below_dynamo, call_untraced, lasting
 
 
 def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
@@ -35,15 +35,16 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
     config = module._config.read()
     # The ranks that hold the other shards of the weights have the same scales.
     groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
-    use_history(module, request, backward_clears(request))
-    scale_fwd, history_fwd, scale_bwd, _ = scaling_tensors(module)
     recomputation = state.recomputation
+    is_second = recomputation is not None and recomputation.is_second
+    if not is_second:  # runs with other histories may have come after the first
+        use_history(module, request, backward_clears(request))
+    scale_fwd, history_fwd, scale_bwd, _ = scaling_tensors(module)
     # Among the runs that have a backward, that of the first one comes last. A checkpoint's first run has no gradients.
     has_backward = (torch.is_grad_enabled() and call.plan.has_backward) or (
         recomputation is not None and recomputation.has_backward
     )
     is_first = has_backward and not status.has_backward
-    is_second = recomputation is not None and recomputation.is_second
     if has_backward and not is_first and not is_second:
         take(grad_state_of(module, request, groups, False), history_fwd)
     call.records = not is_second
@@ -106,15 +107,17 @@ def snapshot(
 def weight_scales(module: Any, call: RunSettings) -> Any:
     """Return the scales that the weights of this run are quantized with, or were quantized with when they were kept."""
     if call.skips is not None:
-        scales = module.scale_fwd.clone()
-        if module._weight_scales is not None:
-            scales = torch.where(call.skips == 1, module._weight_scales, scales)
+        with lasting():
+            scales = module.scale_fwd.clone()
+            if module._weight_scales is not None:
+                scales = torch.where(call.skips == 1, module._weight_scales, scales)
         module._weight_scales = scales
         return scales
     if call.reuses:
         return call.scales if module._weight_scales is None else module._weight_scales
     if call.caches:
-        module._weight_scales = module.scale_fwd.clone()
+        with lasting():
+            module._weight_scales = module.scale_fwd.clone()
     return call.scales
 
 

@@ -464,6 +464,16 @@ def test_weights_kept_in_inference_mode_serve_training(is_compiled: bool) -> Non
     assert_equal(got, step(expected, sample(), recipe, is_first_microbatch=False))
 
 
+def test_scales_of_weights_kept_in_inference_mode_are_saved_for_backward() -> None:
+    module = mz.LayerNormMLP(IN, 64, checkpoint=True, device="cpu")
+    with mz.autocast(recipe=RECIPES["delayed"]):
+        with torch.inference_mode():
+            module(sample(), is_first_microbatch=True)
+        y = module(sample().requires_grad_(), is_first_microbatch=False)
+    y.sum().backward()
+    assert not module._weight_scales.is_inference()
+
+
 def test_state_of_a_module_that_is_made_or_moved_in_inference_mode() -> None:
     with torch.inference_mode():
         made = make("linear")
