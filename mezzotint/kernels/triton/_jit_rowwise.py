@@ -69,6 +69,7 @@ def rows_kernel(
     noop,
     row_amax,
     given,
+    groups,
     M,
     K,
     stride,
@@ -84,7 +85,11 @@ def rows_kernel(
     """Quantize BM rows, in one piece (WHOLE) or BK columns at a time: twice, or once if their amaxes are given."""
     if noop is not None and tl.load(noop) == 1.0:
         return
-    r = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    pid = tl.program_id(0)
+    if groups is not None:
+        x, data, scale_inv = chosen(x, groups, pid), chosen(data, groups, pid), chosen(scale_inv, groups, pid)
+        pid, M = own_rows(groups, pid, False)
+    r = pid.to(tl.int64) * BM + tl.arange(0, BM)
     c = tl.arange(0, BK)
     to = data + r[:, None] * K
     high = (r < M)[:, None]
@@ -308,6 +313,7 @@ AHEAD = [
     ahead(partial_kernel, "fp32 fp32 fp32 - fp32", **partial_config()),
     ahead(partial_kernel, "fp16 - fp32 - -", **partial_config()),
     ahead(partial_kernel, "bf16 fp32 - - -", **partial_config()),
+    ahead_of_groups(rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
     ahead_of_groups(partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),
     ahead_of_groups(finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_EXACT, **finish_config()),
     ahead_of_groups(cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),

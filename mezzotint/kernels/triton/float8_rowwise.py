@@ -77,6 +77,7 @@ def quantize(
                 noop,
                 row_amax,
                 source.given(),
+                None,
                 M,
                 K,
                 x.stride(0),
@@ -169,14 +170,47 @@ def quantize_groups(
     columnwise: bool,
 ) -> None:
     """Quantize each of G tensors on its own. The lists of amaxes have those of each, or are empty."""
-    if row_amaxes or col_amaxes or not columnwise or xs[0].shape[-1] == 0 or not are_alike(xs):
+    if row_amaxes or col_amaxes or xs[0].shape[-1] == 0 or not are_alike(xs):
         for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
             row_amax, col_amax = (amaxes[i] if amaxes else None for amaxes in (row_amaxes, col_amaxes))
             quantize(x, out, None, row_amax, col_amax, dtype, pow2, eps, rowwise, columnwise)
         return
     scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
     for part in in_launches(len(xs)):
-        _quantize_groups([as_matrix(x) for x in xs[part]], outs[part], eps, rowwise, scaling)
+        matrices = [as_matrix(x) for x in xs[part]]
+        if columnwise:
+            _quantize_groups(matrices, outs[part], eps, rowwise, scaling)
+        elif rowwise:
+            _quantize_rows_of_groups(matrices, outs[part], eps, scaling)
+
+
+def _quantize_rows_of_groups(
+    xs: list[torch.Tensor], outs: list[list[torch.Tensor]], eps: float, scaling: dict[str, Any]
+) -> None:
+    """Quantize contiguous matrices (M_i, K), as many as a launch takes, along their rows alone, in one launch."""
+    K = xs[0].shape[1]
+    data, row_inv = zip(*outs, strict=True)
+    options = rows_config(K)
+    groups = pack([x.shape[0] for x in xs], lambda size: cdiv(size, options["BM"]))
+    if groups.programs:
+        rows_kernel[(groups.programs,)](
+            groups.of(xs),
+            groups.of(data),
+            groups.of(row_inv),
+            None,
+            None,
+            None,
+            groups.packed,
+            None,
+            K,
+            K,
+            eps or None,
+            SOURCE=None,
+            **scaling,
+            WHOLE=options["BK"] >= K,
+            **options,
+            enable_fp_fusion=False,
+        )
 
 
 def _quantize_groups(
