@@ -28,7 +28,8 @@ def caught(monkeypatch: pytest.MonkeyPatch, name: str, recipe: Any) -> tuple[Cor
         raise Caught(core, args)
 
     monkeypatch.setattr(f"mezzotint.module.{name}.run_core", stop)
-    monkeypatch.setattr("mezzotint.layer.run.scale_slot", lambda scale, history, slot: scale)  # as where Dynamo traces
+    # as where Dynamo traces
+    monkeypatch.setattr("mezzotint.layer.run.scale_slot", lambda scales, slot, history: scales[slot : slot + 1])
     module = make(name, bias=True)
     splits = ([5, 0, 28],) if name == "grouped_linear" else ()
     with pytest.raises(Caught) as found, mz.autocast(enabled=recipe is not None, recipe=recipe):
