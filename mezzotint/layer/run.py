@@ -105,10 +105,10 @@ def quantized_weights(
 
 def group_weights_again(plan: Plan, weights: Sequence[Any]) -> tuple[Quantizer, ...]:
     """Return the quantizers with which backward quantizes the weights of all groups again, or () if it reads those of
-    forward."""
-    made = tuple([quantizer for quantizer in plan.weights_again if quantizer is not None])
-    is_again = len(made) == len(plan.quantizers) and not isinstance(weights[0], QuantizedTensorStorage)
-    return made if is_again else ()
+    forward. The plan has them for all groups or for none."""
+    if isinstance(weights[0], QuantizedTensorStorage):
+        return ()
+    return tuple([quantizer for quantizer in plan.weights_again if quantizer is not None])
 
 
 def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> DelayedScale:
