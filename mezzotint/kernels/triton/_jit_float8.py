@@ -64,7 +64,7 @@ def _scale(
     BP: tl.constexpr,
 ):
     """Return the scale. `source` holds it at `slot` (SCALED), or the amax (BP = 0), or `count` partial amaxes (BP > 0);
-    if BP < 0 the amax is that of `value`. No GPU has read a scale at a slot yet."""
+    if BP < 0 the amax is that of `value`."""
     if SCALED:
         return tl.load(source if slot is None else source + slot)
     else:

@@ -187,8 +187,7 @@ def quantize_groups(
 def _quantize_rows_of_groups(
     xs: list[torch.Tensor], outs: list[list[torch.Tensor]], eps: float, scaling: dict[str, Any]
 ) -> None:
-    """Quantize contiguous matrices (M_i, K), as many as a launch takes, along their rows alone, in one launch. No GPU
-    has run it yet."""
+    """Quantize contiguous matrices (M_i, K), as many as a launch takes, along their rows alone, in one launch."""
     K = xs[0].shape[1]
     data, row_inv = zip(*outs, strict=True)
     options = rows_config(K)
