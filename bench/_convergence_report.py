@@ -8,6 +8,7 @@ than the band can be chance.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -32,12 +33,13 @@ tokenizer that was trained on it; `dev/convergence/corpus.py` builds it. Files a
 A gap is a run's loss less that of BF16 with the same seed, which begins with the same weights and sees the same text in
 the same order. The band of chance is the distance between the lowest and the highest loss of the BF16 runs, whose seeds
 change weights and order. A gap that is no larger than the band is within chance. Losses are in nats a token; held-out
-losses are those of the trained weights in BF16, over all of the held-out tokens.
+losses are those of the trained weights in BF16.
 
 The name of a run ends in its seed, `s1`. In `last10-bf16` the last tenth of the steps is in BF16, in `ends-bf16` the
-first and the last layer are. Runs of different code do not compare in speed; the hash of each is below.
+first and the last layer are. The column "× BF16" divides by the speed of the BF16 runs of the same code, whose hash is
+below, and is empty where there is none. A speed includes the whole step, with the optimizer's, and not compilation.
 """
-
+LINES = ("--", ":", "-.")  # of a recipe's variants, in their order
 
 UNKNOWN = (
     "Band of chance: not known until BF16 has run with two seeds or more. No gap can be called an effect before that."
@@ -109,8 +111,33 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
                 cells += [f"{gap:+.4f}", in_bands(gap, width)]
         lines.append(_row(cells))
     known = [f"{width:.4f} ({key.replace('_', '-')})" for key, width in widths.items() if width is not None]
-    lines += ["", f"Band of chance: {', '.join(known)}." if known else UNKNOWN]
-    return "\n".join(lines)
+    told = f"Band of chance: {', '.join(known)}." if known else UNKNOWN
+    lines += ["", f"{told} {_evaluated(entries[0].study, runs)}"]
+    return "\n".join(lines + _variants(entries, runs))
+
+
+def _evaluated(study: Study, runs: Mapping[str, RunFile]) -> str:
+    """Return in words how many of the held-out tokens a held-out loss is the mean of."""
+    model, asked = study.model, study.train.eval_batches * study.model.batch * study.model.sequence
+    there = [run.settings["data"]["held_out_tokens"] for run in runs.values()]
+    windows = min(there, default=asked + 1) // model.sequence  # of a window's tokens the last is only a target
+    return f"A held-out loss is the mean of {min(asked, windows * model.sequence):,} tokens."
+
+
+def _variants(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> list[str]:
+    """Return a line for each variant of a recipe: what it changed."""
+    lines = []
+    for entry in entries:
+        plain = runs.get(f"{entry.study.name}-{entry.recipe}-s{entry.seed}")
+        if not entry.variant or not is_finished(runs, entry) or plain is None or plain.end is None:
+            continue
+        own = runs[entry.name].end or {}
+        if "diverged" not in own and "diverged" not in plain.end:
+            final, held_out = (own[key] - plain.end[key] for key in ("final", "held_out"))
+            lines.append(
+                f"- `{entry.name}` less `{plain.name}`: {final:+.4f} over the last steps, {held_out:+.4f} held out."
+            )
+    return ["", *lines] if lines else []
 
 
 def _state(entry: Entry, run: RunFile | None) -> str:
@@ -127,13 +154,13 @@ def _speeds(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile])
     if study.measures_eager:
         head += ["peak memory, eager", "`plan` predicts", "eager / predicted"]
     lines = [_row(head), "|---|" + "---:|" * (len(head) - 1)]
-    base = runs.get(f"{study.name}-{BF16}-s1")
     for entry in entries:
         run = runs.get(entry.name)
         if run is None or run.end is None or "diverged" in run.end:
             continue
         speed, memory = run.end["tokens_per_second"], run.end["peak_memory"]
-        ratio = "" if base is None or not base.end else f"{speed / base.end['tokens_per_second']:.2f}"
+        base = _speed_of_bf16(run, entries, runs)
+        ratio = "" if base is None else f"{speed / base:.2f}"
         cells = [entry.name, f"{speed:,.0f}", ratio, _gib(memory)]
         if study.measures_eager:
             eager = run.end["eager_peak_memory"]
@@ -142,6 +169,17 @@ def _speeds(study: Study, entries: Sequence[Entry], runs: Mapping[str, RunFile])
             cells += [_gib(eager), _gib(predicted), f"{eager / predicted:.3f}"]
         lines.append(_row(cells))
     return "\n".join(lines)
+
+
+def _speed_of_bf16(run: RunFile, entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> float | None:
+    """Return the mean speed of the BF16 runs with a run's code on its kind of GPU, or None if there is none."""
+    found = [
+        other.end["tokens_per_second"]
+        for entry in entries
+        if entry.recipe == BF16 and (other := runs.get(entry.name)) is not None and other.end
+        if "diverged" not in other.end and all(other.settings[key] == run.settings[key] for key in ("code", "device"))
+    ]
+    return fmean(found) if found else None
 
 
 def _sources(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
@@ -176,6 +214,8 @@ def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping
     seeds = [means[entry.name] for entry in entries if entry.recipe == BF16 and entry.name in means]
     shortest = min(map(len, seeds))  # an interrupted run has fewer steps
     steps = range(width, width + shortest)
+    variants = list(dict.fromkeys(entry.variant for entry in entries if entry.variant))
+    lines = {e.name: LINES[variants.index(e.variant) % len(LINES)] if e.variant else "-" for e in entries}
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 3.6), dpi=120, layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -184,7 +224,7 @@ def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping
         for entry in entries:
             if entry.name in means and (entry.recipe != BF16 or entry.seed == 1):
                 base = means.get(f"{study.name}-{BF16}-s{entry.seed}")
-                _draw_run(left, right, entry, means[entry.name], base, width)
+                _draw_run(left, right, entry, lines[entry.name], means[entry.name], base, width)
         left.set(title=f"loss, mean of {width} steps", xlabel="step", ylabel="nats a token")
         left.set_ylim(min(map(min, means.values())) - 0.1, max(seeds[0]))  # so that one that diverges leaves room
         left.legend(frameon=False, fontsize=7)
@@ -193,13 +233,9 @@ def draw_study(path: Path, study: Study, entries: Sequence[Entry], runs: Mapping
 
 
 def _draw_run(
-    left: Axes, right: Axes, entry: Entry, mean: Sequence[float], base: Sequence[float] | None, width: int
+    left: Axes, right: Axes, entry: Entry, style: str, mean: Sequence[float], base: Sequence[float] | None, width: int
 ) -> None:
-    line: Mapping[str, object] = {
-        "color": COLOURS[entry.recipe],
-        "linewidth": 0.9,
-        "linestyle": "--" if entry.variant else "-",
-    }
+    line: Mapping[str, object] = {"color": COLOURS[entry.recipe], "linewidth": 0.9, "linestyle": style}
     draw: Callable[..., object] = left.plot
     draw(range(width, width + len(mean)), mean, label=entry.name, **line)
     if base is not None:

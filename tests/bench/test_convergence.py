@@ -130,12 +130,14 @@ def test_the_list_names_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [line.split()[0] for line in lines] == [entry.name for entry in ENTRIES]
 
 
-def write_result(folder: Path, entry: Entry, final: float, held_out: float) -> None:
+def write_result(
+    folder: Path, entry: Entry, final: float, held_out: float, speed: float = 1e6, code: str = "c"
+) -> None:
     """A finished run whose losses fall to `final`."""
-    settings = {"device": "H", "versions": {"torch": "2"}, "started": "2026-01-02T03", "code": "c" * 64}
+    settings = {"device": "H", "versions": {"torch": "2"}, "started": "2026-01-02T03", "code": code * 64}
     settings["data"] = {"tokens": 10**8, "held_out_tokens": 10**6, "sha256": {"tokens.bin": "d" * 64}}
     losses = [final + (STEPS - step) / 10 for step in range(STEPS)]
-    end = {"final": final, "held_out": held_out, "tokens_per_second": 1e6, "peak_memory": 2**31, "seconds": 2.0}
+    end = {"final": final, "held_out": held_out, "tokens_per_second": speed, "peak_memory": 2**31, "seconds": 2.0}
     rows = [
         {"kind": "settings", "name": entry.name, **settings},
         {"kind": "steps", "step": STEPS, "seconds": 1.0, "losses": losses, "norms": losses},
@@ -149,8 +151,9 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
     far = Entry(study=TOY, recipe="nvfp4")
     for entry, final, held_out in zip(seeds, (3.00, 3.04, 3.02), (3.10, 3.12, 3.15), strict=True):
         write_result(tmp_path, entry, final, held_out)
-    write_result(tmp_path, CURRENT, 2.97, 3.13)
-    write_result(tmp_path, far, 3.10, 3.30)
+    write_result(tmp_path, CURRENT, 2.97, 3.13, speed=1.5e6)
+    write_result(tmp_path, far, 3.10, 3.30, code="e")
+    write_result(tmp_path, RULED, 3.05, 3.31)
     entries = [*seeds, CURRENT, far, RULED, Entry(study=TOY, recipe="mxfp8")]
     _convergence_report.write_page(tmp_path / "page.md", tmp_path, entries)
     page = (tmp_path / "page.md").read_text()
@@ -158,10 +161,11 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
         "| toy-bf16-s2 | 3.0400 |  |  | 3.1200 |  |  |",
         "| toy-current-s1 | 2.9700 | -0.0300 | within chance | 3.1300 | +0.0300 | within chance |",
         "| toy-nvfp4-s1 | 3.1000 | +0.1000 | +2.5 bands | 3.3000 | +0.2000 | +4.0 bands |",
-        "| toy-nvfp4-x-s1 | not run yet |  |  |  |  |  |",
         "| toy-mxfp8-s1 | not run yet |  |  |  |  |  |",
-        "Band of chance: 0.0400 (final), 0.0500 (held-out).",
-        "| toy-current-s1 | 1,000,000 | 1.00 | 2.00 GiB |",
+        "Band of chance: 0.0400 (final), 0.0500 (held-out). A held-out loss is the mean of 640 tokens.",
+        "- `toy-nvfp4-x-s1` less `toy-nvfp4-s1`: -0.0500 over the last steps, +0.0100 held out.",
+        "| toy-current-s1 | 1,500,000 | 1.50 | 2.00 GiB |",
+        "| toy-nvfp4-s1 | 1,000,000 |  | 2.00 GiB |",  # no BF16 run has its code
         "- `toy-current-s1`: H, torch 2, 2026-01-02, code `cccccccccccc`, 100,000,000 tokens",
         "](page-toy.png)",
     ):
