@@ -7,6 +7,7 @@ than the band can be chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -113,7 +114,7 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
     known = [f"{width:.4f} ({key.replace('_', '-')})" for key, width in widths.items() if width is not None]
     told = f"Band of chance: {', '.join(known)}." if known else UNKNOWN
     lines += ["", f"{told} {_evaluated(entries[0].study, runs)}"]
-    return "\n".join(lines + _variants(entries, runs))
+    return "\n".join(lines + _switches(entries, runs))
 
 
 def _evaluated(study: Study, runs: Mapping[str, RunFile]) -> str:
@@ -124,20 +125,42 @@ def _evaluated(study: Study, runs: Mapping[str, RunFile]) -> str:
     return f"A held-out loss is the mean of {min(asked, windows * model.sequence):,} tokens."
 
 
-def _variants(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> list[str]:
-    """Return a line for each variant of a recipe: what it changed."""
+def _switches(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> list[str]:
+    """Return, for each run whose recipe changes at a step, a table of gaps before that step and at the end."""
     lines = []
     for entry in entries:
-        plain = runs.get(f"{entry.study.name}-{entry.recipe}-s{entry.seed}")
-        if not entry.variant or not is_finished(runs, entry) or plain is None or plain.end is None:
-            continue
-        own = runs[entry.name].end or {}
-        if "diverged" not in own and "diverged" not in plain.end:
-            final, held_out = (own[key] - plain.end[key] for key in ("final", "held_out"))
-            lines.append(
-                f"- `{entry.name}` less `{plain.name}`: {final:+.4f} over the last steps, {held_out:+.4f} held out."
-            )
-    return ["", *lines] if lines else []
+        if entry.schedule is not None and len(entry.schedule.phases) > 1 and _has_result(runs, entry):
+            step = entry.schedule.phases[1][0]
+            told = f"Until step {step}, where its recipe changes, `{entry.name}` repeats `{_plain(entry).name}`."
+            lines += ["", told, "They differ there by chance alone: a GPU does not sum in the same order twice.", ""]
+            lines += _switch(entry, step, [other for other in entries if _plain(other) == _plain(entry)], runs)
+    return lines
+
+
+def _switch(entry: Entry, step: int, others: Sequence[Entry], runs: Mapping[str, RunFile]) -> list[str]:
+    """Return the table of a run whose recipe changes at `step`, and of other runs in its first recipe."""
+    last, end = entry.study.train.last, entry.study.train.steps
+    evaluated = max(at for at in runs[entry.name].held_out if at <= step)
+    head = ["run", f"gap, {last} steps to {step}", f"last {last}", f"held-out gap, step {evaluated}", "at the end"]
+    lines = [_row(head), "|---|" + "---:|" * 4]
+    for other in others:
+        base = replace(_plain(other), recipe=BF16)
+        if _has_result(runs, other) and _has_result(runs, base):
+            own, theirs = runs[other.name], runs[base.name]
+            gaps = [fmean(own.losses[to - last : to]) - fmean(theirs.losses[to - last : to]) for to in (step, end)]
+            gaps += [own.held_out[at] - theirs.held_out[at] for at in (evaluated, end)]
+            lines.append(_row([other.name, *(f"{gap:+.4f}" for gap in gaps)]))
+    return lines
+
+
+def _plain(entry: Entry) -> Entry:
+    """Return the run of a variant's recipe and seed without the variant."""
+    return replace(entry, variant="", schedule=None)
+
+
+def _has_result(runs: Mapping[str, RunFile], entry: Entry) -> bool:
+    """Return whether a run came to its end with a loss."""
+    return is_finished(runs, entry) and "diverged" not in (runs[entry.name].end or {})
 
 
 def _state(entry: Entry, run: RunFile | None) -> str:

@@ -136,11 +136,13 @@ def write_result(
     """A finished run whose losses fall to `final`."""
     settings = {"device": "H", "versions": {"torch": "2"}, "started": "2026-01-02T03", "code": code * 64}
     settings["data"] = {"tokens": 10**8, "held_out_tokens": 10**6, "sha256": {"tokens.bin": "d" * 64}}
-    losses = [final + (STEPS - step) / 10 for step in range(STEPS)]
+    losses = [final * (1 + (STEPS - step) / 10) for step in range(STEPS)]
     end = {"final": final, "held_out": held_out, "tokens_per_second": speed, "peak_memory": 2**31, "seconds": 2.0}
     rows = [
         {"kind": "settings", "name": entry.name, **settings},
         {"kind": "steps", "step": STEPS, "seconds": 1.0, "losses": losses, "norms": losses},
+        {"kind": "held_out", "step": STEPS // 2, "loss": 2 * held_out},
+        {"kind": "held_out", "step": STEPS, "loss": held_out},
         {"kind": "end", **end},
     ]
     (folder / f"{entry.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -163,7 +165,9 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
         "| toy-nvfp4-s1 | 3.1000 | +0.1000 | +2.5 bands | 3.3000 | +0.2000 | +4.0 bands |",
         "| toy-mxfp8-s1 | not run yet |  |  |  |  |  |",
         "Band of chance: 0.0400 (final), 0.0500 (held-out). A held-out loss is the mean of 640 tokens.",
-        "- `toy-nvfp4-x-s1` less `toy-nvfp4-s1`: -0.0500 over the last steps, +0.0100 held out.",
+        "| run | gap, 4 steps to 10 | last 4 | held-out gap, step 10 | at the end |",
+        "| toy-nvfp4-s1 | +0.2250 | +0.1250 | +0.4000 | +0.2000 |",
+        "| toy-nvfp4-x-s1 | +0.1125 | +0.0625 | +0.4200 | +0.2100 |",
         "| toy-current-s1 | 1,500,000 | 1.50 | 2.00 GiB |",
         "| toy-nvfp4-s1 | 1,000,000 |  | 2.00 GiB |",  # no BF16 run has its code
         "- `toy-current-s1`: H, torch 2, 2026-01-02, code `cccccccccccc`, 100,000,000 tokens",
