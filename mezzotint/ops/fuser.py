@@ -24,11 +24,18 @@ from mezzotint.ops.fusion import (
     expand,
     fuse,
 )
-from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
+from mezzotint.ops.op import (
+    BasicOperation,
+    FusibleOperation,
+    OperationContext,
+    enter_pipeline,
+    init_own_state,
+    restored,
+)
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.wiring import Wiring
 from mezzotint.region import recipe_in_force
-from mezzotint.tracing import differentiates_forward, memoized, traced_as, write_count
+from mezzotint.tracing import call_untraced, differentiates_forward, memoized, traced_as, write_count
 
 __all__ = ["OperationFuser"]
 
@@ -290,8 +297,7 @@ class OperationFuser:
         self._fused: Any = None  # the memo of `_groups`
         self._has_run = False
         for op in self._basic_ops:
-            op._has_fuser = True
-            op._init_own_state()
+            call_untraced(enter_pipeline, op)
 
     @property
     def num_extra_inputs(self) -> int:
@@ -394,7 +400,7 @@ class OperationFuser:
             self._has_run = True
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
-                op._init_own_state()
+                call_untraced(init_own_state, op)
 
     def _first_that_needs_grad(
         self, is_grad_enabled: bool, input_: torch.Tensor, params: list[list[Any]], extra_inputs: Sequence[Any]

@@ -37,7 +37,7 @@ from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_na
 from mezzotint.ops.quantizing import delayed
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
 from mezzotint.region import current_state, recipe_for, recipe_in_force
-from mezzotint.tracing import memoized
+from mezzotint.tracing import call_untraced, memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
 
@@ -359,7 +359,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """Forget what delayed scaling has learnt, and make room for the history of `recipe`."""
         self._reset_state()
-        if "scale_fwd" in self._buffers:
+        if self._has_state():
             request = None if recipe is None else self._delayed_request(recipe)
             if request is not None:
                 grow_history(self, request.amax_history_len)
@@ -367,15 +367,6 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def _reset_state(self) -> None:
         if self._has_state():  # an operation without quantizers has none
             super()._reset_state()
-
-    def _init_own_state(self) -> None:
-        """Make the buffers of delayed scaling for an operation that has quantizers and did not make them itself."""
-        count = max(self.num_quantizers("forward"), self.num_quantizers("backward"))
-        if count > 0 and "scale_fwd" not in self._buffers:
-            devices = [param.device for param in self.parameters()]
-            device = devices[0] if devices else resolve_device(None)
-            if device.type != "meta":  # else they are made before the first run
-                self._init_state(count, device)
 
     def _delayed_request(self, recipe: Recipe) -> DelayedScalingRequest | None:
         own = of_module(self, recipe)
@@ -428,7 +419,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             return kwargs
         run = ctx._run
         if run is None:
-            self._init_own_state()
+            call_untraced(init_own_state, self)
             own = {name: value for name, value in kwargs.items() if name not in _HANDED_OVER}
             run = self._begin(requires_grad=ctx.requires_grad, input_requires_grad=ctx.requires_grad, **own)
         return {**kwargs, "run": run}
@@ -518,6 +509,24 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
 
 
 _NO_GEMMS = LayerConfig("", (), False, ())
+
+
+def enter_pipeline(op: BasicOperation) -> None:
+    """Have an operation belong to a pipeline. It is called outside of a graph, like `init_own_state`: for an assignment
+    to a module, too, Dynamo takes hold of its buffers."""
+    op._has_fuser = True
+    init_own_state(op)
+
+
+def init_own_state(op: BasicOperation) -> None:
+    """Make the buffers of delayed scaling for an operation that has quantizers and did not make them itself. It is
+    called outside of a graph, which could otherwise not replace them later by a longer history."""
+    count = max(op.num_quantizers("forward"), op.num_quantizers("backward"))
+    if count > 0 and not op._has_state():
+        devices = [param.device for param in op.parameters()]
+        device = devices[0] if devices else resolve_device(None)
+        if device.type != "meta":  # else they are made before the first run
+            op._init_state(count, device)
 
 
 def _call_of(request: DelayedScalingRequest) -> RunSettings:

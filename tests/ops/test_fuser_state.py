@@ -75,6 +75,20 @@ def test_autocast_inside_the_compiled_function() -> None:
     assert eager.first[0].scale_fwd[0] == 1
 
 
+@pytest.mark.compile
+def test_a_history_that_grows_when_the_first_graph_is_made() -> None:
+    """The buffers of a module have 1024 rows; a pipeline that nobody has run yet replaces them while it is traced."""
+    model, eager = (ops.Sequential(linear(), ops.GELU(), linear()) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    call = compiled(model)
+    for length in (1100, 8):
+        recipe = recipes.DelayedScaling(amax_history_len=length)
+        for seed in range(2):
+            assert_equal(step(model, x32(seed), recipe, call=call), step(eager, x32(seed), recipe))
+    assert_equal(model.state_dict(), eager.state_dict())
+    assert model[0].amax_history_bwd.shape[0] == 1100
+
+
 @pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
 def test_torch_autocast(recipe: str) -> None:
     """FP32 parameters and input, BF16 computation: as the module does it."""
