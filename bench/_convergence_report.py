@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench._convergence_runs import ENTRIES, RUNS, Entry, RunFile, Study, is_finished, read_runs
-from mezzotint.cli.chance import band_width, in_bands
+from mezzotint.cli.chance import WITHIN, band_width, in_bands
 from mezzotint.cli.figure import COLOURS, STYLE, draw_band, running_mean
 from mezzotint.trainer.memory import plan_step
 from mezzotint.trainer.recipe_names import BF16
@@ -96,24 +96,30 @@ def _losses(entries: Sequence[Entry], runs: Mapping[str, RunFile]) -> str:
     head = ["run", f"loss, last {last}", "gap", "chance?", "held-out loss", "gap", "chance?"]
     lines = [_row(head), "|---|" + "---:|---:|---|" * 2]
     widths = {key: band(entries, runs, key) for key in ("final", "held_out")}
+    judged: dict[bool, list[str]] = {True: [], False: []}  # whether both gaps of a run are within chance
     for entry in entries:
         run = runs.get(entry.name)
         if run is None or run.end is None or "diverged" in run.end:
             lines.append(_row([entry.name, _state(entry, run), *[""] * 5]))
             continue
         base = runs.get(f"{entry.study.name}-{BF16}-s{entry.seed}")
-        cells = [entry.name]
+        cells, words = [entry.name], []
         for key, width in widths.items():
             cells.append(f"{run.end[key]:.4f}")
             if entry.recipe == BF16 or base is None or not base.end or key not in base.end:
                 cells += ["", ""]
             else:
                 gap = run.end[key] - base.end[key]
-                cells += [f"{gap:+.4f}", in_bands(gap, width)]
+                words.append(in_bands(gap, width))
+                cells += [f"{gap:+.4f}", words[-1]]
         lines.append(_row(cells))
+        if any(words):
+            judged[set(words) == {WITHIN}].append(f"`{entry.name}`")
     known = [f"{width:.4f} ({key.replace('_', '-')})" for key, width in widths.items() if width is not None]
     told = f"Band of chance: {', '.join(known)}." if known else UNKNOWN
     lines += ["", f"{told} {_evaluated(entries[0].study, runs)}"]
+    said = {True: "Within chance in both losses", False: "Outside of it in one or both"}
+    lines += [line for key, names in judged.items() if names for line in ("", f"{said[key]}: {', '.join(names)}.")]
     return "\n".join(lines + _switches(entries, runs))
 
 

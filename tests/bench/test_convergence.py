@@ -165,6 +165,8 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
         "| toy-nvfp4-s1 | 3.1000 | +0.1000 | +2.5 bands | 3.3000 | +0.2000 | +4.0 bands |",
         "| toy-mxfp8-s1 | not run yet |  |  |  |  |  |",
         "Band of chance: 0.0400 (final), 0.0500 (held-out). A held-out loss is the mean of 640 tokens.",
+        "Within chance in both losses: `toy-current-s1`.",
+        "Outside of it in one or both: `toy-nvfp4-s1`, `toy-nvfp4-x-s1`.",
         "| run | gap, 4 steps to 10 | last 4 | held-out gap, step 10 | at the end |",
         "| toy-nvfp4-s1 | +0.2250 | +0.1250 | +0.4000 | +0.2000 |",
         "| toy-nvfp4-x-s1 | +0.1125 | +0.0625 | +0.4200 | +0.2100 |",
