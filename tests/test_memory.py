@@ -239,6 +239,22 @@ def test_words_that_are_no_mode() -> None:
         mz.Linear(16, 16, memory="none", device="cpu")
 
 
+class Attention(torch.nn.Module):
+    """x + o(attention(q, k, v)) behind a norm, as models write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.RMSNorm(HIDDEN, dtype=BF16)
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=BF16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (each(y).unflatten(-1, (4, -1)).transpose(0, 1) for each in (self.q, self.k, self.v))
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.o(made.transpose(0, 1).flatten(1))
+
+
 class GatedMLP(torch.nn.Module):
     """x + down(silu(gate(norm(x))) * up(norm(x))), as models write it."""
 
@@ -252,6 +268,17 @@ class GatedMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         return x + self.down(torch.nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_a_converted_model_in_eager_code(name: str) -> None:
+    """Each of q, k and v holds a copy of what they read, so attention alone may need lean mode; whole layers do not."""
+    x, recipe = batch(TOKENS), EVERY_RECIPE[name]
+    layer, attention = torch.nn.Sequential(Attention(), GatedMLP()), Attention()
+    plain = held_bytes(layer, x, None), held_bytes(attention, x, None)
+    scales = 4 * 5 * 4 if name == "delayed" else 0  # copies in FP32, five for each linear
+    assert held_bytes(mz.convert(layer), x, recipe) <= plain[0]
+    assert held_bytes(mz.convert(attention, memory="lean"), x, recipe) <= plain[1] + scales
 
 
 @pytest.mark.compile
