@@ -10,7 +10,8 @@ CUDA launch calls, `python` what is left. With `--stub`, on a CPU, our kernels c
 Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
 
 "autograd.Function alone" is the least that a linear with a backward in Python takes: the same products and the same sum
-as `nn.Linear`, and nothing else. Whatever quantizes its operands itself begins there.
+as `nn.Linear`, and nothing else. "current scaling alone" calls the casts and products of a step in current scaling from
+such a function by hand: what "mezzotint current" takes beyond that are modules, regions, plans and quantized tensors.
 """
 
 import argparse
@@ -32,6 +33,9 @@ from bench._peers import quiet_import
 from bench._stubs import stubbed_kernels
 from bench._timing import ONE_THREAD
 from mezzotint import recipe
+from mezzotint.constants import E4M3, E5M2, FP8_TORCH
+from mezzotint.kernels._lib import callee
+from mezzotint.kernels.float8 import float8_quantize
 
 OPERATORS = ("aten::", "mezzotint::")
 BLOCK = 20  # steps between two looks at the clock
@@ -56,11 +60,45 @@ class _BareLinear(torch.autograd.Function):
         return grads[0] @ weight, grads[0].t() @ x, grads[0].sum(0)
 
 
+class _BareFloat8(torch.autograd.Function):
+    """This is a linear in current scaling with the launches of `mz.Linear`, and nothing around them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        cast = callee(float8_quantize, x.detach())
+        x_q, x_t, x_scale = cast(x.detach(), None, E4M3, False, 0.0, True, True)
+        w_q, w_scale = cast(weight.detach(), None, E4M3, False, 0.0, True, False)
+        ctx.save_for_backward(x_t, x_scale, weight)
+        return _product(x_q, w_q, x_scale, w_scale, E4M3, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_t, x_scale, weight = ctx.saved_tensors
+        cast = callee(float8_quantize, grads[0])
+        w_t, w_scale = cast(weight.detach(), None, E4M3, False, 0.0, False, True)
+        g_q, g_t, g_scale = cast(grads[0], None, E5M2, False, 0.0, True, True)
+        dx = _product(g_q, w_t, g_scale, w_scale, E5M2)
+        return dx, _product(g_t, x_t, g_scale, x_scale, E5M2), grads[0].sum(0)
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: int, bias: Any = None
+) -> torch.Tensor:
+    a, b = a.view(FP8_TORCH[dtype]), b.view(FP8_TORCH[E4M3])
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=bias, out_dtype=torch.bfloat16)
+
+
 class _BareModule(torch.nn.Linear):
-    """This module calls `_BareLinear`."""
+    """This module calls one of the functions above."""
+
+    function: type[torch.autograd.Function] = _BareLinear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _BareLinear.apply(input, self.weight, self.bias)
+        return self.function.apply(input, self.weight, self.bias)
+
+
+class _BareFloat8Module(_BareModule):
+    function = _BareFloat8
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,6 +134,7 @@ def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[]
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
     made["autograd.Function alone"] = _step(_BareModule(features, features, **options), tokens)
+    made["current scaling alone"] = _step(_BareFloat8Module(features, features, **options), tokens)
     for name, chosen in RECIPES.items():
         linear = mz.Linear(features, features, device=device, params_dtype=torch.bfloat16)
         made[name] = _step(linear, tokens, chosen)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import tokenizers
 import torch
 
 from bench import _convergence_report, convergence
-from bench._convergence_runs import ENTRIES, Entry, Study, predict_seconds, read_run, read_runs
+from bench._convergence_runs import ENTRIES, RUNS, Entry, Study, predict_seconds, read_run, read_runs
 from bench._convergence_train import Place, hash_code, train_entry
 from dev.convergence import packages, shards, tokens
 from mezzotint.recipe import Rules, Schedule
@@ -177,6 +178,20 @@ def test_the_page_tells_chance_from_effect(tmp_path: Path) -> None:
     ):
         assert line in page
     assert (tmp_path / "page-toy.png").read_bytes().startswith(b"\x89PNG")
+
+
+VARIANTS = {"": "", ", first and last layer in BF16": "-ends-bf16", ", last tenth of the steps in BF16": "-last10-bf16"}
+
+
+def test_the_page_of_recipes_has_the_gaps_of_the_runs() -> None:
+    """Held-out gaps to BF16, by hand in docs/recipes.md."""
+    runs = read_runs(RUNS)
+    ends = {name: run.end["held_out"] for name, run in runs.items() if run.end is not None}
+    text = (RUNS.parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)`(.*?) \| ([+-]0\.\d{4}) \| [\w. ]+ \|$", text, re.MULTILINE)
+    assert len(rows) == 8
+    for recipe, variant, gap in rows:
+        assert gap == f"{ends[f'125m-{recipe}{VARIANTS[variant]}-s1'] - ends['125m-bf16-s1']:+.4f}"
 
 
 def test_text_of_files() -> None:

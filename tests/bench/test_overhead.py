@@ -31,13 +31,30 @@ def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert overhead.main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    assert {"nn.Linear bf16", "autograd.Function alone", *overhead.RECIPES, "torchao tensorwise"} <= rows.keys()
+    alone = {"nn.Linear bf16", "autograd.Function alone", "current scaling alone", "torchao tensorwise"}
+    assert alone | overhead.RECIPES.keys() <= rows.keys()
     for name, row in rows.items():
         assert "error" not in row, name
         assert row["ops"] + row["python"] == pytest.approx(row["us"])
     assert "one thread" in capsys.readouterr().out
     assert seen == {False}
     assert torch._C._is_multithreading_enabled()
+
+
+def test_current_scaling_alone_computes_what_the_module_computes() -> None:
+    alone = overhead._BareFloat8Module(32, 32, dtype=torch.bfloat16)
+    module = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
+    with torch.no_grad():
+        for mine, other in zip(alone.parameters(), module.parameters(), strict=True):
+            mine.copy_(other)
+    found = []
+    for linear in (alone, module):
+        x = torch.linspace(-2.0, 3.0, 32 * 32).view(32, 32).bfloat16().requires_grad_()
+        with mz.autocast("current"):
+            y = linear(x)
+        y.backward(torch.linspace(1.0, -4.0, 32 * 32).view(32, 32).bfloat16())
+        found.append([y, x.grad, *[parameter.grad for parameter in linear.parameters()]])
+    torch.testing.assert_close(*found)
 
 
 def test_kernels_that_compute_nothing() -> None:
