@@ -283,7 +283,7 @@ def plan(
     """Print the parameters and the memory of one training step of MODEL, recipe by recipe, on any machine.
 
     The real modules run on tensors without data, in eager mode; options change sizes of MODEL. With --world, the plan
-    is what one of many processes holds, and what it sends.
+    is what one of many ranks holds, and what it sends.
     """
     options = {"recipes": recipes, "rules": rules, "params_dtype": params_dtype, "fits": fits, "as_json": as_json}
     raise typer.Exit(_file("plan").run_plan(model=model, **options, given=given))
