@@ -6,12 +6,14 @@
 A 64x64 Linear on 64 tokens computes next to nothing: what is measured is Python, the dispatcher and launches. Times are
 medians of wall-clock blocks, interleaved over the candidates; the split comes from one profile of each. `ops` is the
 time inside operators that are called from Python, launches and allocations included, `launch` the part of it inside the
-CUDA launch calls, `python` what is left. With `--stub`, on a CPU, our kernels compute nothing: what is measured is the
-Python of a step and what autograd and the allocator add; beside it `nn.Linear` shows what PyTorch takes.
+CUDA launch calls, `python` what is left.
 
 "autograd.Function alone" is the least that a linear with a backward in Python takes: the same products and the same sum
 as `nn.Linear`, and nothing else. "current scaling alone" calls the casts and products of a step in current scaling from
 such a function by hand: what "mezzotint current" takes beyond that are modules, regions, plans and quantized tensors.
+
+With `--stub`, on a CPU, our kernels compute nothing: what is measured is the Python of a step and what autograd and the
+allocator add. "autograd.Function alone" computes nothing there either, and takes the place of `nn.Linear`.
 """
 
 import argparse
@@ -60,6 +62,20 @@ class _BareLinear(torch.autograd.Function):
         return grads[0] @ weight, grads[0].t() @ x, grads[0].sum(0)
 
 
+class _BareShell(torch.autograd.Function):
+    """This has the arguments and results of a linear and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
+
+
 class _BareFloat8(torch.autograd.Function):
     """This is a linear in current scaling with the launches of `mz.Linear`, and nothing around them."""
 
@@ -101,6 +117,10 @@ class _BareFloat8Module(_BareModule):
     function = _BareFloat8
 
 
+class _BareShellModule(_BareModule):
+    function = _BareShell
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench overhead", description=__doc__.split("\n")[0])
@@ -120,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         stubbed_kernels() if args.stub else nullcontext(),
         torch.autograd.set_multithreading_enabled(not args.one_thread),
     ):
-        report = measure(args.device, args.features, args.tokens, args.repeat)
+        report = measure(args.device, args.features, args.tokens, args.repeat, args.stub)
     report |= {"one_thread": args.one_thread, "stub": args.stub}
     show(report)
     if args.json:
@@ -128,13 +148,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[], None]]:
-    """Return one step of each candidate, by name."""
+def candidates(device: str, features: int, tokens: int, is_stubbed: bool) -> dict[str, Callable[[], None]]:
+    """Return one step of each candidate, by name; the first is what the others are compared with."""
     made: dict[str, Callable[[], None]] = {}
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
-    made["autograd.Function alone"] = _step(_BareModule(features, features, **options), tokens)
-    made["current scaling alone"] = _step(_BareFloat8Module(features, features, **options), tokens)
+    if is_stubbed:
+        made["autograd.Function alone"] = _step(_BareShellModule(features, features, **options), tokens)
+    else:
+        made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
+        made["autograd.Function alone"] = _step(_BareModule(features, features, **options), tokens)
+        made["current scaling alone"] = _step(_BareFloat8Module(features, features, **options), tokens)
     for name, chosen in RECIPES.items():
         linear = mz.Linear(features, features, device=device, params_dtype=torch.bfloat16)
         made[name] = _step(linear, tokens, chosen)
@@ -144,7 +167,7 @@ def candidates(device: str, features: int, tokens: int) -> dict[str, Callable[[]
         recipe.Float8CurrentScaling(),
         is_first_microbatch=False,
     )
-    if quiet_import():
+    if not is_stubbed and quiet_import():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         for kind in ("tensorwise", "rowwise"):
@@ -175,9 +198,9 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(device: str, features: int, tokens: int, repeat: int) -> dict[str, Any]:
+def measure(device: str, features: int, tokens: int, repeat: int, is_stubbed: bool = False) -> dict[str, Any]:
     """Return the rows: name, us, ops, launch, python, launches; or an error for a candidate that does not run here."""
-    steps = candidates(device, features, tokens)
+    steps = candidates(device, features, tokens, is_stubbed)
     errors: dict[str, str] = {}
     for name, step in list(steps.items()):
         try:
@@ -247,9 +270,9 @@ def show(report: dict[str, Any]) -> None:
     title += ", one thread" if report["one_thread"] else ""
     title += ", kernels stubbed" if report["stub"] else ""
     table = Table(title=f"{title}: {report['device']}, torch {report['torch']}", title_justify="left")
-    for name in ("", "us", "of nn.Linear", "ops us", "launch us", "python us", "operators", "launches"):
+    base = report["rows"][0]
+    for name in ("", "us", f"of {base['name']}", "ops us", "launch us", "python us", "operators", "launches"):
         table.add_column(name, justify="left" if not name else "right")
-    base = next(row["us"] for row in report["rows"] if row["name"].startswith("nn.Linear"))
     for row in report["rows"]:
         if "error" in row:
             table.add_row(row["name"], row["error"])
@@ -257,7 +280,7 @@ def show(report: dict[str, Any]) -> None:
         table.add_row(
             row["name"],
             f"{row['us']:.0f}",
-            f"{row['us'] / base:.2f}",
+            f"{row['us'] / base['us']:.2f}",
             *(f"{row[key]:.0f}" for key in ("ops", "launch", "python", "operators", "launches")),
         )
     Console(width=150 if not Console().is_terminal else None).print(table)

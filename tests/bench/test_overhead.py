@@ -41,6 +41,17 @@ def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert torch._C._is_multithreading_enabled()
 
 
+def test_stubbed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "BLOCK", 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    path = tmp_path / "out.json"
+    arguments = ["--stub", "--features", "32", "--tokens", "32", "--repeat", "1", "--json", str(path)]
+    assert overhead.main(arguments) == 0
+    names = [row["name"] for row in json.loads(path.read_text())["rows"]]
+    assert names == ["autograd.Function alone", *overhead.RECIPES, "mezzotint current, kept weight"]
+    assert "of autograd.Function alone" in " ".join(capsys.readouterr().out.split())
+
+
 def test_current_scaling_alone_computes_what_the_module_computes() -> None:
     alone = overhead._BareFloat8Module(32, 32, dtype=torch.bfloat16)
     module = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
