@@ -15,18 +15,15 @@ def _stub(kernel: Callable[..., Any]) -> Callable[..., Any]:
     given: dict[Any, Any] = {}
 
     def replay(*args: Any) -> Any:
-        key = tuple([_key(arg) for arg in args])
+        # It calls no function, because what a stub takes counts as time of a step.
+        key = tuple(
+            [arg.shape if isinstance(arg, torch.Tensor) else len(arg) if isinstance(arg, list) else arg for arg in args]
+        )
         if key not in given:
             given[key] = kernel(*args)
         return given[key]
 
     return replay
-
-
-def _key(arg: Any) -> Any:
-    if isinstance(arg, torch.Tensor):
-        return arg.shape
-    return len(arg) if isinstance(arg, list) else arg
 
 
 @contextmanager

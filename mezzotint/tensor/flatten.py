@@ -107,11 +107,10 @@ def _set_each(made: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
 @traced_as(_set_each)
 def fill(made: Any, dtype: torch.dtype, fields: dict[str, Any]) -> None:
     """Set every declared attribute of an object that is no tensor from `fields`, all of whose names are declared."""
-    held, attributes = made.__dict__, made._ATTRIBUTES
+    held = made.__dict__
     held.update(made._DEFAULTS)
     held["_dtype"] = dtype
-    for kwarg, value in fields.items():
-        held[attributes[kwarg]] = value
+    held.update(zip(map(made._ATTRIBUTES.__getitem__, fields), fields.values(), strict=True))
 
 
 def flatten_context(

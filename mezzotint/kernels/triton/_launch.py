@@ -7,8 +7,9 @@ compiled kernel is then launched by its own `run`. With a profiler's hooks, and 
 Triton.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial, reduce
+from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +78,10 @@ class _Places(NamedTuple):
 
     is_traced: bool  # the compiler traces the launch, as the type of the first tensor tells
     tensors: tuple[int, ...]
-    ints: tuple[int, ...]
+    tensors_of: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]
+    ints_of: Callable[[tuple[Any, ...]], tuple[int, ...]]
     tuples: tuple[int, ...]
-    others: tuple[int, ...]  # they count by value
+    others_of: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # they count by value
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +91,15 @@ def _places(types: tuple[type, ...]) -> _Places:
     ints, tuples = [tuple([i for i, kind in enumerate(types) if kind is one]) for one in (int, tuple)]
     known = {*tensors, *ints, *tuples, *[i for i, kind in enumerate(types) if kind in (float, type(None))]}
     is_traced = bool(tensors) and types[tensors[0]] not in _AT_HAND
-    return _Places(is_traced, tensors, ints, tuples, tuple([i for i in range(len(types)) if i not in known]))
+    others = tuple([i for i in range(len(types)) if i not in known])
+    return _Places(is_traced, tensors, _taker(tensors), _taker(ints), tuples, _taker(others))
+
+
+def _taker(places: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that takes what is at these places out of a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda args: tuple([args[i] for i in places])
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -108,23 +118,27 @@ def _hooked() -> bool:
 
 def _prepared(args: tuple[Any, ...], places: _Places) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return what a compiled kernel depends on beside the types of its arguments, and these with addresses in place of
-    tensors, so that the driver is not asked about them one by one. It is short because it runs at each launch."""
-    kinds: list[Any] = []
+    tensors, so that the driver is not asked about them one by one. It runs at each launch, and calls functions that are
+    written in C."""
+    tensors = places.tensors_of(args)
+    addresses = tuple(map(_address_of, tensors))
+    is_aligned = reduce(or_, addresses, 0) & 15 == 0 or tuple([address & 15 == 0 for address in addresses])
     raw = list(args)
-    for i in places.tensors:
-        x = args[i]
-        raw[i] = address = x.data_ptr()
-        # Triton checks the first of a kind, and refuses one of another device.
-        kinds.append((x.dtype, address & 15 == 0, x.is_cuda))
-    for i in places.ints:
-        kinds.append(_kind_of_int(args[i]))
+    for i, address in zip(places.tensors, addresses, strict=True):
+        raw[i] = address
+    inner: list[Any] = []
     for i in places.tuples:
         types = tuple(map(type, args[i]))
-        inner, raw[i] = _prepared(args[i], _places(types))
-        kinds.append((types, inner))
-    for i in places.others:
-        kinds.append(args[i])
-    return tuple(kinds), tuple(raw)
+        kinds, raw[i] = _prepared(args[i], _places(types))
+        inner.append((types, kinds))
+    kinds_of_tensors = tuple(map(_kind_of_tensor, tensors))
+    kinds_of_ints = tuple(map(_kind_of_int, places.ints_of(args)))
+    return (is_aligned, kinds_of_tensors, kinds_of_ints, tuple(inner), places.others_of(args)), tuple(raw)
+
+
+_address_of = torch.Tensor.data_ptr
+# Triton checks the first of a kind, and refuses one of another device.
+_kind_of_tensor = attrgetter("dtype", "is_cuda")
 
 
 @lru_cache(maxsize=4096)
