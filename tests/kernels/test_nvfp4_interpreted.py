@@ -87,6 +87,7 @@ def main() -> None:
     compare(normal(24, 560), ROW, small_tiles(64, 512, 2), rng=RNG, swizzled=True)
     compare(normal(64, 96, dtype=FP16), BOTH, small_tiles(128, 64, 1), rht=True, row_scaled=True)
     compare(normal(64, 96), COL, small_tiles(128, 64, 1), rht=True, four_over_six=2, e4m3_max=256)
+    compare(normal(33, 70), BOTH, small_tiles(128, 64, 1), two_d=True, four_over_six=1, e4m3_max=256)
     given = torch.tensor([3.0]), torch.tensor([2.0])
     compare(fill((64, 96), BF16, "dtype_max", 1), BOTH, small_tiles(128, 64, 1), given, rht=True)
     check_dequantize(normal(20, 48))

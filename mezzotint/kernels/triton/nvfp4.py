@@ -252,6 +252,11 @@ def quantize(
         return
     x = as_rows(x)
     (M, K), numel = x.shape, x.numel()
+    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
+    if four_over_six and two_d and rowwise and not is_aligned:
+        # Of rows that begin anywhere Triton computes the errors of a block in 16 threads alike, and takes half a minute
+        # to compile that.
+        x, is_aligned = x.new_empty(M, rup(K, 16))[:, :K].copy_(x), True
     missing = (rowwise and amax_rowwise is None), (columnwise and amax_columnwise is None)
     row_source, col_source, count = amax_rowwise, amax_columnwise, 1
     if any(missing):
@@ -270,7 +275,6 @@ def quantize(
     across = max(1, cdiv(rup(K, 128), BN))
     tiles = max(1, cdiv(rup(M, 128), BM)) * across
     is_whole = numel > 0 and M % max(BM, 128) == 0 and K % max(BN, 128) == 0
-    is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
     _quantize_kernel[(cdiv(tiles, options["TILES"]),)](
         x,
         row_data,
