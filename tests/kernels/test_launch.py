@@ -81,6 +81,13 @@ def test_another_kernel_is_searched_for(launches: list[tuple[str, Any]], other: 
     assert [kind for kind, _ in launches] == ["search", "search"]
 
 
+def test_each_tensor_has_its_own_alignment(launches: list[tuple[str, Any]]) -> None:
+    aligned, shifted = torch.zeros(64), torch.zeros(65)[1:]
+    for x, out in ((aligned, shifted), (shifted, aligned), (shifted, shifted), (aligned, shifted)):
+        _copy_kernel[(1,)](x, out, None, 64, 0.5, BLOCK=8, SCALED=True)
+    assert [kind for kind, _ in launches] == ["search", "search", "search", "run"]
+
+
 def test_a_profilers_hook_hears_of_launches(launches: list[tuple[str, Any]]) -> None:
     x = torch.zeros(64)
     launch(x)
