@@ -4,6 +4,7 @@ What is PTX on a GPU is plain Triton here; `test_nvfp4_ptx.py` tests the former.
 its shortcuts, the order of tiles, every index.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -26,6 +27,26 @@ def test_interpreted() -> None:
 @pytest.mark.parametrize("part", ["some", pytest.param("others", marks=pytest.mark.slow)])
 def test_contents_interpreted(part: str) -> None:
     run_interpreted(check_contents, part)
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (17, 1), (32, 0)], ids=str)
+def test_four_over_six_in_2d_reads_aligned_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
+    """Of others the kernel takes half a minute to compile, which no value shows."""
+    from mezzotint.kernels.triton import nvfp4
+
+    launched: list[tuple[Any, ...]] = []
+    grid = defaultdict(lambda: lambda *args, **_: launched.append(args))
+    names = nvfp4._quantize_kernel.arg_names
+    monkeypatch.setattr(nvfp4, "_quantize_kernel", grid)
+    amax = torch.ones(1)
+    options = PLAIN | {"two_d": True, "four_over_six": 1}
+    out = [torch.empty(0)] * 3
+    nvfp4.quantize(torch.ones(shape, dtype=BF16), out, None, amax, amax, *options.values(), *ROW)
+    (args,) = launched
+    call = dict(zip(names, args, strict=False))
+    assert call["stride"] % 16 == 0
+    assert call["x"].data_ptr() % 16 == 0
+    assert call["x"].equal(torch.ones(shape, dtype=BF16))
 
 
 def small_tiles(BM: int, BN: int, TILES: int) -> dict[str, int]:
@@ -87,7 +108,8 @@ def main() -> None:
     compare(normal(24, 560), ROW, small_tiles(64, 512, 2), rng=RNG, swizzled=True)
     compare(normal(64, 96, dtype=FP16), BOTH, small_tiles(128, 64, 1), rht=True, row_scaled=True)
     compare(normal(64, 96), COL, small_tiles(128, 64, 1), rht=True, four_over_six=2, e4m3_max=256)
-    compare(normal(33, 70), BOTH, small_tiles(128, 64, 1), two_d=True, four_over_six=1, e4m3_max=256)
+    for shape in ((33, 70), (32, 0)):
+        compare(normal(*shape), BOTH, small_tiles(128, 64, 1), two_d=True, four_over_six=1, e4m3_max=256)
     given = torch.tensor([3.0]), torch.tensor([2.0])
     compare(fill((64, 96), BF16, "dtype_max", 1), BOTH, small_tiles(128, 64, 1), given, rht=True)
     check_dequantize(normal(20, 48))
