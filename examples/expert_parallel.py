@@ -47,7 +47,7 @@ class Mixture(torch.nn.Module):
 
 
 if "LOCAL_RANK" not in os.environ:
-    raise SystemExit("start it over processes: torchrun --nproc-per-node 2 examples/expert_parallel.py")
+    raise SystemExit("start it over ranks: torchrun --nproc-per-node 2 examples/expert_parallel.py")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)

@@ -38,7 +38,7 @@ def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 if "LOCAL_RANK" not in os.environ:
-    raise SystemExit("start it over processes: torchrun --nproc-per-node 2 examples/pipeline.py")
+    raise SystemExit("start it over ranks: torchrun --nproc-per-node 2 examples/pipeline.py")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 if device.type == "cuda":
     torch.cuda.set_device(device)  # modules are made on the current device
@@ -74,5 +74,5 @@ for rows, wanted in zip(x.split(ROWS), target.split(ROWS), strict=True):
 for number, block in blocks.items():
     for (name, parameter), other in zip(block.named_parameters(), alone[number].parameters(), strict=True):
         assert torch.equal(parameter.grad, other.grad), f"stage {number}, {name}"
-print(f"process {rank}: gradients of stages {[*blocks]} are those of one process, bit for bit")
+print(f"rank {rank}: gradients of stages {[*blocks]} are those of one process, bit for bit")
 dist.destroy_process_group()

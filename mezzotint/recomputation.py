@@ -131,7 +131,7 @@ def checkpoint(
     """
     if distribute_saved_activations:
         raise NotImplementedError(
-            "distribute_saved_activations: what is saved stays whole on each process; leave it False, and split tokens "
+            "distribute_saved_activations: what is saved stays whole on each rank; leave it False, and split tokens "
             "with sequence_parallel"
         )
     if torch.compiler.is_compiling():

@@ -247,7 +247,7 @@ def test_checkpoint_hands_keyword_arguments_on(use_reentrant: bool) -> None:
     ],
 )
 def test_calibration(name: str) -> None:
-    """High precision, and the maxima of this call, not of those before, in the current row; no update."""
+    """High precision, and the amaxes of this call, not of those before, in the current row; no update."""
     recipe, module = DELAYED["max-3"], make(name)
     arguments = ([10, 10, 20],) if name == "grouped_linear" else ()
     expected = {slot: amax_of(w) for slot, w in weights_of(module).items()}

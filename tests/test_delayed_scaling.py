@@ -75,7 +75,7 @@ MAGNITUDES = (1.0, 40.0, 0.01, 3.0, 0.0, 7.0, 7.0)
 @pytest.mark.parametrize("case", DELAYED)
 @pytest.mark.parametrize("calls", [1, 3])
 def test_linear_follows_the_model(case: str, calls: int) -> None:
-    """Also with several calls in one region, whose maxima are taken together."""
+    """Also with several calls in one region, whose amaxes are taken together."""
     recipe, module = DELAYED[case], make("linear")
     forward, backward = models(recipe, 1)
     for t, magnitude in enumerate(MAGNITUDES):
@@ -101,7 +101,7 @@ def test_linear_follows_the_model(case: str, calls: int) -> None:
 @pytest.mark.parametrize("case", ["max-3", "most_recent-3", "margin"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_layernorm_mlp_follows_the_model(case: str, checkpoint: bool) -> None:
-    """The maxima of what is inside, nearly, from a computation in FP32 on quantized values; the rest exactly."""
+    """The amaxes of what is inside, nearly, from a computation in FP32 on quantized values; the rest exactly."""
     recipe, module = DELAYED[case], make("layernorm_mlp", checkpoint=checkpoint)
     forward, backward = models(recipe, 2)
     p = {key: value.detach().float() for key, value in module.named_parameters()}

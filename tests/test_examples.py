@@ -50,7 +50,7 @@ def test_expert_parallel() -> None:
 def test_pipeline() -> None:
     """Which compares each stage's gradients with those of one process."""
     said = "gradients of stages {} are those of one process, bit for bit"
-    assert run_processes("pipeline.py") == [f"process {rank}: {said.format([rank, rank + 2])}" for rank in range(2)]
+    assert run_processes("pipeline.py") == [f"rank {rank}: {said.format([rank, rank + 2])}" for rank in range(2)]
 
 
 def test_torchtitan_converter() -> None:

@@ -23,7 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "upstream's questions about single formats, and the default recipe": ("availability.py", "quantization.py"),
     "the recipes that `compare` runs unless told": ("cli/app.py",),
     "block sizes that kernels and tensors share": ("constants.py",),
-    "delayed scaling keeps scales and maxima, and there is one format that takes them": (
+    "delayed scaling keeps scales and amaxes, and there is one format that takes them": (
         "layer/base.py",
         "layer/boundary.py",
         "layer/weights.py",

@@ -463,7 +463,7 @@ def test_bad_input() -> None:
         (ValueError, "activation is 'tent'", {"activation": "tent"}),
         (ValueError, "qkv_format is 'hd'", {"attn_input_format": "hd"}),
         (NotImplementedError, "ub_tp_comm_overlap=True", {"ub_tp_comm_overlap": True}),
-        (ValueError, "it must be divisible by the 7 processes", {"tp_size": 7, "set_parallel_mode": True}),
+        (ValueError, "it must be divisible by the 7 ranks", {"tp_size": 7, "set_parallel_mode": True}),
     ]
     for error, message, options in wrong:
         with pytest.raises(error, match=message):

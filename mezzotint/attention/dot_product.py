@@ -31,7 +31,7 @@ from mezzotint.attention.masks import (
     resolve_rule,
     tokens_of,
 )
-from mezzotint.comm.groups import check_group, part_of, rank_in, resolve_size, world_size
+from mezzotint.comm.groups import check_group, rank_in, resolve_size, shard_size, world_size
 from mezzotint.compat.attention import AttentionNames
 from mezzotint.layer.boundary import dequantized
 from mezzotint.layer.configured import Configured
@@ -151,8 +151,8 @@ class DotProductAttention(AttentionNames, Configured, Named):
         check_features(num_attention_heads=num_attention_heads, num_gqa_groups=groups)
         check_features(**{"kv_channels of keys": channels[0], "kv_channels of values": channels[1]})
         size = resolve_size(tp_group, tp_size)
-        part_of("num_attention_heads", num_attention_heads, size)
-        part_of("num_gqa_groups", groups, size)
+        shard_size("num_attention_heads", num_attention_heads, size)
+        shard_size("num_gqa_groups", groups, size)
         check_choice("qkv_format", qkv_format, QKV_FORMATS)
         check_choice("attention_type", attention_type, ("self", "cross"))
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
@@ -195,8 +195,8 @@ class DotProductAttention(AttentionNames, Configured, Named):
         if isinstance(self.softmax_offset, torch.nn.Parameter):
             raise ValueError("softmax_type='learnable' is not split by styles: give tp_group to the constructor")
         size = world_size(tp_group)
-        heads = part_of("num_attention_heads", self.num_attention_heads, size)
-        self.num_gqa_groups = part_of("num_gqa_groups", self.num_gqa_groups, size)
+        heads = shard_size("num_attention_heads", self.num_attention_heads, size)
+        self.num_gqa_groups = shard_size("num_gqa_groups", self.num_gqa_groups, size)
         self.num_attention_heads, self.tp_size, self.tp_rank = heads, size, rank_in(tp_group)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -214,7 +214,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
         for group in groups:
             if group is not None and torch.distributed.get_world_size(group) > 1:
                 raise NotImplementedError(
-                    f"cp_group has {torch.distributed.get_world_size(group)} processes: context parallelism is not "
+                    f"cp_group has {torch.distributed.get_world_size(group)} ranks: context parallelism is not "
                     "there yet; leave cp_group=None and shard with FSDP2"
                 )
 

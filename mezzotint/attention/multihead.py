@@ -10,7 +10,7 @@ from torch import nn
 from mezzotint.attention.dot_product import DotProductAttention
 from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.rope import split_turned, turn_both
-from mezzotint.comm.groups import part_of, resolve_size, world_size
+from mezzotint.comm.groups import resolve_size, shard_size, world_size
 from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.kernels.rope import heads_of
 from mezzotint.layer.configured import Configured
@@ -267,8 +267,8 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
     def _set_sizes(self, hidden_size: int, channels: int, heads: int, groups: int, shares: int) -> None:
         """Set the sizes of this rank, one of `shares` that divide the heads among them."""
         self.hidden_size, self.hidden_size_per_attention_head = hidden_size, channels
-        self.num_attention_heads = part_of("num_attention_heads", heads, shares)
-        self.num_gqa_groups = part_of("num_gqa_groups", groups, shares)
+        self.num_attention_heads = shard_size("num_attention_heads", heads, shares)
+        self.num_gqa_groups = shard_size("num_gqa_groups", groups, shares)
         self.hidden_size_q, self.hidden_size_kv = channels * heads // shares, channels * groups // shares
 
     def _make_core_attention(self, heads: int, groups: int, options: dict[str, Any], device: torch.device) -> None:

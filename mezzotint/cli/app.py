@@ -50,9 +50,9 @@ Timeout = Annotated[
     typer.Option(
         min=1,
         max=10**6,
-        help="Wait this many seconds for another process before giving up.",
+        help="Wait this many seconds for another rank before giving up.",
         metavar="N",
-        rich_help_panel="Several processes",
+        rich_help_panel="Several ranks",
     ),
 ]
 # Comparisons do not take these options of TrainConfig, because all recipes see all of the text.
@@ -129,8 +129,8 @@ def train(
 
     Ctrl-C stops after a step, with a checkpoint; --resume goes on from the last one.
 
-    Several processes train together, each replica with a batch of its own, if torchrun starts them: torchrun
-    --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
+    Start it with torchrun to train on several ranks (processes that train together), where each replica has a batch of
+    its own: torchrun --nproc-per-node 8 -m mezzotint train --tp 2 --fsdp
     """
     options = {"out": out, "resume": resume, "overwrite": overwrite, "model": model, "timeout": timeout}
     _file("train").run_train(**options, given=given)

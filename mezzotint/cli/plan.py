@@ -96,7 +96,7 @@ def _title(model: str, config: ModelConfig, layout: Layout, savings: Savings, wh
     if layout.world > 1:
         ways = {f"tp {layout.tp}": layout.tp > 1, "fsdp": layout.fsdp, f"ep {layout.ep}": layout.ep > 1}
         used = [way for way, is_used in ways.items() if is_used]
-        title += "\n" + "; ".join([f"one of {layout.world} processes", *used, f"{as_count(own)} parameters each"])
+        title += "\n" + "; ".join([f"one of {layout.world} ranks", *used, f"{as_count(own)} parameters each"])
     return "\n".join([title, *(["; ".join(savings.words())] if savings.words() else [])])
 
 
@@ -115,7 +115,7 @@ def _table(title: str, names: Sequence[str], plans: Sequence[StepMemory], fits: 
 
 def _traffic(names: Sequence[str], plans: Sequence[StepMemory]) -> Table:
     kinds = sorted({kind for found in plans for kind in found.sent})
-    title = "sent to other processes in a step, with one microbatch"
+    title = "sent to other ranks in a step, with one microbatch"
     table = make_table(title, {"recipe": "left", **dict.fromkeys((*kinds, "in all"), "right")})
     for name, found in zip(names, plans, strict=True):
         sizes = [*[found.sent.get(kind, 0) for kind in kinds], sum(found.sent.values())]

@@ -87,7 +87,7 @@ def _introduction(training: Training, folder: Path) -> list[str]:
     """Return the lines that say what will run, and on what."""
     config, train = training.config, training.config.train
     where = torch.cuda.get_device_name(training.device) if training.device.type == "cuda" else "cpu"
-    many = f" × {training.world.size} processes" if training.world.size > 1 else ""
+    many = f" × {training.world.size} ranks" if training.world.size > 1 else ""
     how = "compiled" if train.compile else "eager"
     count = as_count(sum(value.numel() for value in training.whole.values()))
     steps = f"{train.steps} steps of {training.tokens_per_step:,} tokens"
@@ -150,13 +150,13 @@ def make_layout(world: World, base: Layout, given: Mapping[str, Any]) -> Layout:
         for name in parts:
             if given.get(name) not in (None, getattr(ONE_RANK_LAYOUT, name)):
                 raise CommandError(
-                    f"{flag(name)} is for several processes: start them with torchrun --nproc-per-node 8 -m mezzotint "
+                    f"{flag(name)} is for several ranks: start them with torchrun --nproc-per-node 8 -m mezzotint "
                     "train, or leave it out"
                 )
         return ONE_RANK_LAYOUT
     for name in ("tp", "ep"):
         if world.size % max(parts[name], 1):
-            raise CommandError(f"{flag(name)} is {parts[name]}: give a divisor of the {world.size} processes")
+            raise CommandError(f"{flag(name)} is {parts[name]}: give a divisor of the {world.size} ranks")
     return Layout(world=world.size, **parts)
 
 

@@ -38,8 +38,8 @@ def check_agreed(group: Any, **values: str) -> None:
         store.add(f"{rank}", -1)
         listed = "; ".join(f"{name} is {value}" for name, value in values.items())
         raise ValueError(
-            f"rank {rank} of the {count} processes of the group has asked alone, {absent} did not: {listed}. Run the "
-            "same modules on all of them, in the same regions, and change recipes at the same step"
+            f"of the {count} ranks of the group, rank {rank} has asked alone, {absent} did not: {listed}. Run the same "
+            "modules on all of them, in the same regions, and change recipes at the same step"
         ) from None
     found = [json.loads(each) for each in store.multi_get(keys)]
     if number > 1:
@@ -62,7 +62,7 @@ def check_equal(group: Any, device: torch.device, *, waits: bool = False, **valu
     is_equal = (found == number).all()
     if found.is_cuda and not waits:
         names = " or ".join(values)
-        torch._assert_async(is_equal, f"mezzotint: {names} is not the same on the processes of a group")
+        torch._assert_async(is_equal, f"mezzotint: {names} is not the same on the ranks of a group")
     elif not is_equal:
         check_agreed(group, **values)
 
@@ -96,6 +96,6 @@ def _check_same(name: str, given: list[str]) -> None:
     if any(other != given[0] for other in given):
         listed = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(given))
         raise ValueError(
-            f"{name} is not the same on the {len(given)} processes of the group: {listed}. Their parts belong to one "
-            "tensor: give all of them the same"
+            f"{name} is not the same on the {len(given)} ranks of the group: {listed}. Their shards belong to "
+            "one tensor: give all of them the same"
         )

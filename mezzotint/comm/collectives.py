@@ -92,7 +92,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Start the sum over ranks, (m, …), of which each rank gets its shard, (m / ranks, …); `wait` gives the result."""
     count = world_size(group)
     if x.shape[0] % count:
-        raise ValueError(f"input has shape {tuple(x.shape)}: {count} processes must divide its first dimension")
+        raise ValueError(f"input has shape {tuple(x.shape)}: {count} ranks must divide its first dimension")
     return _start("scatter", x, group)
 
 

@@ -17,7 +17,7 @@ def world_size(group: Any) -> int:
 
 
 def rank_in(group: Any) -> int:
-    """Return this process's rank in the group; 0 if torch.distributed is not in use. None is the default group."""
+    """Return the rank of this process in the group; 0 if torch.distributed is not in use. None is the default group."""
     return torch.distributed.get_rank(group) if is_initialized() else 0
 
 
@@ -32,28 +32,28 @@ def group_by_name(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-def part_of(name: str, size: int, count: int) -> int:
+def shard_size(name: str, size: int, count: int) -> int:
     """Return this rank's share of a dimension that `count` ranks share evenly; raise ValueError otherwise."""
     if size % count:
-        raise ValueError(f"{name} is {size}: it must be divisible by the {count} processes of the group")
+        raise ValueError(f"{name} is {size}: it must be divisible by the {count} ranks of the group")
     return size // count
 
 
 def local_size(name: str, size: int, group: Any) -> int:
     """Return this rank's share of a dimension that the ranks of a group share evenly; raise ValueError otherwise."""
-    return part_of(name, size, world_size(group))
+    return shard_size(name, size, world_size(group))
 
 
 def resolve_size(tp_group: Any, tp_size: int) -> int:
     """Return how many ranks share a weight: those of the group, or as many as a group that is set later will have."""
     if not isinstance(tp_size, int) or tp_size < 1:
-        raise ValueError(f"tp_size is {tp_size!r}: give the number of processes, 1 or more")
+        raise ValueError(f"tp_size is {tp_size!r}: give the number of ranks, 1 or more")
     if tp_group is None:
         return tp_size
     size = world_size(tp_group)
     if tp_size not in (1, size):
         raise ValueError(
-            f"tp_size is {tp_size}, tp_group has {size} processes: give a group of {tp_size}, or no tp_size"
+            f"tp_size is {tp_size}, the size of tp_group is {size}: give a group of {tp_size}, or no tp_size"
         )
     return size
 
@@ -63,5 +63,5 @@ def check_group(tp_group: Any, tp_size: int) -> None:
     size = tp_size if tp_group is None else world_size(tp_group)
     if size != tp_size:
         raise ValueError(
-            f"tp_group has {size} processes, the module was made for tp_size={tp_size}: give a group of that many"
+            f"the size of tp_group is {size}, the module was made for tp_size={tp_size}: give a group of that many"
         )

@@ -149,6 +149,6 @@ def _operand(
 def _one_process(mode: str | None, group: Any) -> None:
     if mode is not None and world_size(group) > 1:
         raise NotImplementedError(
-            f"tensor_parallel_mode is {mode!r} in a group of {world_size(group)} processes: these functions multiply "
+            f"tensor_parallel_mode is {mode!r} in a group of {world_size(group)} ranks: these functions multiply "
             "what is here. Call op_forward and op_backward of a BasicLinear with that mode"
         )

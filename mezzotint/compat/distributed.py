@@ -33,7 +33,7 @@ def get_distributed_world_size(group: Any = None) -> int:
 
 
 def get_distributed_rank(group: Any = None) -> int:
-    """Return this process's rank in a group."""
+    """Return the rank of this process in a group."""
     if not is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group() first")
     return rank_in(group)

@@ -83,7 +83,7 @@ def _storage(data: bytes) -> torch.UntypedStorage:
         raise pickle.UnpicklingError("the numbers of a tensor are not what torch.save writes of them") from error
     if isinstance(found, torch.storage.TypedStorage):
         if found.dtype != torch.float32:
-            raise pickle.UnpicklingError(f"a tensor of {found.dtype}, where scales and maxima are FP32")
+            raise pickle.UnpicklingError(f"a tensor of {found.dtype}, where scales and amaxes are FP32")
         return found._untyped_storage  # `untyped()` warns that such storages will be removed
     raise pickle.UnpicklingError(f"{type(found).__name__} where a tensor keeps its numbers")
 
@@ -188,7 +188,7 @@ def _dumped_recipe(recipe: DelayedScaling) -> bytes:
     """Return a pickled call of Transformer Engine's class by its name; the class need not be installed."""
     if callable(recipe.amax_compute_algo) or callable(recipe.scaling_factor_compute_algo):
         raise ValueError(
-            "the recipe has a function of its own for maxima or scales: a checkpoint has no place for code"
+            "the recipe has a function of its own for amaxes or scales: a checkpoint has no place for code"
         )
     module = RECIPES.encode()
     member = b"(c" + module + b"\nFormat\n" + _dumped(recipe.fp8_format.name) + b"t"

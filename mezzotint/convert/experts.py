@@ -106,7 +106,7 @@ def why_not_experts(module: Any, fqn: str, recipe: Recipe | None) -> str | None:
         if type(weight) is not nn.Parameter or weight.dim() != 3:
             return f"{name} is a {type(weight).__name__}: convert first, then quantize or shard"
     if getattr(module, "_is_expert_parallel", False):
-        return "its experts are shared out over processes by transformers"
+        return "its experts are shared out over ranks by transformers"
     taken = sorted(vars(module).keys() & {*_ADDED})
     if taken:
         return f"has attributes that ours need: {', '.join(taken)}"

@@ -180,7 +180,7 @@ def _placed_state(state: Mapping[str, Any], places: Mapping[str, ShardPlacement]
         shape = model.get_parameter(name).shape
         if value.shape != shape:
             raise ValueError(
-                f"{key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}, a part of a weight (tp_group): "
+                f"{key} has shape {tuple(value.shape)}, its parameter {tuple(shape)}, a shard of a weight (tp_group): "
                 "where such state lies in the whole is not known; keep state in the shape of the parameter"
             )
         placed[key] = places[name].parts(value)

@@ -28,7 +28,7 @@ from mezzotint.distributed.fsdp import ShardedWeight
 from mezzotint.tensor.partition import Split, have_other_scales
 from mezzotint.tensor.storage import Along, QuantizedTensorStorage
 
-_KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each process"
+_KEEP = "Keep it in high precision (without quantized_model_init), or save full_state(model) on each rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class ShardPlacement:
         along = tensor._along_matrix()
         if along is None:
             raise ValueError(
-                f"{self.name} is quantized ({type(tensor).__name__}), and a part of a weight (tp_group): its buffers "
-                f"are no parts of those of the whole. {_KEEP}"
+                f"{self.name} is quantized ({type(tensor).__name__}), and a shard of a weight (tp_group): its buffers "
+                f"are no shards of those of the whole. {_KEEP}"
             )
         width = tensor.shape[1]
         return {name: self._buffer(buffer, width, along[name]) for name, buffer in tensor._buffers()}
@@ -91,7 +91,7 @@ class ShardPlacement:
         """Return a span of rows or columns as one of entries that cover `each`; raise ValueError if it cuts one."""
         if first % each or begin % each or (size % each and begin + size != self.shape[dim]):
             raise ValueError(
-                f"{self.name} is quantized in blocks of {each} {'columns' if dim else 'rows'}, and a part of a weight "
+                f"{self.name} is quantized in blocks of {each} {'columns' if dim else 'rows'}, and a shard of a weight "
                 f"of shape {self.shape} (tp_group) that cuts them. {_KEEP}"
             )
         return first // each, begin // each, cdiv(size, each)
@@ -136,9 +136,9 @@ def check_shared_scales(model: nn.Module) -> None:
             if isinstance(local, QuantizedTensorStorage) and have_other_scales(local, [Split(dim, module.tp_group)]):
                 name = f"{path}.{own}" if path else own
                 raise ValueError(
-                    f"{name} is quantized ({type(local).__name__}), and a part of a weight (tp_group) whose "
-                    "scales are not those of the other parts: it was loaded from bytes of parts that were quantized on "
-                    "their own. Load values in high precision, or take a step of an optimizer first"
+                    f"{name} is quantized ({type(local).__name__}), and a shard of a weight (tp_group) whose "
+                    "scales are not those of the other shards: it was loaded from bytes of shards that were quantized "
+                    "on their own. Load values in high precision, or take a step of an optimizer first"
                 )
 
 

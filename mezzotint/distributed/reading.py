@@ -242,7 +242,7 @@ def load_state(
             )
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            who = f"process {rank}: " if len(error.failures) > 1 or rank else ""
+            who = f"rank {rank}: " if len(error.failures) > 1 or rank else ""
             raise ValueError(f"{folder} cannot be loaded ({who}{_said(cause)}): give another checkpoint") from None
 
 

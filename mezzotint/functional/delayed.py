@@ -10,7 +10,7 @@ Nothing announces which backward is the last of an iteration. Among the runs of 
 the first run comes last, if it comes. So a run that is not the first takes over the amaxes that gradients have left
 since the last update (`take`): if the output of the first run was dropped, or detached, they would wait for ever.
 
-Ranks that run different modules would take each other's amaxes. So each process numbers its modules as it makes them,
+Ranks that run different modules would take each other's amaxes. So each rank numbers its modules as it makes them,
 and a group registers them when it first reduces their amaxes. The ranks compare which modules they are going to reduce,
 and eager code reduces them in the order of their registration, in whatever order they have run.
 
@@ -48,7 +48,7 @@ class ScaleState:
     update: Callable[[torch.Tensor, torch.Tensor], None] | None  # a user's own rule
     groups: tuple[Any, ...]  # process groups over which amaxes are reduced
     rows: int | None = None  # L; only in a graph without a user's rule. An update clears the rows behind
-    number: torch.Tensor | None = None  # int64 [1] on the CPU: the module's number in its process
+    number: torch.Tensor | None = None  # int64 [1] on the CPU: the module's number on its rank
     order: torch.Tensor | None = None  # `ORDER_TOKEN`, if it is passed in, as AOTAutograd requires
 
     def is_alone(self) -> bool:
@@ -61,7 +61,7 @@ class ScaleState:
         return self.rows is not None and bool(self.groups)
 
 
-# This maps a group's name to the numbers of this process's modules, and each number to the module's place in the group.
+# This maps a group's name to the numbers of this rank's modules, and each number to the module's place in the group.
 # It is global and not in a thread's state, because an operator takes no object: it must find it.
 REGISTERED: dict[str, dict[int, int]] = {}
 
@@ -160,10 +160,9 @@ def _compare(device: torch.device, numbers: Sequence[torch.Tensor], group: Any) 
         check_equal(group, device, modules=", ".join(told))
     except ValueError as error:
         raise ValueError(
-            f"delayed scaling takes its maxima over processes, of the same modules on all of them: {error}. Modules "
-            "are numbered as a group first sees them, new ones as each process makes them. Run the same ones in a "
-            "region on all processes, and make them in the same order; or leave them out of the maxima "
-            "(reduce_amax=False)"
+            f"delayed scaling reduces amaxes over ranks, which must be those of the same modules: {error}. Modules are "
+            "numbered as a group first sees them, new ones as each rank makes them. Run the same modules in a region "
+            "on all ranks, and make them in the same order; or leave them out of the reduction (reduce_amax=False)"
         ) from None
     for number in new:
         known[number] = len(known)

@@ -299,7 +299,7 @@ def _check_shards(weight: Any) -> None:
     count = math.prod([size for size, placement in sizes if placement.is_shard()])
     if weight.shape[0] % count or not isinstance(weight._local_tensor, GroupedTensor):
         raise ValueError(
-            f"fully_shard of weight, {tuple(weight.shape)}, quantized, over {count} processes by {weight.placements}: "
+            f"fully_shard of weight, {tuple(weight.shape)}, quantized, over {count} ranks by {weight.placements}: "
             "its groups must divide evenly, along the first dimension. Keep it in high precision (without "
             "quantized_model_init), or give single_grouped_weight=False"
         )

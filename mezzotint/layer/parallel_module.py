@@ -72,7 +72,7 @@ class ParallelModule(StatefulModule):
         `place(parameter, dim, stride)` returns the parameter that is split along `dim`, or kept whole if `dim` is None.
         """
         if self.tp_size > 1:
-            raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} processes: give a whole one")
+            raise ValueError(f"{type(self).__name__} is split already, over {self.tp_size} ranks: give a whole one")
         weights: Any = self._weights
         if len(modes) != len(weights):
             raise ValueError(
@@ -148,7 +148,7 @@ class ParallelModule(StatefulModule):
             )
         if self._modes[0] == "row" and inp.shape[0] % self.tp_size:
             raise ValueError(
-                f"inp has shape {tuple(inp.shape)}: sequence_parallel gives each of {self.tp_size} processes a part of "
+                f"inp has shape {tuple(inp.shape)}: sequence_parallel gives each of {self.tp_size} ranks a share of "
                 "the first dimension, which they must divide; pad it"
             )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mezzotint.comm.groups import part_of
+from mezzotint.comm.groups import shard_size
 
 DEFAULT_INIT_STD = 0.023
 
@@ -68,8 +68,8 @@ def check_parallel(parallel_mode: str | None, **userbuffers: Any) -> None:
 def local_features(parallel_mode: str | None, tp_size: int, in_features: int, out_features: int) -> tuple[int, int]:
     """Return (in, out), the numbers of features that this rank has."""
     if parallel_mode == "row":
-        return part_of("in_features", in_features, tp_size), out_features
-    return in_features, part_of("out_features", out_features, tp_size) if parallel_mode == "column" else out_features
+        return shard_size("in_features", in_features, tp_size), out_features
+    return in_features, shard_size("out_features", out_features, tp_size) if parallel_mode == "column" else out_features
 
 
 def split_names(parameters_split: Any, features: int) -> dict[str, int]:

@@ -60,7 +60,7 @@ def _draw_number() -> int:
 
 
 def next_module_number() -> torch.Tensor:
-    """Return the number of the next module that this process makes, int64 [1]. It is a tensor on the CPU, because an
+    """Return the number of the next module that this rank makes, int64 [1]. It is a tensor on the CPU, because an
     operator in a graph that layers share reads it when the graph runs."""
     with lasting():
         return torch.tensor([call_untraced(_draw_number)], device="cpu")  # torch 2.11 does not trace a count
@@ -301,7 +301,7 @@ class StatefulModule(nn.Module):
         state = state.to(self.scale_fwd.device, torch.float32)
         if not bool((state[0].isfinite() & (state[0] > 0)).all()) or not bool((state[1:] >= 0).all()):
             raise ValueError(
-                f"{EXTRA_STATE} has scales that are not positive and finite, or maxima that are negative or NaN: it is "
+                f"{EXTRA_STATE} has scales that are not positive and finite, or amaxes that are negative or NaN: it is "
                 "damaged; load another checkpoint, or leave it out and begin with scales of 1"
             )
         self.adjust_amax_history_length(state.shape[0] - 1)
@@ -365,7 +365,7 @@ class StatefulModule(nn.Module):
         return replica
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the module from a pickle, and give it a number of its own in this process."""
+        """Restore the module from a pickle, and give it a number of its own on this rank."""
         super().__setstate__(state)
         self._number = None if self.__dict__.get("_number") is None else next_module_number()
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from mezzotint.comm.agreement import check_agreed, without_addresses
 from mezzotint.comm.gradients import local_shard
-from mezzotint.comm.groups import part_of, rank_in
+from mezzotint.comm.groups import rank_in, shard_size
 from mezzotint.functional.linear import MainGrad
 from mezzotint.layer.bind import of_tensor
 from mezzotint.layer.parameters import (
@@ -128,19 +128,18 @@ class Weights:
         if mode == "column":
             named = zip(self.parts or ("out_features",), self.sizes, strict=True)
             stride = self.stride
-            self.sizes = [stride * part_of(f"the size of {name}", size // stride, tp_size) for name, size in named]
+            self.sizes = [stride * shard_size(f"the size of {name}", size // stride, tp_size) for name, size in named]
             self.parts = dict(zip(self.parts, self.sizes, strict=False))
 
     def check_split(self, mode: str, tp_size: int) -> None:
         """Raise if the whole parameters cannot be split like this."""
         if self.is_quantized:
             raise ValueError(
-                "a weight of quantized_model_init cannot be split: make the modules in parts (tp_group), or in high "
-                "precision"
+                "a weight of quantized_model_init cannot be split: make the modules with tp_group, or in high precision"
             )
         local_features(mode, tp_size, self.in_features, self.out_features)
         for size in self.sizes if mode == "column" else ():
-            part_of("a part's rows", size // self.stride, tp_size)
+            shard_size("a part's rows", size // self.stride, tp_size)
 
     def split_over(self, module: Any, mode: str, tp_size: int, place: PlaceParameter) -> None:
         """Replace the whole parameters by what `place` makes of them: DTensors, of which this rank has its shard."""

@@ -207,7 +207,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         self.parallel_mode = parallel_mode
         if self.tp_size > 1 and bias:
             raise ValueError(
-                f"bias is True and tp_size {self.tp_size}: sums over processes are made outside of GroupedLinear, and "
+                f"bias is True and tp_size {self.tp_size}: sums over ranks are made outside of GroupedLinear, and "
                 "a bias is added after them; give bias=False"
             )
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -228,7 +228,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         self._init_groups(weights, device, dtype, delay_wgrad_compute)
 
     def split_over(self, tp_group: Any, sequence_parallel: bool, place: PlaceParameter, *modes: str) -> None:
-        raise ValueError("GroupedLinear is not split by styles: give each process some experts (moe/exchange.py)")
+        raise ValueError("GroupedLinear is not split by styles: give each rank some experts (moe/exchange.py)")
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
         """Join the weights of groups, as `GroupedLayer.make_grouped_weights` does; with `defer_init` nothing is

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzotint.comm.groups import part_of
+from mezzotint.comm.groups import shard_size
 from mezzotint.functional.activation import ActivationFwdArgs, activate, is_gated, resolve_activation
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArgs
@@ -260,7 +260,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         device, dtype = resolve_device(device), resolve_dtype(params_dtype, dtype)
         register_norm(self, "layer_norm_", hidden_size, self.rms, device, dtype)
         halves = 2 if is_gated(activation) else 1
-        part_of("ffn_hidden_size", ffn_hidden_size, self.tp_size if set_parallel_mode else 1)
+        shard_size("ffn_hidden_size", ffn_hidden_size, self.tp_size if set_parallel_mode else 1)
         shared: dict[str, Any] = {"tp_size": self.tp_size}
         last_init = init_method if output_layer_init_method is None else output_layer_init_method
         self._weights = (

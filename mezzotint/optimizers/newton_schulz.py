@@ -60,7 +60,7 @@ def newton_schulz(
     """
     if ctx is not None:
         raise NotImplementedError(
-            f"ctx is {type(ctx).__name__}: there is no matrix that is spread over processes here; gather it first "
+            f"ctx is {type(ctx).__name__}: there is no matrix that is spread over ranks here; gather it first "
             "(DTensor.full_tensor()), and leave ctx out"
         )
     if not isinstance(x, torch.Tensor) or x.dim() < 2:

@@ -8,7 +8,7 @@ import torch
 from mezzotint.constants import DType
 
 NO_GROUP = (
-    "no quantizer reduces over processes. Modules do: give tp_group to the module, or, for delayed scaling, "
+    "no quantizer reduces over ranks. Modules do: give tp_group to the module, or, for delayed scaling, "
     "amax_reduction_group to autocast"
 )
 

@@ -156,7 +156,7 @@ def send_shard(shard: Any, mesh: Any, orig_size: torch.Size, module: Any) -> tup
     which = None if quantizer is None else sendable_directions(quantizer, shard.shape[0])
     if which is None or orig_size[0] % count:
         raise ValueError(
-            f"a weight of shape {tuple(orig_size)} in {type(shard).__name__} cannot be gathered from {count} processes:"
+            f"a weight of shape {tuple(orig_size)} in {type(shard).__name__} cannot be gathered from {count} ranks:"
             " its rows must divide evenly, in whole blocks; keep it in high precision (without quantized_model_init) "
             "and use low_precision_gather"
         )

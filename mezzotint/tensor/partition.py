@@ -78,7 +78,7 @@ def _shard_amaxes(x: torch.Tensor, quantizer: Quantizer, dim: int) -> dict[str, 
         if columnwise is not None:
             if chained is not None and (found or columnwise._amax_plan(dim) is not None):
                 raise ValueError(
-                    "columnwise_source is 'rowwise_dequantized': a tensor that is split over processes is quantized "
+                    "columnwise_source is 'rowwise_dequantized': a tensor that is split over ranks is quantized "
                     "from the source in both directions; give 'original'"
                 )
             found.update(_shard_amaxes(x, columnwise, dim))

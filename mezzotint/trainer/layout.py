@@ -8,17 +8,17 @@ from mezzotint.trainer.options import check_options, option
 from mezzotint.trainer.sizes import ModelConfig
 
 # These options are one panel of the help.
-_process = partial(option, panel="Several processes")
+_of_ranks = partial(option, panel="Several ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A `Layout` holds the number of ranks and the sizes of their dimensions: tensor, expert and data parallelism."""
 
-    world: int = _process(1, "Plan for this many processes.", at_least=1, bits=17)
-    tp: int = _process(1, "Share the weights and tokens of each layer among this many processes.", at_least=1)
-    fsdp: bool = _process(False, "Share weights, gradients and optimizer state among all replicas (FSDP2).")
-    ep: int = _process(1, "Share the experts among this many processes.", at_least=1)
+    world: int = _of_ranks(1, "Plan for this many ranks.", at_least=1, bits=17)
+    tp: int = _of_ranks(1, "Share the weights and tokens of each layer among this many ranks.", at_least=1)
+    fsdp: bool = _of_ranks(False, "Share weights, gradients and optimizer state among all replicas (FSDP2).")
+    ep: int = _of_ranks(1, "Share the experts among this many ranks.", at_least=1)
 
     def __post_init__(self) -> None:
         check_options(self)

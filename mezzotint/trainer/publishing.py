@@ -42,7 +42,7 @@ def source_of(path: Path) -> tuple[WeightSource, Recipe | None]:
 def _source_of_checkpoint(path: Path) -> tuple[WeightSource, Recipe | None]:
     about = open_checkpoint(path)
     if about.kind != ONE:
-        raise CommandError(f"{path} was written by several processes: go on with it in one process first (--resume)")
+        raise CommandError(f"{path} was written by several ranks: go on with it in one process first (--resume)")
     try:
         config = RunConfig.from_json(about.config)
     except (KeyError, TypeError, CommandError) as error:

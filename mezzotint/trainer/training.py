@@ -58,7 +58,7 @@ class Training:
             raise CommandError("--experts: how many rows an expert gets is known when it runs; give --no-compile")
         if train.sample and layout.tp > 1:
             raise CommandError(
-                "--sample: with --tp no process has a whole logit; leave it out, or sample when resumed alone"
+                "--sample: with --tp no rank has a whole logit; leave it out, or sample when resumed alone"
             )
         layout.check_model(config.model)
         self.device = find_device(train.device)

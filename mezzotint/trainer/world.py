@@ -50,7 +50,7 @@ def find_world() -> World:
     return world
 
 
-_START = "start processes with torchrun, or unset RANK for one alone"
+_START = "start the ranks with torchrun, or unset RANK for one alone"
 
 
 def _number(name: str, default: str | None = None) -> int:
@@ -81,7 +81,7 @@ def joined(world: World, device: str, timeout: int) -> Iterator[None]:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     except (ValueError, RuntimeError) as error:
-        raise CommandError(f"the {world.size} processes do not meet ({error}): start them with torchrun", 1) from None
+        raise CommandError(f"the {world.size} ranks do not meet ({error}): start them with torchrun", 1) from None
     try:
         yield
     except CommandError as error:
@@ -123,7 +123,7 @@ def _share(world: World, error: tuple[str, int] | None, result: Any = None) -> A
     found = gather_objects((result, error))
     for rank, (_, failed) in enumerate(found):
         if failed is not None:
-            raise CommandError(f"process {rank}: {failed[0]}" if rank else failed[0], failed[1])
+            raise CommandError(f"rank {rank}: {failed[0]}" if rank else failed[0], failed[1])
     return found[0][0]
 
 
@@ -153,5 +153,5 @@ def losing_none(world: World) -> Iterator[None]:
         if world.size == 1 or not is_theirs:
             raise
         how = "see what that one said; --resume goes on from the last checkpoint"
-        message = f"process {world.rank} lost another one ({str(error).splitlines()[0]}): {how}"
+        message = f"rank {world.rank} lost another one ({str(error).splitlines()[0]}): {how}"
         raise CommandError(message, 1, is_own=True) from None

@@ -411,5 +411,5 @@ def test_bad_options() -> None:
     for message, options in wrong:
         with pytest.raises(ValueError, match=message):
             module_of(**options)
-    with pytest.raises(ValueError, match=r"num_attention_heads is .*: it must be divisible by the 7 processes"):
+    with pytest.raises(ValueError, match=r"num_attention_heads is .*: it must be divisible by the 7 ranks"):
         module_of(tp_size=7)

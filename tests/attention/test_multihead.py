@@ -259,7 +259,7 @@ def test_bad_input() -> None:
         (ValueError, "num_gqa_groups is 3", {"num_gqa_groups": 3}),
         (ValueError, "normalization is 'None'", {"normalization": "None", "input_layernorm": True}),
         (ValueError, "tp_size is 0", {"tp_size": 0}),
-        (ValueError, "num_attention_heads is 4: .* 3 processes", {"tp_size": 3, "set_parallel_mode": True}),
+        (ValueError, "num_attention_heads is 4: .* 3 ranks", {"tp_size": 3, "set_parallel_mode": True}),
         (NotImplementedError, "ub_overlap_ag=True", {"ub_overlap_ag": True}),
     ]
     for error, message, options in wrong:
@@ -281,8 +281,8 @@ def test_a_group_of_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPat
     module.set_context_parallel_group(None, None, None)
     module.set_tensor_parallel_group(None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
-    with pytest.raises(NotImplementedError, match="cp_group has 2 processes"):
+    with pytest.raises(NotImplementedError, match="cp_group has 2 ranks"):
         module.set_context_parallel_group(object(), [0, 1], None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="tp_group has 2 processes, the module was made for tp_size=1"):
+    with pytest.raises(ValueError, match="the size of tp_group is 2, the module was made for tp_size=1"):
         module.set_tensor_parallel_group(object())

@@ -184,7 +184,7 @@ def test_recipes_in_any_case(asked: str) -> None:
         ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is 'one', which is no number"),
         ({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost"}, "WORLD_SIZE is 'two', which is no number"),
         ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is '-1'"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is 2 of WORLD_SIZE 2: start processes"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "RANK is 2 of WORLD_SIZE 2: start the ranks"),
         (
             {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "LOCAL_RANK": "x"},
             "LOCAL_RANK is 'x', which is no number",

@@ -106,7 +106,7 @@ def test_table_and_json(capsys: Capture) -> None:
     assert whole == sum(p.numel() for p in LanguageModel(replace(MODELS["tiny"], experts=8)).parameters())
     assert own < whole / 4
     assert f"tiny: {as_count(whole)} parameters, 2 layers" in said
-    assert f"one of 16 processes; tp 2; fsdp; ep 4; {as_count(own)} parameters each" in said
+    assert f"one of 16 ranks; tp 2; fsdp; ep 4; {as_count(own)} parameters each" in said
     assert report["layout"] == {"world": 16, "tp": 2, "fsdp": True, "ep": 4}
     sent = report["recipes"]["mxfp8"]["sent"]
     assert set(sent) == {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}

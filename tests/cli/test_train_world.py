@@ -216,7 +216,7 @@ def test_a_killed_process_ends_the_others(killed: Any) -> None:
     ((code, said), (other, _)), names = killed
     assert other == -signal.SIGKILL
     assert code == 1, said
-    assert "mezzotint: process 0 lost another one (" in said
+    assert "mezzotint: rank 0 lost another one (" in said
     assert "--resume goes on from the last checkpoint" in said
     assert names == [".writing-step-00000004", "step-00000002"]
 
@@ -324,11 +324,11 @@ def test_the_first_process_speaks(two: World, folder: Path) -> None:
     [
         ("usage", "--stepps"),
         ("both", "--resume and --overwrite: give one of them"),
-        ("size", "--tp is 4: give a divisor of the 2 processes"),
+        ("size", "--tp is 4: give a divisor of the 2 ranks"),
         ("heads", "--tp is 2: give a divisor of heads=1"),
         ("there", "holds a run already"),
-        ("differs", "--lr is not the same on the 2 processes of the group: rank 0 has 1.0; rank 1 has 2.0"),
-        ("one", "process 1: there is no text here"),
+        ("differs", "--lr is not the same on the 2 ranks of the group: rank 0 has 1.0; rank 1 has 2.0"),
+        ("one", "rank 1: there is no text here"),
     ],
 )
 def test_what_cannot_be_is_said_once(two: World, name: str, said: str) -> None:
@@ -353,7 +353,7 @@ def test_errors_that_are_no_loss_stay_as_they_are() -> None:
         with pytest.raises(RuntimeError, match=str(error)), losing_none(world):
             raise error
     with (
-        pytest.raises(CommandError, match=r"process 1 lost another one \(gloo: gone\): ") as raised,
+        pytest.raises(CommandError, match=r"rank 1 lost another one \(gloo: gone\): ") as raised,
         losing_none(second),
     ):
         raise RuntimeError("gloo: gone\nand more")
@@ -363,5 +363,5 @@ def test_errors_that_are_no_loss_stay_as_they_are() -> None:
 @pytest.mark.parametrize("option", ["--tp=2", "--fsdp", "--ep=2"])
 def test_without_a_world(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
     said = fails(capsys, "train", *COMMON, f"--out={tmp_path / 'run'}", option)
-    assert f"{option.split('=')[0]} is for several processes: start them with torchrun" in said
+    assert f"{option.split('=')[0]} is for several ranks: start them with torchrun" in said
     assert not os.listdir(tmp_path)

@@ -43,7 +43,7 @@ def mixed() -> recipe.Recipe:
 
 
 def scaled() -> recipe.Recipe:
-    """Delayed scaling on the first process, which takes maxima over all of them."""
+    """Delayed scaling on the first process, which takes amaxes over all of them."""
     return recipe.Float8CurrentScaling() if world()[2] else recipe.DelayedScaling()
 
 
@@ -94,8 +94,8 @@ def wrong_use(rank: int) -> Result:
         ),
         "recipes": lambda: under(linear(), recipe=mixed()),
         "one without": lambda: under(mz.LayerNormMLP(32, 32, set_parallel_mode=True, **made), enabled=rank == 0),
-        "maxima": lambda: under(mz.Linear(32, 32, device="cpu"), recipe=scaled(), amax_reduction_group=strangers()),
-        "maxima, one without": lambda: under(
+        "amaxes": lambda: under(mz.Linear(32, 32, device="cpu"), recipe=scaled(), amax_reduction_group=strangers()),
+        "amaxes, one without": lambda: under(
             mz.Linear(32, 32, device="cpu"), enabled=rank == 0, amax_reduction_group=strangers()
         ),
         "operations": lambda: under(operations(), recipe=mixed()),
@@ -162,7 +162,7 @@ def compiled_wrong_use(rank: int) -> Result:
         "a new graph": new_graph,
         "a new group": new_group,
         "recipe in the graph": lambda: graph(Region(linear(tp_group=strangers()), rank == 0))(x),
-        "maxima": lambda: graph(Region(mz.Linear(32, 32, device="cpu"), rank == 0, strangers()))(x),
+        "amaxes": lambda: graph(Region(mz.Linear(32, 32, device="cpu"), rank == 0, strangers()))(x),
         "one without": lambda: under(graph(mlp()), enabled=rank == 0),
         "no region": lambda: under(graph(mlp()), recipe=mixed()) if rank else graph(mlp())(x),
         "one eager": one_eager,
@@ -249,20 +249,20 @@ def collectives() -> Iterator[list[str]]:
 def regions(rank: int) -> Result:
     """How often ranks ask when regions with an `amax_reduction_group` are entered, in eager code and in graphs."""
     torch._dynamo.reset()
-    maxima, module = strangers(), mz.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
+    amaxes, module = strangers(), mz.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
     x, asked = draw(32, 64, seed=1), []
-    call = torch.compile(Region(module, False, maxima), fullgraph=True, backend="aot_eager")
+    call = torch.compile(Region(module, False, amaxes), fullgraph=True, backend="aot_eager")
 
     def run(call: Any) -> None:
-        before = questions(maxima)
+        before = questions(amaxes)
         call(x)
-        asked.append(questions(maxima) - before)
+        asked.append(questions(amaxes) - before)
 
     def eager(x: torch.Tensor) -> None:
-        with mz.autocast(recipe=CHOSEN[0], amax_reduction_group=maxima):
+        with mz.autocast(recipe=CHOSEN[0], amax_reduction_group=amaxes):
             module(x)
 
-    for each in (eager, eager, call, call, Region(module, False, maxima), Region(module, True, maxima)):
+    for each in (eager, eager, call, call, Region(module, False, amaxes), Region(module, True, amaxes)):
         run(each)
     with torch.no_grad():  # without gradients no amaxes are taken
         run(Region(module, True, strangers()))

@@ -112,7 +112,7 @@ def plain(rank: int) -> Result:
 
 class Experts(nn.Module):
     """x and what two experts make of half of its rows each; a weight for each, and one for both. GroupedLinear leaves
-    sums over processes to others, and maxima of delayed scaling to `amax_reduction_group`: there is none here."""
+    sums over processes to others, and amaxes of delayed scaling to `amax_reduction_group`: there is none here."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

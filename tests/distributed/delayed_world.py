@@ -222,7 +222,7 @@ def different_modules(rank: int) -> Result:
     attempt(found, "a graph", lambda: compiled(mine))
     attempt(found, "more of them", lambda: forward(*(first, second)[: 1 + rank]))
     attempt(found, "the same", lambda: forward(first, second))
-    fresh = [make(mz.Linear, 32, 32), make(mz.LayerNormMLP, 32, 64)]  # of another number of maxima each
+    fresh = [make(mz.Linear, 32, 32), make(mz.LayerNormMLP, 32, 64)]  # of another number of amaxes each
     ordered = fresh[::-1] if rank else fresh
     for _ in range(2):
         torch.stack(forward(*ordered)).sum().backward()

@@ -51,7 +51,7 @@ def test_a_rank_that_traces_alone_raises(world: World) -> None:
     for rank, found in enumerate(results(world, "alone")):
         if rank == 1:
             message = found.pop("alone")
-            assert "rank 1 of the 2 processes of the group has asked alone, rank 0 did not: recipe is MXFP8" in message
+            assert "of the 2 ranks of the group, rank 1 has asked alone, rank 0 did not: recipe is MXFP8" in message
         assert found == {"not alone": "accepted"}
 
 
@@ -59,14 +59,14 @@ REQUESTED = {
     "the same": "accepted",
     "none": "accepted",
     "whole": "accepted",
-    "recipes": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling(",
-    "in a region": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling(",
-    "changed": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling(",
-    "sizes": "module 1 is not the same on the 2 processes of the group: rank 0 has Linear(in_features=32, ",
+    "recipes": "recipe is not the same on the 2 ranks of the group: rank 0 has Float8CurrentScaling(",
+    "in a region": "recipe is not the same on the 2 ranks of the group: rank 0 has Float8CurrentScaling(",
+    "changed": "recipe is not the same on the 2 ranks of the group: rank 0 has Float8CurrentScaling(",
+    "sizes": "module 1 is not the same on the 2 ranks of the group: rank 0 has Linear(in_features=32, ",
     "splits": "split by row, sequence_parallel=True",
-    "tokens": "module 0 is not the same on the 2 processes of the group: rank 0 has Linear(",
+    "tokens": "module 0 is not the same on the 2 ranks of the group: rank 0 has Linear(",
     "dtypes": " of torch.bfloat16, split by column",
-    "one has more": "module 1 is not the same on the 2 processes of the group: rank 0 has Linear(",
+    "one has more": "module 1 is not the same on the 2 ranks of the group: rank 0 has Linear(",
     "no model": "model is str: give an nn.Module",
     "no recipe": "there is no recipe 'mxfp9'",
 }
@@ -82,25 +82,25 @@ def test_check_same(world: World) -> None:
 
 
 REFUSED = {
-    "size": "tp_size is 3, tp_group has 2 processes",
+    "size": "tp_size is 3, the size of tp_group is 2",
     "no group": "tp_size is 2 and there is no group: give tp_group, or call set_tensor_parallel_group",
-    "group set": "tp_group has 1 processes, the module was made for tp_size=2",
-    "layer group": "tp_group has 1 processes, the module was made for tp_size=2",
-    "features": "out_features is 65: it must be divisible by the 2 processes",
-    "heads": "num_attention_heads is 1: it must be divisible by the 2 processes",
-    "tokens": "inp has shape (3, 16): sequence_parallel gives each of 2 processes a part of the first dimension",
+    "group set": "the size of tp_group is 1, the module was made for tp_size=2",
+    "layer group": "the size of tp_group is 1, the module was made for tp_size=2",
+    "features": "out_features is 65: it must be divisible by the 2 ranks",
+    "heads": "num_attention_heads is 1: it must be divisible by the 2 ranks",
+    "tokens": "inp has shape (3, 16): sequence_parallel gives each of 2 ranks a share of the first dimension",
     "no tokens": "inp has shape (16,): sequence_parallel needs",
-    "uneven": "inp is not the same on the 2 processes of the group: rank 0 has (4, 32)",
+    "uneven": "inp is not the same on the 2 ranks of the group: rank 0 has (4, 32)",
     "dtypes": "rank 0 has (4, 32) of torch.float32; rank 1 has (4, 32) of torch.bfloat16",
-    "recipes": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling",
-    "one without": "recipe is not the same on the 2 processes of the group: rank 0 has",
-    "maxima": "recipe is not the same on the 2 processes of the group: rank 0 has DelayedScaling(",
-    "maxima, one without": "recipe is not the same on the 2 processes of the group: rank 0 has DelayedScaling(",
-    "operations": "recipe is not the same on the 2 processes of the group: rank 0 has Float8CurrentScaling",
-    "ops": "in_features is 31: it must be divisible by the 2 processes",
+    "recipes": "recipe is not the same on the 2 ranks of the group: rank 0 has Float8CurrentScaling",
+    "one without": "recipe is not the same on the 2 ranks of the group: rank 0 has",
+    "amaxes": "recipe is not the same on the 2 ranks of the group: rank 0 has DelayedScaling(",
+    "amaxes, one without": "recipe is not the same on the 2 ranks of the group: rank 0 has DelayedScaling(",
+    "operations": "recipe is not the same on the 2 ranks of the group: rank 0 has Float8CurrentScaling",
+    "ops": "in_features is 31: it must be divisible by the 2 ranks",
     "chained": "columnwise_source is 'rowwise_dequantized'",
-    "kept otherwise": "the quantizer of weight is not the same on the 2 processes of the group: rank 0 has Float8Curr",
-    "kept by one": "is not the same on the 2 processes of the group: rank 0 has",
+    "kept otherwise": "the quantizer of weight is not the same on the 2 ranks of the group: rank 0 has Float8Curr",
+    "kept by one": "is not the same on the 2 ranks of the group: rank 0 has",
 }
 
 
@@ -111,7 +111,7 @@ def test_wrong_use_is_refused_on_every_rank(world: World, case: str) -> None:
         assert REFUSED[case] in found[case]
 
 
-MIXED = "recipe is not the same on the 2 processes of the group: rank 0 has"
+MIXED = "recipe is not the same on the 2 ranks of the group: rank 0 has"
 REFUSED_IN_GRAPHS = {
     "no group": REFUSED["no group"],
     "tokens": REFUSED["tokens"],
@@ -123,7 +123,7 @@ REFUSED_IN_GRAPHS = {
     "a new graph": f"{MIXED} Float8CurrentScaling",
     "a new group": f"{MIXED} Float8CurrentScaling",
     "recipe in the graph": f"{MIXED} MXFP8BlockScaling",
-    "maxima": f"{MIXED} MXFP8BlockScaling",
+    "amaxes": f"{MIXED} MXFP8BlockScaling",
     "one without": f"{MIXED} DelayedScaling",
     "no region": f"{MIXED} None",
     "one eager": f"{MIXED} Float8CurrentScaling",

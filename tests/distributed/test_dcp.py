@@ -151,10 +151,10 @@ def test_shards_of_quantized_parts_learn_what_parts_learn(world: World, folder: 
 def test_parts_that_are_refused(world: World) -> None:
     for found in results(world, "quantized_parts"):
         assert found["cut"].startswith(
-            "ValueError: weight is quantized in blocks of 32 rows, and a part of a weight of shape (64, 128) (tp_group)"
+            "ValueError: weight is quantized in blocks of 32 rows, and a shard of a weight of shape (64, 128)"
         )
-        assert "ValueError: weight is quantized (Float8Tensor), and a part of a weight (tp_group) whose" in found["own"]
-        assert found["one"].startswith("ValueError: weight is quantized (GroupedTensor), and a part of a weight")
+        assert "ValueError: weight is quantized (Float8Tensor), and a shard of a weight (tp_group)" in found["own"]
+        assert found["one"].startswith("ValueError: weight is quantized (GroupedTensor), and a shard of a weight")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -323,4 +323,4 @@ def test_experts_in_one_parameter_cut_otherwise(world: World) -> None:
             assert torch.equal(found[f"meta {dim}"], found["expected"])
         for case in ("refused 3 0", "refused 1 0", "refused 4 1"):
             assert "its groups must divide evenly, along the first dimension" in found[case]
-        assert "the format of a weight's shards is not the same on the 4 processes of the group" in found["mixed"]
+        assert "the format of a weight's shards is not the same on the 4 ranks of the group" in found["mixed"]

@@ -263,7 +263,7 @@ def test_a_weight_of_two_modules_stays_one() -> None:
         ("recomputed", "ValueError: FSDP2 has gathered a weight in the one direction that backward reads"),
         ("recomputed later", "ValueError: FSDP2 has gathered a weight in the one direction that backward reads"),
         ("saved elsewhere", "ValueError: saved_tensors_hooks inside of what FSDP2 gathers at once may copy"),
-        ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 processes"),
+        ("uneven", r"ValueError: a weight of shape (5, 64) in Float8Tensor cannot be gathered from 2 ranks"),
         ("main_grad", "ValueError: fuse_wgrad_accumulation needs weight.main_grad"),
     ],
 )
@@ -278,8 +278,6 @@ def test_wrong_use_is_an_error_on_every_rank(world: World, case: str, message: s
 def test_mixed_recipes_are_an_error_on_every_rank(world: World, way: str, compiles: bool) -> None:
     for found in results(world, "wrong_use"):
         message = found[f"mixed, {way}, {compiles}"]
-        assert message.startswith(
-            "ValueError: the format of a weight's shards is not the same on the 2 processes of the"
-        )
+        assert message.startswith("ValueError: the format of a weight's shards is not the same on the 2 ranks of the")
         assert "group: rank 0 has Float8CurrentScalingQuantizer(" in message
         assert "; rank 1 has MXFP8Quantizer(" in message

@@ -34,4 +34,4 @@ def test_shards_of_weights(world: World) -> None:
         for ruled, by_hand in zip(found["by_rules"], found["by_hand"], strict=True):
             assert torch.equal(ruled, by_hand)
         torch.testing.assert_close(found["by_rules"][0], y.chunk(2, -1)[rank], rtol=0.02, atol=0.02)
-        assert "recipe is not the same on the 2 processes of the group" in found["error"]
+        assert "recipe is not the same on the 2 ranks of the group" in found["error"]

@@ -43,10 +43,10 @@ def test_training(world: World) -> None:
     ("case", "message"),
     [
         ("plain", "TypeError: ColwiseParallel is given Linear: it splits modules of mezzotint"),
-        ("twice", "Linear is split already, over 2 processes"),
+        ("twice", "Linear is split already, over 2 ranks"),
         ("one weight", "LayerNormMLP has two weights: use TensorParallel"),
         ("two weights", "Linear has 1 weights: it cannot be split"),
-        ("odd", "out_features is 63: it must be divisible by the 2 processes"),
+        ("odd", "out_features is 63: it must be divisible by the 2 ranks"),
         ("fused", "queries, keys and values are one weight"),
         ("quantized", "a weight of quantized_model_init cannot be split"),
     ],

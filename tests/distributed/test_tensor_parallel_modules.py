@@ -1,4 +1,4 @@
-"""Norms with linears, attention and transformer layers over processes; the loss; maxima."""
+"""Norms with linears, attention and transformer layers over processes; the loss; amaxes."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_compiled_layer(world: World) -> None:
         assert found == {"wrong": [], "graphs": 1}
 
 
-def test_maxima_over_a_group(world: World) -> None:
+def test_amaxes_over_a_group(world: World) -> None:
     """Delayed scaling: one collective for all modules, the largest of all processes; and a number, for which modules
     they are."""
     made = results(world, "reductions")
@@ -110,11 +110,11 @@ def test_graphs_reduce_in_one_collective(slow_world: World) -> None:
 
 
 def test_processes_that_run_different_modules(world: World) -> None:
-    """They are told, each of them, before they take each other's maxima; another order is no difference."""
+    """They are told, each of them, before they take each other's amaxes; another order is no difference."""
     made = results(world, "different_modules")
     for found in made:
         for case in ("forward", "backward", "a graph", "more of them"):
-            assert "takes its maxima over processes, of the same modules on all of them" in found[case], case
+            assert "reduces amaxes over ranks, which must be those of the same modules" in found[case], case
             assert "rank 0 has" in found[case]
         assert "the same" not in found
         assert found["dropped"][0] > 1e6

@@ -83,8 +83,8 @@ def check_copied_input(launch: Any, op: Any) -> None:
         assert all(map(torch.equal, got, want)), (shape, view)
 
 
-def check_given_maxima(rowwise: Any, op: Any, amax: Any) -> None:
-    """Of parts of a tensor: rows, columns or both by maxima of the whole, also of rows that no program holds whole."""
+def check_given_amaxes(rowwise: Any, op: Any, amax: Any) -> None:
+    """Of parts of a tensor: rows, columns or both by amaxes of the whole, also of rows that no program holds whole."""
     from mezzotint.constants import E4M3
     from mezzotint.kernels.triton import _jit_rowwise
 
@@ -164,7 +164,7 @@ def main(tiles: str) -> None:
         ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, None, E4M3, True, 0.0)),
     )
     check_copied_input(float8.quantize, float8_quantize)
-    check_given_maxima(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)
+    check_given_amaxes(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)
     chosen = list(zip(SHAPES, (BF16, FP32, FP16), strict=True))
     for shape, dtype in chosen[:1] if tiles == "whole" else chosen[1:]:
         for source, args in cases(shape, dtype):

@@ -86,7 +86,7 @@ def main(part: str) -> None:
         assert launches["finish_kernel"] == sum(columnwise for _, columnwise in usages) * parts, launches
         assert launches["rows_kernel"] == usages.count((True, False)) * parts * (sum(sizes) > 0), launches
         assert launches["_block_kernel"] == launches["_square_kernel"] == times * (sum(sizes) > 0), launches
-    # Given maxima, what is not dense, rows of another length: one after another.
+    # Given amaxes, what is not dense, rows of another length: one after another.
     xs = [draw((24, 64), BF16, 8), draw((64, 24), BF16, 9).t()]
     for given in ([], [torch.tensor([9.0]), torch.tensor([5.0])]):
         compare(float8.quantize_groups, float8_quantize, xs, (given,), (E4M3, True, 0.0, True, True))

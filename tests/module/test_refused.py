@@ -59,7 +59,7 @@ SIZES = {mz.Linear: (8, 8), mz.LayerNormLinear: (8, 8), mz.LayerNormMLP: (8, 8),
 # What a module may be asked for that is not there.
 ABSENT: dict[str, tuple[Any, type[Exception], str]] = {
     "parallel_mode": ("columns", ValueError, r"parallel_mode is 'columns': give None, 'column' or 'row'"),
-    "tp_size": (0, ValueError, r"tp_size is 0: give the number of processes, 1 or more"),
+    "tp_size": (0, ValueError, r"tp_size is 0: give the number of ranks, 1 or more"),
     "symmetric_ar_type": ("two_shot", NotImplementedError, r"symmetric_ar_type='two_shot': .*leave it off"),
     **{ub: (True, NotImplementedError, rf"{ub}=True: there are no .*; leave it off\. .* torch\.compile") for ub in UB},
 }

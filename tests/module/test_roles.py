@@ -159,20 +159,20 @@ def test_set_tensor_parallel_group(monkeypatch: pytest.MonkeyPatch) -> None:
     module.set_tensor_parallel_group(None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="tp_group has 2 processes, the module was made for tp_size=1"):
+    with pytest.raises(ValueError, match="the size of tp_group is 2, the module was made for tp_size=1"):
         module.set_tensor_parallel_group(object())
-    with pytest.raises(ValueError, match="tp_size is 4, tp_group has 2 processes: give a group of 4"):
+    with pytest.raises(ValueError, match="tp_size is 4, the size of tp_group is 2: give a group of 4"):
         mz.Linear(8, 8, tp_group=object(), tp_size=4, **OPTIONS)
 
 
 SPLITS: dict[str, tuple[Callable[[], Any], str]] = {
-    "column": (layer(mz.Linear, 8, 9, parallel_mode="column", tp_size=2), "out_features is 9: .* the 2 processes"),
-    "row": (layer(mz.LayerNormLinear, 9, 8, parallel_mode="row", tp_size=2), "in_features is 9: .* the 2 processes"),
+    "column": (layer(mz.Linear, 8, 9, parallel_mode="column", tp_size=2), "out_features is 9: .* the 2 ranks"),
+    "row": (layer(mz.LayerNormLinear, 9, 8, parallel_mode="row", tp_size=2), "in_features is 9: .* the 2 ranks"),
     "parts": (
         layer(mz.Linear, 8, 8, parallel_mode="column", tp_size=2, parameters_split={"a": 3, "b": 5}),
-        "the size of a is 3: .* the 2 processes",
+        "the size of a is 3: .* the 2 ranks",
     ),
-    "mlp": (layer(mz.LayerNormMLP, 8, 9, set_parallel_mode=True, tp_size=2), "ffn_hidden_size is 9: .* 2 processes"),
+    "mlp": (layer(mz.LayerNormMLP, 8, 9, set_parallel_mode=True, tp_size=2), "ffn_hidden_size is 9: .* 2 ranks"),
     "grouped": (layer(mz.GroupedLinear, 2, 8, 9, parallel_mode="column", tp_size=2, bias=False), "out_features is 9"),
     "grouped-bias": (layer(mz.GroupedLinear, 2, 8, 8, parallel_mode="column", tp_size=2), "give bias=False"),
 }

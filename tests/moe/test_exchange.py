@@ -84,7 +84,7 @@ def test_groups(worlds: dict[int, World], size: int) -> None:
 @pytest.mark.parametrize("size", TOKENS)
 def test_wrong_use_is_refused_on_every_rank(worlds: dict[int, World], size: int) -> None:
     said = {
-        "does not divide": f"the number of experts is 5: it must be divisible by the {size} processes",
+        "does not divide": f"the number of experts is 5: it must be divisible by the {size} ranks",
         "does not add up": "does not add up to the rows on rank 1 of the group",
         "negative": "does not add up to the rows on rank 0 of the group",
         "floats": "tokens_per_expert is torch.float32 (4,): give an integer",

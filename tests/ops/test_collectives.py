@@ -90,7 +90,7 @@ def test_rows_that_do_not_divide_are_refused_on_every_rank(world: World) -> None
         assert set(made) == {"scatter", "linear"}
         for message in made.values():
             assert "(3, 2, " in message
-            assert "2 processes must divide its first dimension" in message
+            assert "2 ranks must divide its first dimension" in message
 
 
 @pytest.mark.parametrize("name", ["none bias", "none no bias", "delayed bias", "mxfp8 bias", "nvfp4 no bias"])

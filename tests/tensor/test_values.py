@@ -231,7 +231,7 @@ def process_group() -> Any:
 
 def assert_refuses(make: Any, group: Any) -> None:
     quantizer, other = make(group), make(group)
-    message = rf"amax_reduction_group is {type(group).__name__}.*no quantizer reduces over processes. Modules do"
+    message = rf"amax_reduction_group is {type(group).__name__}.*no quantizer reduces over ranks. Modules do"
     for use in (
         lambda: quantizer._value_key(),
         lambda: hash(quantizer),

@@ -153,7 +153,7 @@ def partial_kernel(
     c = tile * BN + tl.arange(0, BN)
     tops = tl.zeros([BM, BN], tl.float32)
     second_tops = tl.zeros([BM, BN], tl.float32)
-    for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the maxima
+    for start in tl.range(0, STRIP, BM, num_stages=STAGES):  # loads run ahead of the amaxes
         r = strip * STRIP + start + tl.arange(0, BM)
         first, second = load_halves(x, given, r, c, M, K, stride, SOURCE, False, False)
         if cols is not None:

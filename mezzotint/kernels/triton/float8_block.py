@@ -105,7 +105,7 @@ def _block_kernel(
         c = col * BN + tl.arange(0, BN)
         value = (first if part == 0 else second).to(tl.float32)
         store_sums(given, value, row, c, K, SOURCE)
-        # Both maxima before the first store: what is left then waits for nothing.
+        # Both amaxes before the first store: what is left then waits for nothing.
         if data is not None:
             row_scale = scale_from_amax(drop_nan(tl.max(tl.abs(value), 1)), eps, DTYPE, POW2, FOR_INF)
         if transpose is not None:

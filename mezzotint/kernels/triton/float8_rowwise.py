@@ -101,7 +101,7 @@ def quantize(
     written = x.new_empty(M, K) if how == "first" else None
     wanted = rows if row_amax is None else None, cols if col_amax is None else None
     if strips * tiles and any(each is not None for each in (*wanted, written)):
-        _take_maxima(source, *wanted, written, noop)
+        _take_amaxes(source, *wanted, written, noop)
     if written is not None:
         if source.sums is not None:
             sum_columns(read(written), source.sums)
@@ -295,7 +295,7 @@ def _workspaces(like: torch.Tensor, *sizes: list[int]) -> list[list[torch.Tensor
     return [[next(parts) for _ in each] for each in sizes]
 
 
-def _take_maxima(
+def _take_amaxes(
     source: Input,
     rows: torch.Tensor | None,
     cols: torch.Tensor | None,
@@ -332,7 +332,7 @@ def amax(x: torch.Tensor, columnwise: bool) -> torch.Tensor:
         return x.new_zeros(size, dtype=torch.float32)
     partials = x.new_empty(count, size, dtype=torch.float32)
     if strips * tiles:
-        _take_maxima(source, None if columnwise else partials, partials if columnwise else None, None, None)
+        _take_amaxes(source, None if columnwise else partials, partials if columnwise else None, None, None)
     return partials.amax(0)
 
 

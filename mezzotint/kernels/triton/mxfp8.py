@@ -90,7 +90,7 @@ def _grouped(GROUPS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _max_of_groups(tile, GROUPS: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr):
-    """Reduce (32 · GROUPS, WIDTH) to maxima (GROUPS, WIDTH), first over what a thread holds, then over its lanes."""
+    """Reduce (32 · GROUPS, WIDTH) to amaxes (GROUPS, WIDTH), first over what a thread holds, then over its lanes."""
     return tl.max(tl.max(tl.reshape(tile, [32 // LANES, GROUPS, LANES, WIDTH]), 0), 1)
 
 

@@ -3,7 +3,7 @@
 Without a transform both directions have the amax of x, which is FP8's flat pass with one partial amax per program. With
 one, a thread holds 4 columns of 16 rows, so the transform runs between its registers and each program writes two
 partial amaxes; only these are rounded to the type of x, since rounding keeps the order. The launch that needs the amax
-reduces the partials. Row-scaled amaxes are vectors, raised from 0 by atomic maxima.
+reduces the partials. Row-scaled amaxes are vectors, raised from 0 by atomics.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
