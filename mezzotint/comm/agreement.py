@@ -96,6 +96,5 @@ def _check_same(name: str, given: list[str]) -> None:
     if any(other != given[0] for other in given):
         listed = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(given))
         raise ValueError(
-            f"{name} is not the same on the {len(given)} ranks of the group: {listed}. Their shards belong to "
-            "one tensor: give all of them the same"
+            f"{name} is not the same on the {len(given)} ranks of the group: {listed}. Give all of them the same"
         )

@@ -43,7 +43,7 @@ def mixed() -> recipe.Recipe:
 
 
 def scaled() -> recipe.Recipe:
-    """Delayed scaling on the first process, which takes amaxes over all of them."""
+    """Delayed scaling on the first rank, which reduces amaxes over all of them."""
     return recipe.Float8CurrentScaling() if world()[2] else recipe.DelayedScaling()
 
 
@@ -249,20 +249,20 @@ def collectives() -> Iterator[list[str]]:
 def regions(rank: int) -> Result:
     """How often ranks ask when regions with an `amax_reduction_group` are entered, in eager code and in graphs."""
     torch._dynamo.reset()
-    amaxes, module = strangers(), mz.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
+    group, module = strangers(), mz.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
     x, asked = draw(32, 64, seed=1), []
-    call = torch.compile(Region(module, False, amaxes), fullgraph=True, backend="aot_eager")
+    call = torch.compile(Region(module, False, group), fullgraph=True, backend="aot_eager")
 
     def run(call: Any) -> None:
-        before = questions(amaxes)
+        before = questions(group)
         call(x)
-        asked.append(questions(amaxes) - before)
+        asked.append(questions(group) - before)
 
     def eager(x: torch.Tensor) -> None:
-        with mz.autocast(recipe=CHOSEN[0], amax_reduction_group=amaxes):
+        with mz.autocast(recipe=CHOSEN[0], amax_reduction_group=group):
             module(x)
 
-    for each in (eager, eager, call, call, Region(module, False, amaxes), Region(module, True, amaxes)):
+    for each in (eager, eager, call, call, Region(module, False, group), Region(module, True, group)):
         run(each)
     with torch.no_grad():  # without gradients no amaxes are taken
         run(Region(module, True, strangers()))

@@ -84,7 +84,7 @@ def check_copied_input(launch: Any, op: Any) -> None:
 
 
 def check_given_amaxes(rowwise: Any, op: Any, amax: Any) -> None:
-    """Of parts of a tensor: rows, columns or both by amaxes of the whole, also of rows that no program holds whole."""
+    """Quantize rows, columns or both of shards by amaxes of the whole, also rows that no program holds whole."""
     from mezzotint.constants import E4M3
     from mezzotint.kernels.triton import _jit_rowwise
 

@@ -31,7 +31,7 @@ def test_contents_interpreted(part: str) -> None:
 
 @pytest.mark.parametrize("shape", [(33, 70), (17, 1), (32, 0)], ids=str)
 def test_four_over_six_in_2d_reads_aligned_rows(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
-    """Of others the kernel takes half a minute to compile, which no value shows."""
+    """The kernel takes half a minute to compile for rows that are not aligned, which no value shows."""
     from mezzotint.kernels.triton import nvfp4
 
     launched: list[tuple[Any, ...]] = []

@@ -254,8 +254,8 @@ def quantize(
     (M, K), numel = x.shape, x.numel()
     is_aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0
     if four_over_six and two_d and rowwise and not is_aligned:
-        # Of rows that begin anywhere Triton computes the errors of a block in 16 threads alike, and takes half a minute
-        # to compile that. A row of no elements is given room too: a stride of 1 is such a row to Triton.
+        # If rows are not aligned, Triton has 16 threads compute the same errors of a block, and takes half a minute to
+        # compile that. Rows of no elements get room too, because their stride of 1 would not be aligned.
         x, is_aligned = x.new_empty(M, rup(max(K, 1), 16))[:, :K].copy_(x), True
     missing = (rowwise and amax_rowwise is None), (columnwise and amax_columnwise is None)
     row_source, col_source, count = amax_rowwise, amax_columnwise, 1
