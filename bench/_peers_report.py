@@ -23,6 +23,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "held MiB": ("held", lambda found: f"{found / MIB:.0f}"),
     "peak MiB": ("peak", lambda found: f"{found / MIB:.0f}"),
     "graphs": ("graphs", str),
+    "kernels ms": ("kernels_ms", "{:.3f}".format),
+    "idle ms": ("idle_ms", "{:.3f}".format),
+    "launches": ("launches", "{:.0f}".format),
+    "code ms": ("code_ms", "{:.3f}".format),
 }
 INTRODUCTION = """\
 A column such as 16384x4096x14336 is one linear layer: tokens x input features x output features. The others are two
@@ -50,22 +54,28 @@ def title(report: dict[str, Any]) -> str:
     return ", ".join([*told, f"{memory} memory"] if memory != "default" else told)
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return a cell for each of COLUMNS."""
-    return [write(row[key]) if key in row else "" for key, write in COLUMNS.values()]
+def columns(report: dict[str, Any]) -> list[str]:
+    """Return those of COLUMNS that a row has something for."""
+    return [name for name, (key, _) in COLUMNS.items() if any(key in row for row in report["rows"])]
+
+
+def cells(row: dict[str, Any], names: list[str]) -> list[str]:
+    """Return a cell for each of the named COLUMNS."""
+    return [write(row[key]) if key in row else "" for key, write in map(COLUMNS.__getitem__, names)]
 
 
 def show(report: dict[str, Any]) -> None:
     """Print one table, with a line between cases and modes."""
     table = Table(title=f"forward and backward: {title(report)}", title_justify="left")
-    for name in ("case", "mode", "candidate", *COLUMNS):
+    names = columns(report)
+    for name in ("case", "mode", "candidate", *names):
         table.add_column(name, justify="right" if name in COLUMNS else "left", no_wrap=True)
     group = None
     for row in report["rows"]:
         if group not in (None, (row["case"], row["mode"])):
             table.add_section()
         group = row["case"], row["mode"]
-        table.add_row(row["case"], row["mode"], row["candidate"], *cells(row))
+        table.add_row(row["case"], row["mode"], row["candidate"], *cells(row, names))
     console = Console()
     console = console if console.is_terminal else Console(width=180)
     console.print(table)
@@ -112,10 +122,11 @@ def markdown(report: dict[str, Any]) -> str:
                 values = [f"{row[case]:.2f}" if case in row else "" for case in cases]
                 lines += [f"| {name} |" + "".join(f" {value} |" for value in values)]
             lines += [""]
-    lines += ["## Every number", "", "| case | mode | candidate |" + "".join(f" {name} |" for name in COLUMNS)]
-    lines += ["|---|---|---|" + "---:|" * len(COLUMNS)]
+    names = columns(report)
+    lines += ["## Every number", "", "| case | mode | candidate |" + "".join(f" {name} |" for name in names)]
+    lines += ["|---|---|---|" + "---:|" * len(names)]
     for row in report["rows"]:
-        text = [row["case"], row["mode"], row["candidate"], *cells(row)]
+        text = [row["case"], row["mode"], row["candidate"], *cells(row, names)]
         lines += ["| " + " | ".join(text) + " |"]
     lines += ["", *[f"- {text}" for text in absent(report)]]
     return "\n".join(lines).rstrip() + "\n"

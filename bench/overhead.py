@@ -9,8 +9,9 @@ time inside operators that are called from Python, launches and allocations incl
 CUDA launch calls, `python` what is left.
 
 "autograd.Function alone" is the least that a linear with a backward in Python takes: the same products and the same sum
-as `nn.Linear`, and nothing else. "current scaling alone" calls the casts and products of a step in current scaling from
-such a function by hand: what "mezzotint current" takes beyond that are modules, regions, plans and quantized tensors.
+as `nn.Linear`, and nothing else. `floor` is the time in which such a function makes the calls of PyTorch and the launches
+of kernels that a step of ours makes, one after the other, with the arguments that they had in a real step. What the step
+takes beyond that are modules, regions, plans and quantized tensors.
 
 With `--stub`, on a CPU, our kernels compute nothing: what is measured is the Python of a step and what autograd and the
 allocator add. "autograd.Function alone" computes nothing there either, and takes the place of `nn.Linear`.
@@ -32,12 +33,10 @@ from rich.table import Table
 
 import mezzotint as mz
 from bench._peers import quiet_import
+from bench._replay import Replay
 from bench._stubs import stubbed_kernels
 from bench._timing import ONE_THREAD
 from mezzotint import recipe
-from mezzotint.constants import E4M3, E5M2, FP8_TORCH
-from mezzotint.kernels._lib import callee
-from mezzotint.kernels.float8 import float8_quantize
 
 OPERATORS = ("aten::", "mezzotint::")
 BLOCK = 20  # steps between two looks at the clock
@@ -76,34 +75,6 @@ class _BareShell(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), weight.new_empty(weight.shape[0])
 
 
-class _BareFloat8(torch.autograd.Function):
-    """This is a linear in current scaling with the launches of `mz.Linear`, and nothing around them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        cast = callee(float8_quantize, x.detach())
-        x_q, x_t, x_scale = cast(x.detach(), None, E4M3, False, 0.0, True, True)
-        w_q, w_scale = cast(weight.detach(), None, E4M3, False, 0.0, True, False)
-        ctx.save_for_backward(x_t, x_scale, weight)
-        return _product(x_q, w_q, x_scale, w_scale, E4M3, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x_t, x_scale, weight = ctx.saved_tensors
-        cast = callee(float8_quantize, grads[0])
-        w_t, w_scale = cast(weight.detach(), None, E4M3, False, 0.0, False, True)
-        g_q, g_t, g_scale = cast(grads[0], None, E5M2, False, 0.0, True, True)
-        dx = _product(g_q, w_t, g_scale, w_scale, E5M2)
-        return dx, _product(g_t, x_t, g_scale, x_scale, E5M2), grads[0].sum(0)
-
-
-def _product(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, dtype: int, bias: Any = None
-) -> torch.Tensor:
-    a, b = a.view(FP8_TORCH[dtype]), b.view(FP8_TORCH[E4M3])
-    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias=bias, out_dtype=torch.bfloat16)
-
-
 class _BareModule(torch.nn.Linear):
     """This module calls one of the functions above."""
 
@@ -111,10 +82,6 @@ class _BareModule(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.function.apply(input, self.weight, self.bias)
-
-
-class _BareFloat8Module(_BareModule):
-    function = _BareFloat8
 
 
 class _BareShellModule(_BareModule):
@@ -148,20 +115,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def candidates(device: str, features: int, tokens: int, is_stubbed: bool) -> dict[str, Callable[[], None]]:
+def candidates(device: str, features: int, tokens: int, is_stubbed: bool) -> dict[str, "Step"]:
     """Return one step of each candidate, by name; the first is what the others are compared with."""
-    made: dict[str, Callable[[], None]] = {}
+    made: dict[str, Step] = {}
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     if is_stubbed:
-        made["autograd.Function alone"] = _step(_BareShellModule(features, features, **options), tokens)
+        made["autograd.Function alone"] = Step(_BareShellModule(features, features, **options), tokens)
     else:
-        made["nn.Linear bf16"] = _step(torch.nn.Linear(features, features, **options), tokens)
-        made["autograd.Function alone"] = _step(_BareModule(features, features, **options), tokens)
-        made["current scaling alone"] = _step(_BareFloat8Module(features, features, **options), tokens)
+        made["nn.Linear bf16"] = Step(torch.nn.Linear(features, features, **options), tokens)
+        made["autograd.Function alone"] = Step(_BareModule(features, features, **options), tokens)
     for name, chosen in RECIPES.items():
         linear = mz.Linear(features, features, device=device, params_dtype=torch.bfloat16)
-        made[name] = _step(linear, tokens, chosen)
-    made["mezzotint current, kept weight"] = _step(
+        made[name] = Step(linear, tokens, chosen)
+    made["mezzotint current, kept weight"] = Step(
         mz.Linear(features, features, device=device, params_dtype=torch.bfloat16),
         tokens,
         recipe.Float8CurrentScaling(),
@@ -173,24 +139,32 @@ def candidates(device: str, features: int, tokens: int, is_stubbed: bool) -> dic
         for kind in ("tensorwise", "rowwise"):
             model = torch.nn.Sequential(torch.nn.Linear(features, features, **options))
             config = Float8LinearConfig.from_recipe_name(kind)
-            made[f"torchao {kind}"] = _step(convert_to_float8_training(model, config=config), tokens)
+            made[f"torchao {kind}"] = Step(convert_to_float8_training(model, config=config), tokens)
     return made
 
 
-def _step(module: torch.nn.Module, tokens: int, chosen: Any = None, **kwargs: Any) -> Callable[[], None]:
-    parameter = next(module.parameters())
-    x = torch.randn(tokens, parameter.shape[1], device=parameter.device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(tokens, parameter.shape[0], device=parameter.device, dtype=torch.bfloat16)
+class Step:
+    """A `Step` runs forward and backward of one candidate."""
 
-    def step() -> None:
-        if chosen is None:
-            y = module(x)
-        else:
-            with mz.autocast(recipe=chosen):
-                y = module(x, **kwargs)
-        y.backward(grad)
+    def __init__(self, module: torch.nn.Module, tokens: int, chosen: Any = None, **kwargs: Any) -> None:
+        parameter = next(module.parameters())
+        options: dict[str, Any] = {"device": parameter.device, "dtype": torch.bfloat16}
+        self.x = torch.randn(tokens, parameter.shape[1], **options, requires_grad=True)
+        self.gradient = torch.randn(tokens, parameter.shape[0], **options)
+        self.module, self.recipe, self.kwargs = module, chosen, kwargs
 
-    return step
+    def forward(self) -> torch.Tensor:
+        if self.recipe is None:
+            return self.module(self.x)
+        with mz.autocast(recipe=self.recipe):
+            return self.module(self.x, **self.kwargs)
+
+    def __call__(self) -> None:
+        self.forward().backward(self.gradient)
+
+    def floor(self) -> Replay:
+        """Return the calls of this step alone, as a step of their own. The step must have run before."""
+        return Replay(self.forward, [self.x, *self.module.parameters()], self.gradient)
 
 
 def _synchronize(device: str) -> None:
@@ -201,29 +175,35 @@ def _synchronize(device: str) -> None:
 def measure(device: str, features: int, tokens: int, repeat: int, is_stubbed: bool = False) -> dict[str, Any]:
     """Return the rows: name, us, ops, launch, python, launches; or an error for a candidate that does not run here."""
     steps = candidates(device, features, tokens, is_stubbed)
+    floors: dict[str, Replay] = {}
     errors: dict[str, str] = {}
     for name, step in list(steps.items()):
         try:
             for _ in range(5):
                 step()
+            if name.startswith("mezzotint"):
+                floors[name] = step.floor()
+                floors[name]()
             _synchronize(device)
         except Exception as error:  # a peer may not run on this machine
             errors[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             del steps[name]
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    timed: list[tuple[list[float], Callable[[], None]]] = [([], each) for each in (*steps.values(), *floors.values())]
     with Progress(transient=True, disable=not Console().is_terminal) as progress:
         for _ in progress.track(range(max(repeat // BLOCK, 3)), description="steps"):
-            for name, step in steps.items():
+            for times, each in timed:
                 _synchronize(device)
                 start = time.perf_counter()
                 for _ in range(BLOCK):
-                    step()
+                    each()
                 _synchronize(device)
-                times[name].append((time.perf_counter() - start) / BLOCK * 1e6)
+                times.append((time.perf_counter() - start) / BLOCK * 1e6)
+    medians = [statistics.median(times) for times, _ in timed]
+    least = dict(zip(floors, medians[len(steps) :], strict=True))
     rows = []
-    for name, step in steps.items():
-        us = statistics.median(times[name])
-        rows.append({"name": name, "us": us, **_split(step, us, device)})
+    for (name, step), us in zip(steps.items(), medians[: len(steps)], strict=True):
+        floor = {"floor": least[name], "calls": floors[name].count()} if name in floors else {}
+        rows.append({"name": name, "us": us, **floor, **_split(step, us, device)})
     rows += [{"name": name, "error": error} for name, error in errors.items()]
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU, one thread"
     return {"device": where, "torch": torch.__version__, "features": features, "tokens": tokens, "rows": rows}
@@ -271,16 +251,19 @@ def show(report: dict[str, Any]) -> None:
     title += ", kernels stubbed" if report["stub"] else ""
     table = Table(title=f"{title}: {report['device']}, torch {report['torch']}", title_justify="left")
     base = report["rows"][0]
-    for name in ("", "us", f"of {base['name']}", "ops us", "launch us", "python us", "operators", "launches"):
+    parts = ("ops us", "launch us", "python us", "operators", "launches")
+    for name in ("", "us", f"of {base['name']}", "floor us", "of it", "calls", *parts):
         table.add_column(name, justify="left" if not name else "right")
     for row in report["rows"]:
         if "error" in row:
             table.add_row(row["name"], row["error"])
             continue
+        floor = [f"{row['floor']:.0f}", f"{row['floor'] / base['us']:.2f}", f"{row['calls']}"] if "floor" in row else []
         table.add_row(
             row["name"],
             f"{row['us']:.0f}",
             f"{row['us'] / base['us']:.2f}",
+            *(floor or [""] * 3),
             *(f"{row[key]:.0f}" for key in ("ops", "launch", "python", "operators", "launches")),
         )
     Console(width=150 if not Console().is_terminal else None).print(table)

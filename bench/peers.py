@@ -3,7 +3,7 @@
     python -m bench peers [--parts a,b,c,d] [--cases layers,...] [--shapes 16384x4096x4096,...]
                           [--recipes delayed,torchao-rowwise]
                           [--modes eager,compiled,graphs] [--reps 11] [--budget SECONDS] [--one-thread]
-                          [--skip-guards] [--memory lean] [--small]
+                          [--skip-guards] [--memory lean] [--profile] [--small]
                           [--json out.json] [--markdown out.md] [--figure out.png]
     python -m bench peers --load a.json,b.json [--markdown out.md] [--figure out.png]
 
@@ -22,6 +22,10 @@ what it has for experts is a prototype.
 TFLOP/s count the products of linears alone. `GEMMs` are the products of one step alone, with operands quantized before;
 `floor` adds the least bytes that quantization moves, at the speed of a copy that is measured beside. `held` is what the
 allocator gave out between forward and backward, `peak` in the step, both less what was there before it.
+
+With `--profile` each candidate then runs again under PyTorch's profiler. `kernels` is the sum of its kernels on the GPU,
+`launches` their number (`--json` has each by name), `idle` the time between them, and `code`, compiled, the host's time in
+the code that Inductor wrote.
 """
 
 import argparse
@@ -40,7 +44,7 @@ from typing import Any
 
 import torch
 
-from bench import _peers_report, quantize
+from bench import _peers_report, _profile, quantize
 from bench._candidates import BASE, CANDIDATES, MODES, Candidate, Runner, called, missing
 from bench._floors import FORMATS, Products, least_bytes
 from bench._models import LlamaSizes
@@ -70,6 +74,7 @@ class Bench:
     deadline: float  # of time.perf_counter()
     skips_guards: bool = False
     held: str = "default"  # the memory mode of ours
+    profiles: bool = False
 
     def is_over(self) -> bool:
         return time.perf_counter() > self.deadline
@@ -126,7 +131,20 @@ class Bench:
                 row |= {"ratio": min(bases) / ms} if bases else {}
                 row |= floors.get(row["candidate"], {})
                 row |= {"of_floor": ms / row["floor_ms"]} if "floor_ms" in row else {}
+            if self.profiles and ms is not None and row["candidate"] in runners:
+                row |= self.profile(runners[row["candidate"]], mode, ms)
         return rows
+
+    def profile(self, step: Runner, mode: str, ms: float) -> Row:
+        """Return the kernels of a step that takes `ms` and, if it is compiled, the host's time in the code of its
+        graphs."""
+        row: Row = {}
+        if self.device == "cuda":
+            found = _profile.kernels(step, ms)
+            row = {"kernels": found.by_name, "kernels_ms": found.ms, "idle_ms": found.idle_ms}
+            row["launches"] = found.launches
+        is_written = mode != "eager" and self.backend == "inductor"
+        return row | ({"code_ms": _profile.code_ms(step, self.wait)} if is_written else {})
 
     def prepare(self, candidate: Candidate, case: Case, mode: str, inputs: Any) -> tuple[Runner, Row]:
         """Return a warm runner, compiled if asked, and a row with its graphs, seconds of compilation and memory."""
@@ -221,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--one-thread", action="store_true", help=ONE_THREAD)
     parser.add_argument("--skip-guards", action="store_true", help="compile all candidates without any guards")
     parser.add_argument("--memory", default="default", choices=MEMORY_MODES, help="memory mode of ours")
+    parser.add_argument("--profile", action="store_true", help="also profile each candidate: kernels and host")
     parser.add_argument("--small", action="store_true", help="tiny sizes, on the CPU: shows that everything runs")
     parser.add_argument("--backend", help="of torch.compile; inductor, with --small aot_eager")
     parser.add_argument("--json", help="write the numbers to this file, too, after each mode of a case")
@@ -271,7 +290,7 @@ def measure(args: argparse.Namespace) -> Row:
     begin = time.perf_counter()
     backend = args.backend or ("aot_eager" if args.small else "inductor")
     reps = args.reps or (1 if args.small else REPS)
-    bench = Bench(device, backend, reps, begin + args.budget, args.skip_guards, args.memory)
+    bench = Bench(device, backend, reps, begin + args.budget, args.skip_guards, args.memory, args.profile)
     report: Row = quantize.versions(device) | {
         "torchao": _version("torchao"),
         "date": datetime.date.today().isoformat(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import _candidates, peers
+from bench import _candidates, _profile, peers
 from bench._candidates import CANDIDATES, Candidate, called
 from bench._floors import least_bytes
 from bench._peers_cases import Case, linear_cases
@@ -79,6 +79,30 @@ def test_micro_batches_compile_to_two_graphs() -> None:
     (rows,) = bench.measure(dataclasses.replace(case, micro_batches=4), ["compiled"], chosen)
     assert [row.get("graphs") for row in rows] == [1, 2, None]
     assert rows[1]["products"] == 3  # those of one micro-batch, whose time counts four times
+
+
+def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CPU launches no kernels, but the code of graphs takes time: of two graphs, forward and backward."""
+    asked = ("--parts", "a", "--shapes", "32x32x32", "--recipes", "", "--profile", "--backend", "inductor")
+    rows = {(row["mode"], row["candidate"]): row for row in run(tmp_path, *asked)["rows"]}
+    assert "launches" not in rows["eager", "bf16"]
+    assert "code_ms" not in rows["eager", "bf16"]
+    assert 0.0 < rows["compiled", "bf16"]["code_ms"] < 1e3
+    assert "code_ms" not in rows["compiled", "bf16-again"]
+    shown = capsys.readouterr().out
+    assert "code ms" in shown
+    assert "floor ms" in shown
+    run(tmp_path, *asked[:6], "--modes", "eager")
+    assert "code ms" not in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_kernels() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    found = _profile.kernels(lambda: x.mul_(2).add_(1), 0.02)
+    assert found.launches == pytest.approx(2.0)
+    assert 0.0 < found.ms < 1.0
+    assert found.idle_ms > 0.0
 
 
 def test_a_budget_leaves_the_rest_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
