@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mezzotint.kernels._relaunch import Relaunched
+
 Calls = list[Callable[[], Any]]
 
 
@@ -37,20 +39,21 @@ class _Recorder(TorchFunctionMode):
 def recorded() -> Iterator[Calls]:
     """Record the calls of PyTorch, and the launches of this package's kernels, that this thread makes meanwhile."""
     recorder = _Recorder()
-    if not torch.cuda.is_available():
-        with recorder:
+    # Each op runs its own code, in which each launch is seen.
+    runs_its_code = mock.patch.object(Relaunched, "__call__", lambda op, *args: op.run(*args))
+    with recorder, runs_its_code:
+        if not torch.cuda.is_available():
             yield recorder.calls
-        return
-    from mezzotint.kernels.triton._launch import Fast
+            return
+        from mezzotint.kernels.triton import _launch
 
-    launch = Fast.launch
+        def noted(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], runtime: Any) -> None:
+            kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+            recorder.calls.append(partial(compiled.run, *(*grid, 1, 1)[:3], stream, *kernel, *args))
 
-    def noted(kernel: Fast, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        recorder.calls.append(partial(launch, kernel, grid, *args, **constants))
-        launch(kernel, grid, *args, **constants)
-
-    with recorder, mock.patch.object(Fast, "launch", noted):
-        yield recorder.calls
+        with mock.patch.object(_launch, "note_launch", noted):
+            yield recorder.calls
 
 
 class _Replay(torch.autograd.Function):
@@ -76,7 +79,8 @@ class Replay:
     """A `Replay` is the floor of a module's step: `forward` and `backward` are the calls of one that was recorded."""
 
     def __init__(self, run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], gradient: torch.Tensor) -> None:
-        """Record `run`, which returns y, and the backward from its `gradient` to the `leaves`."""
+        """Record `run`, which returns y, and the backward from its `gradient` to the `leaves`. It must have run
+        before."""
         self.leaves, self.gradient = leaves, gradient
         for leaf in leaves:
             leaf.grad = None

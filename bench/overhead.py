@@ -9,9 +9,9 @@ time inside operators that are called from Python, launches and allocations incl
 CUDA launch calls, `python` what is left.
 
 "autograd.Function alone" is the least that a linear with a backward in Python takes: the same products and the same sum
-as `nn.Linear`, and nothing else. `floor` is the time in which such a function makes the calls of PyTorch and the launches
-of kernels that a step of ours makes, one after the other, with the arguments that they had in a real step. What the step
-takes beyond that are modules, regions, plans and quantized tensors.
+as `nn.Linear`, and nothing else. `floor` is the time in which such a function makes the calls of PyTorch and the
+launches of kernels that a step of ours makes, one after the other, with the arguments that they had in a real step.
+What the step takes beyond that are modules, regions, plans and quantized tensors.
 
 With `--stub`, on a CPU, our kernels compute nothing: what is measured is the Python of a step and what autograd and the
 allocator add. "autograd.Function alone" computes nothing there either, and takes the place of `nn.Linear`.

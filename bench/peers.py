@@ -23,9 +23,9 @@ TFLOP/s count the products of linears alone. `GEMMs` are the products of one ste
 `floor` adds the least bytes that quantization moves, at the speed of a copy that is measured beside. `held` is what the
 allocator gave out between forward and backward, `peak` in the step, both less what was there before it.
 
-With `--profile` each candidate then runs again under PyTorch's profiler. `kernels` is the sum of its kernels on the GPU,
-`launches` their number (`--json` has each by name), `idle` the time between them, and `code`, compiled, the host's time in
-the code that Inductor wrote.
+With `--profile` each candidate then runs again under PyTorch's profiler. `kernels` is the sum of its kernels on the
+GPU, `launches` their number (`--json` has each by name), `idle` the time between them, and `code`, compiled, the host's
+time in the code that Inductor wrote.
 """
 
 import argparse

@@ -2,12 +2,12 @@
 functions of this package are called.
 
 For the first the CUDA code of our operators runs on tensors of the CPU, and instead of each launch its frames are
-noted. For the second kernels compute nothing.
+noted, in a step whose launches are recorded already. For the second kernels compute nothing.
 """
 
 import sys
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import mezzotint as mz
 from bench._stubs import stubbed_kernels
 from mezzotint import hw, recipe
 from mezzotint.kernels import _lib, gemm, quantize_ops
+from mezzotint.kernels._relaunch import Relaunched, note_launch
 from mezzotint.kernels.triton._launch import Fast
 
 FRAMES = 9
@@ -41,28 +42,37 @@ def frames_to(function: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore::mezzotint.EmulationWarning")
 def test_from_forward_to_the_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[list[str]] = []
+
+    def run(*args: Any) -> None:
+        stacks.append(frames_to("Linear.forward"))
+
+    def launch(self: Fast, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        run()
+        note_launch(SimpleNamespace(run=run, function=None, packed_metadata=None), grid, args, None)
+
     monkeypatch.setattr(hw, "has_triton_kernels", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # that of a tensor on the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(gemm, "capability_of", lambda x: (9, 0))
     monkeypatch.setattr(gemm, "_mm_fp32", lambda x, y, out: out.float())  # which the CPU has not
-    monkeypatch.setattr(
-        Fast, "launch", lambda self, grid, *args, **constants: stacks.append(frames_to("Linear.forward"))
-    )
-    launches = {
-        op: (cuda.on(torch.empty(0)) if isinstance(cuda, _lib.Late) else cuda,) * 2
-        for op, (_, cuda) in _lib._IMPLEMENTATIONS.items()
-    }
-    monkeypatch.setattr(_lib, "_IMPLEMENTATIONS", launches)
-    entering = {op: (cuda, cuda) for op, (_, cuda) in quantize_ops._ENTERING.items()}
-    monkeypatch.setattr(quantize_ops, "_ENTERING", entering)
+    monkeypatch.setattr(Fast, "launch", launch)
+    for owner, table in ((_lib, "_IMPLEMENTATIONS"), (quantize_ops, "_ENTERING")):
+        on_cuda = {
+            op: Relaunched(cuda.run) if isinstance(cuda, Relaunched) else cuda
+            for op, (_, cuda) in getattr(owner, table).items()
+        }
+        monkeypatch.setattr(owner, table, {op: (cuda, cuda) for op, cuda in on_cuda.items()})
     hw.gemm_backend.cache_clear()
     linear = mz.Linear(512, 512, bias=False, params_dtype=torch.bfloat16, device="cpu")
     x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
-    with mz.autocast(recipe=recipe.RECIPES[name]()):
-        linear(x)
+    for _ in range(3):
+        stacks.clear()
+        with mz.autocast(recipe=recipe.RECIPES[name]()):
+            linear(x)
     deepest = max(stacks, key=len)
     hw.gemm_backend.cache_clear()
     assert len(stacks) >= 2
+    assert all(stack[0] == "kernels/_relaunch.py:Relaunched.__call__" for stack in stacks if stack)
     assert len(deepest) <= FRAMES, "\n".join(deepest)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
+from mezzotint.kernels._relaunch import Relaunched
 from mezzotint.tracing import eager_only, traced_as
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
@@ -53,7 +54,7 @@ def define(
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"mezzotint::{name}", fake, lib=LIBRARY)
     op = getattr(torch.ops.mezzotint, name).default
-    _IMPLEMENTATIONS[op] = (cpu, cuda)
+    _IMPLEMENTATIONS[op] = (cpu, cuda if cuda is cpu else Relaunched(cuda))
     return op
 
 
@@ -197,9 +198,7 @@ def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
     if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
-    if x.is_cpu:
-        return cpu
-    return cuda.on(x) if isinstance(cuda, Late) else cuda
+    return cpu if x.is_cpu else cuda
 
 
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> Any:

@@ -36,6 +36,7 @@ from mezzotint.kernels._lib import (
     launch_in_graphs,
     load_triton,
 )
+from mezzotint.kernels._relaunch import Relaunched
 from mezzotint.kernels.activation import (
     activation_backward,
     activation_backward_reference,
@@ -251,7 +252,7 @@ def _entering(
             buffer.copy_(fresh)
 
     late = Late(cuda, in_place)
-    return on_cpu, on_cuda
+    return on_cpu, Relaunched(on_cuda)
 
 
 def _allocation(geometry: Callable[..., Buffers]) -> Callable[..., "list[torch.Tensor]"]:

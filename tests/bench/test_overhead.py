@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import mezzotint as mz
 from bench import overhead
+from bench._replay import _Replay
 from bench._stubs import stubbed_kernels
+from mezzotint.recipe import RECIPES
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.quantize import quantize_scaled
 
@@ -17,13 +21,13 @@ CURRENT = Float8CurrentScalingQuantizer(mz.DType.kFloat8E4M3)
 
 def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[bool] = set()
-    timed = overhead._step
+    timed = overhead.Step
 
     def watched(*args: object, **kwargs: object) -> object:
         seen.add(torch._C._is_multithreading_enabled())
         return timed(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(overhead, "_step", watched)
+    monkeypatch.setattr(overhead, "Step", watched)
     monkeypatch.setattr(overhead, "BLOCK", 2)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     path = tmp_path / "out.json"
@@ -31,12 +35,15 @@ def test_every_candidate(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert overhead.main([*arguments, "--json", str(path)]) == 0
     report = json.loads(path.read_text())
     rows = {row["name"]: row for row in report["rows"]}
-    alone = {"nn.Linear bf16", "autograd.Function alone", "current scaling alone", "torchao tensorwise"}
+    alone = {"nn.Linear bf16", "autograd.Function alone", "torchao tensorwise"}
     assert alone | overhead.RECIPES.keys() <= rows.keys()
     for name, row in rows.items():
         assert "error" not in row, name
         assert row["ops"] + row["python"] == pytest.approx(row["us"])
-    assert "one thread" in capsys.readouterr().out
+        assert ("floor" in row) == name.startswith("mezzotint")
+    shown = capsys.readouterr().out
+    assert "one thread" in shown
+    assert "floor us" in shown
     assert seen == {False}
     assert torch._C._is_multithreading_enabled()
 
@@ -52,20 +59,29 @@ def test_stubbed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "of autograd.Function alone" in " ".join(capsys.readouterr().out.split())
 
 
-def test_current_scaling_alone_computes_what_the_module_computes() -> None:
-    alone = overhead._BareFloat8Module(32, 32, dtype=torch.bfloat16)
-    module = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
-    with torch.no_grad():
-        for mine, other in zip(alone.parameters(), module.parameters(), strict=True):
-            mine.copy_(other)
-    found = []
-    for linear in (alone, module):
-        x = torch.linspace(-2.0, 3.0, 32 * 32).view(32, 32).bfloat16().requires_grad_()
-        with mz.autocast("current"):
-            y = linear(x)
-        y.backward(torch.linspace(1.0, -4.0, 32 * 32).view(32, 32).bfloat16())
-        found.append([y, x.grad, *[parameter.grad for parameter in linear.parameters()]])
-    torch.testing.assert_close(*found)
+def test_the_floor_makes_the_calls_of_the_step() -> None:
+    step = overhead.Step(mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu"), 32, RECIPES["current"]())
+    step()
+    leaves = [step.x, *step.module.parameters()]
+    expected = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+    floor = step.floor()
+    calls = [[call.func.__name__ for call in calls] for calls in (floor.forward, floor.backward)]  # type: ignore[attr-defined]
+    assert [names.count("mm") for names in calls] == [1, 2]
+    assert floor.count() == sum(map(len, calls))
+    products: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            products.extend([func.__name__] * (func.__name__ == "mm"))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        _Replay.apply(floor, *leaves)
+    assert len(products) == 1
+    floor()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, gradient)
 
 
 def test_kernels_that_compute_nothing() -> None:

@@ -9,12 +9,14 @@ Triton.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, reduce
-from operator import attrgetter, itemgetter, or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
+
+from mezzotint.kernels._relaunch import is_hooked, note_launch, taker
 
 
 class Fast:
@@ -38,7 +40,8 @@ class Fast:
             constants.pop("enable_fp_fusion", None)  # It is no option there: see `launch_in_graphs`.
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
-        if not self.is_compiled or _hooked():
+        if not self.is_compiled or is_hooked(knobs.runtime):
+            note_launch(None, grid, args, knobs.runtime)
             self.kernel[grid](*args, **constants)
             return
         device = torch.cuda.current_device()
@@ -47,25 +50,25 @@ class Fast:
         found = self.found.get(key)
         if found is None:
             compiled = self.kernel[grid](*args, **constants)
-            names = self.kernel.arg_names
-            rest = tuple([constants[name] for name in names[len(args) :]])
+            rest = tuple([constants[name] for name in self.kernel.arg_names[len(args) :]])
             self.found[key] = (compiled, rest)
-            return
-        compiled, rest = found
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            grid[0],
-            grid[1] if len(grid) > 1 else 1,
-            grid[2] if len(grid) > 2 else 1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *raw,
-            *rest,
-        )
+        else:
+            compiled, rest = found
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            compiled.run(
+                grid[0],
+                grid[1] if len(grid) > 1 else 1,
+                grid[2] if len(grid) > 2 else 1,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *raw,
+                *rest,
+            )
+        note_launch(compiled, grid, (*args, *rest), knobs.runtime)
 
 
 # Eager code launches with tensors of these types. With others the compiler traces the launch.
@@ -92,14 +95,7 @@ def _places(types: tuple[type, ...]) -> _Places:
     known = {*tensors, *ints, *tuples, *[i for i, kind in enumerate(types) if kind in (float, type(None))]}
     is_traced = bool(tensors) and types[tensors[0]] not in _AT_HAND
     others = tuple([i for i in range(len(types)) if i not in known])
-    return _Places(is_traced, tensors, _taker(tensors), _taker(ints), tuples, _taker(others))
-
-
-def _taker(places: tuple[int, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Return a function that takes what is at these places out of a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda args: tuple([args[i] for i in places])
+    return _Places(is_traced, tensors, taker(tensors), taker(ints), tuples, taker(others))
 
 
 def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -108,12 +104,6 @@ def scratch(x: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     if type(x) in _AT_HAND:
         return x.new_empty(sum(sizes), dtype=torch.float32).split(list(sizes))
     return [x.new_empty(size, dtype=torch.float32) for size in sizes]
-
-
-def _hooked() -> bool:
-    """Return whether a profiler has hooked launches; an empty chain of hooks, as newer Tritons have it, is none."""
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
 
 
 def _prepared(args: tuple[Any, ...], places: _Places) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
