@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mezzotint.kernels._lib import as_matrix, is_plain
-from mezzotint.kernels.gemm import Operand, gemm, new_output, product_of
+from mezzotint.kernels.gemm import Operand, at_once, gemm, new_output, product_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 __all__ = ["CustomGemmParams", "GEMMType", "is_made_by_custom", "multiply", "operand"]
@@ -60,8 +60,12 @@ def multiply(
     x, y = operand(a, a_columnwise), operand(b, b_columnwise)
     if not is_plain(x.data):
         return gemm(x, y, out_dtype=out_dtype, bias=bias, accumulate=accumulate, fast_accum=fast)
-    out = new_output(x, y, out_dtype if accumulate is None else accumulate.dtype)
-    product_of(out, x, y)(out, x, y, bias, fast)
+    # As in `gemm`, which would be another frame on the way to each kernel.
+    dtype = out_dtype if accumulate is None else accumulate.dtype
+    out = at_once(x, y, dtype, bias, fast) if x.data.is_cuda else None
+    if out is None:
+        out = new_output(x, y, dtype)
+        product_of(out, x, y)(out, x, y, bias, fast)
     return out if accumulate is None else accumulate.add_(out)
 
 

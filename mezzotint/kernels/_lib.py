@@ -178,6 +178,7 @@ def _is_decomposed(op: torch._ops.OpOverload) -> bool:
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_count_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
 def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
@@ -222,12 +223,7 @@ def is_plain(x: Any) -> bool:
 def is_bare(x: Any) -> bool:
     """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not. A compiled graph is made of
     ops: below Dynamo its tensors are fake, so that their type answers the question."""
-    return (
-        type(x) in _PLAIN
-        and (x.is_cuda or x.is_cpu)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    return type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and _count_modes() == 0 and _transform() is None
 
 
 def _has_negative(args: Sequence[Any]) -> bool:

@@ -256,7 +256,7 @@ def taker(places: tuple[int, ...]) -> Taker:
     """Return a function that takes what is at these places out of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
-    return lambda args: tuple([args[i] for i in places])
+    return (lambda args: (args[places[0]],)) if places else lambda args: ()
 
 
 def _are_options(values: Sequence[Any]) -> bool:

@@ -37,7 +37,7 @@ from mezzotint.kernels.operand import (
     is_unpacked,
     rows,
 )
-from mezzotint.kernels.scaled_mm import OptionalTensor
+from mezzotint.kernels.scaled_mm import ALIGN, OptionalTensor
 
 __all__ = ["GENERAL", "Operand", "gemm", "gemm_reference", "write_product"]
 
@@ -109,6 +109,23 @@ def write_product(out: torch.Tensor, a: Operand, b: Operand, bias: OptionalTenso
     # Inside of an op autograd and torch.autocast are still on; the latter would multiply FP32 matrices in BF16.
     with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
         product_of(out, a, b)(out, a, b, bias, fast_accum)
+
+
+def at_once(a: Operand, b: Operand, dtype: torch.dtype, bias: OptionalTensor, fast_accum: bool) -> torch.Tensor | None:
+    """Return D in plain eager code on a GPU by one call of PyTorch's, as in a graph; None if it takes more."""
+    if torch.is_autocast_enabled("cuda"):
+        return None
+    if (a.data.data_ptr() | b.data.data_ptr()) % ALIGN:  # memory that PyTorch did not allocate
+        return None
+    return _by_one_call(a, b, bias, dtype, fast_accum)
+
+
+def _by_one_call(
+    a: Operand, b: Operand, bias: OptionalTensor, dtype: torch.dtype, fast_accum: bool
+) -> torch.Tensor | None:
+    """Return D by one call of PyTorch's on a GPU, or None if it takes more."""
+    one_call = _unpacked_product if is_unpacked(a) and is_unpacked(b) else choose(a, b).one_call
+    return None if one_call is None else one_call(a, b, bias, dtype, fast_accum)
 
 
 def product_of(out: torch.Tensor, a: Operand, b: Operand) -> Product:
@@ -189,12 +206,8 @@ _gemm_op_ = leaf(
 
 def _gemm_in_graph(*arguments: Any) -> torch.Tensor:
     a, b, bias = _split(arguments)
-    if a.data.is_cuda:
-        one_call = _unpacked_product if is_unpacked(a) and is_unpacked(b) else choose(a, b).one_call
-        made = None if one_call is None else one_call(a, b, bias, *arguments[2 * FIELDS + 1 :])
-        if made is not None:
-            return made
-    return _gemm_op(*arguments)
+    made = _by_one_call(a, b, bias, *arguments[2 * FIELDS + 1 :]) if a.data.is_cuda else None
+    return _gemm_op(*arguments) if made is None else made
 
 
 def _unpacked_product(
@@ -261,8 +274,11 @@ def gemm(
             return _gemm_in_graph_op(*flat(a), *flat(b), bias, out_dtype, fast_accum)
         _gemm_op_(accumulate, *flat(a), *flat(b), bias, fast_accum)
         return accumulate
-    out = new_output(a, b, out_dtype if accumulate is None else accumulate.dtype)
-    product_of(out, a, b)(out, a, b, bias, fast_accum)
+    dtype = out_dtype if accumulate is None else accumulate.dtype
+    out = at_once(a, b, dtype, bias, fast_accum) if a.data.is_cuda else None
+    if out is None:
+        out = new_output(a, b, dtype)
+        product_of(out, a, b)(out, a, b, bias, fast_accum)
     return out if accumulate is None else accumulate.add_(out)
 
 

@@ -62,7 +62,7 @@ def as_one_call(
 
 def adds_bias_inside(bias: OptionalTensor, dtype: torch.dtype) -> bool:
     """Return whether the GEMM writes a 16-bit dtype and adds the bias, if there is one, itself."""
-    return dtype != torch.float32 and (bias is None or bias.dtype == dtype)
+    return dtype != torch.float32 and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
 
 
 def is_as_stored(op: Operand, rows_multiple: int, size_multiple: int) -> bool:
