@@ -41,7 +41,9 @@ def kernels(step: Callable[[], Any], ms: float) -> Kernels:
     because the host runs ahead of the GPU, and those that count are the last, by the number of their kernels.
     """
     count = STEPS + min(MOST_BEFORE, math.ceil(SETTLED_MS / ms))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    # Without `acc_events` it warns that it may lose some.
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(count):
             step()
         torch.cuda.synchronize()

@@ -54,7 +54,9 @@ def addressed(arg: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # that of a tensor on the CPU
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
 
