@@ -121,8 +121,8 @@ class Recording(TorchDispatchMode):
         self.launches: list[tuple[Any, list[Any]]] = []  # with all that they are called with
         self.runtime: Any = None
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
-        # Of two tensors in one storage, or of one without memory, an address does not tell which it belongs to.
-        self.is_whole = 0 not in storages and len(set(storages)) == len(storages)
+        # Of two tensors in one storage an address does not tell which it belongs to.
+        self.is_whole = len(set(storages)) == len(storages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -108,3 +108,25 @@ def test_opcheck() -> None:
     a, b = (torch.randint(0, 120, (rows, 32), dtype=torch.uint8) for rows in (16, 48))
     side = (torch.ones(1), None, "tensor", E4M3, False, 448, False)
     opcheck(torch.ops.mezzotint.gemm_in_graph.default, (a, *side, b, *side, None, torch.bfloat16, True))
+
+
+def test_eager_code_takes_one_call_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes PyTorch's own call where a graph does, unless `torch.autocast` is on or memory is not aligned."""
+    made = torch.empty(0)
+    monkeypatch.setattr(gemm, "capability_of", lambda x: (9, 0))
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kwargs: made)
+    backing = torch.frombuffer(bytearray(64 * 32 + 16), dtype=torch.uint8)
+    start = -backing.data_ptr() % 16
+
+    def product(shift: int, out: torch.dtype = torch.bfloat16) -> Any:
+        codes = torch.frombuffer(backing.numpy(), dtype=torch.uint8, offset=start + shift, count=63 * 32).view(63, 32)
+        sides = [
+            Operand(data, torch.ones(1), kind="tensor", dtype=E4M3) for data in (codes, torch.zeros_like(codes[:48]))
+        ]
+        return gemm.at_once(sides[0], sides[1], out, None, True)
+
+    assert product(0) is made
+    assert product(0, torch.float32) is None
+    assert product(1) is None
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    assert product(0) is None

@@ -211,6 +211,11 @@ def _makes_columns(op: Op, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _makes_elsewhere(op: Op, x: torch.Tensor) -> None:
+    x.new_empty(4, device="meta")
+    op.launch((1,), x)
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -223,6 +228,7 @@ def _makes_columns(op: Op, x: torch.Tensor) -> torch.Tensor:
         _nests_tuples,
         _launches_by_triton,
         _makes_columns,
+        _makes_elsewhere,
     ],
 )
 def test_code_that_does_more_runs_each_time(code: Callable[..., Any]) -> None:
@@ -230,6 +236,18 @@ def test_code_that_does_more_runs_each_time(code: Callable[..., Any]) -> None:
     for i in range(4):
         op.call(X)
         assert op.runs == i + 1
+
+
+def test_a_buffer_without_dimensions() -> None:
+    def code(op: Op, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(())
+        op.launch((1,), x, out)
+        return out
+
+    op = Op(code)
+    for _ in range(3):
+        assert op.call(X).shape == ()
+    assert op.runs == 2
 
 
 def test_two_tensors_in_one_storage_are_not_told_apart() -> None:
@@ -259,10 +277,13 @@ def test_arguments_of_other_types_go_to_the_code(other: Any) -> None:
 
 def test_a_tensor_of_another_device_than_the_current(monkeypatch: pytest.MonkeyPatch) -> None:
     op = Op(lambda op, x: op.launch((1,), x))
+    for _ in range(3):
+        op.call(X)
+    assert op.runs == 2
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for _ in range(4):
         op.call(X)
-    assert op.runs == 4
+    assert op.runs == 6
 
 
 def test_a_profilers_hook_hears_of_launches() -> None:
