@@ -32,7 +32,10 @@ def stubbed_kernels() -> Iterator[None]:
 
     What is left of a step is Python, autograd and the allocation of tensors.
     """
-    tables = [(table, dict(table)) for table in (_lib._IMPLEMENTATIONS, quantize_ops._ENTERING)]
+    tables = [
+        (table, dict(table))
+        for table in (_lib._IMPLEMENTATIONS, quantize_ops._ENTERING, quantize_ops._ENTERING_SOURCES)
+    ]
     product = mezzotint.functional.gemm.product_of
     for table, kernels in tables:
         table.update({op: (_stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})

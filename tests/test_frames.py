@@ -56,7 +56,8 @@ def test_from_forward_to_the_launch(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gemm, "capability_of", lambda x: (9, 0))
     monkeypatch.setattr(gemm, "_mm_fp32", lambda x, y, out: out.float())  # which the CPU has not
     monkeypatch.setattr(Fast, "launch", launch)
-    for owner, table in ((_lib, "_IMPLEMENTATIONS"), (quantize_ops, "_ENTERING")):
+    tables = (_lib, "_IMPLEMENTATIONS"), (quantize_ops, "_ENTERING"), (quantize_ops, "_ENTERING_SOURCES")
+    for owner, table in tables:
         on_cuda = {
             op: Relaunched(cuda.run) if isinstance(cuda, Relaunched) else cuda
             for op, (_, cuda) in getattr(owner, table).items()

@@ -194,7 +194,9 @@ def quantize_ops(
     functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs)
     _GROUPS[functional] = _groups_op(f"{name}_groups", options, _allocation(geometry), reference, late, cuda_groups)
     if cuda_enter is not None:
-        _ENTERING[functional] = _entering(geometry, reference, cuda_enter)
+        enter = _entering(geometry, reference, cuda_enter)
+        _ENTERING[functional] = enter[0], Relaunched(enter[1])
+        _ENTERING_SOURCES[functional] = _of_source(enter[0]), Relaunched(_of_source(enter[1]))
     if unpacking is not None:
         _UNPACKED[functional] = _unpacked_op(name, options, geometry, reference, cuda, in_graphs, unpacking), unpacking
     schema = f"{name}_(Tensor x, Tensor(a!)[] out, Tensor? noop, {options}) -> ()"
@@ -203,6 +205,7 @@ def quantize_ops(
 
 # This maps a quantization by a given scale to the functions that enter the amax, on a CPU and on CUDA.
 _ENTERING: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+_ENTERING_SOURCES: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 @eager_only()
@@ -213,10 +216,10 @@ def entering(
     returning that: `enter(x, scales, slot, history, *options)`, with scales [n]. Without a history no amax is taken.
 
     It is None but in plain eager code and in graphs that hold launches. Elsewhere there must be an op, and none does
-    this: the compiler takes no op that writes an argument and returns a list. If `is_source`, the function takes a
-    `SourceCall` whose first argument is `x`; graphs hold no launches of those.
+    this: the compiler takes no op that writes an argument and returns a list. If `is_source`, the function quantizes
+    what a source makes of arguments whose first is `x`, as `_of_source` says; graphs hold no launches of those.
     """
-    cpu, cuda = _ENTERING[op]
+    cpu, cuda = (_ENTERING_SOURCES if is_source else _ENTERING)[op]
     if type(x) is FunctionalTensor:
         return cuda if not is_source and holds_launches(x) else None
     if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
@@ -252,7 +255,25 @@ def _entering(
             buffer.copy_(fresh)
 
     late = Late(cuda, in_place)
-    return on_cpu, Relaunched(on_cuda)
+    return on_cpu, on_cuda
+
+
+def _of_source(enter: Callable[..., "list[torch.Tensor]"]) -> Callable[..., "list[torch.Tensor]"]:
+    """Return `enter` for what a source makes. It takes the fields of a `SourceCall` with the number of its arguments,
+    which come last but for the options: a record of launches knows tensors and plain values alone."""
+
+    def enter_source(
+        source: str,
+        count: int,
+        sums: torch.Tensor | None,
+        scales: torch.Tensor,
+        slot: int,
+        history: torch.Tensor | None,
+        *rest: Any,
+    ) -> list[torch.Tensor]:
+        return enter(SourceCall(source, rest[:count], sums), scales, slot, history, *rest[count:])
+
+    return enter_source
 
 
 def _allocation(geometry: Callable[..., Buffers]) -> Callable[..., "list[torch.Tensor]"]:

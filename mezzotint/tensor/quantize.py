@@ -15,7 +15,7 @@ from mezzotint.constants import HIGH_PRECISION
 from mezzotint.kernels._lib import callee, run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.philox import draw_rng
-from mezzotint.kernels.quantize_ops import SOURCES, SourceCall, entering, fused, of_groups
+from mezzotint.kernels.quantize_ops import SOURCES, entering, fused, of_groups
 from mezzotint.tensor.flatten import class_by_name
 from mezzotint.tensor.interface import QuantizerLike
 from mezzotint.tensor.quantize_call import QuantizeCall
@@ -167,8 +167,8 @@ def quantize_source(
     enter = None if place is None else entering(call.op, arguments[0], True)
     if place is not None and enter is not None:
         summed = arguments[0].new_empty(shape[-1], dtype=sums) if has_sums and sums is not None else None
-        made = SourceCall(source, arguments, summed)
-        buffers = enter(made, place.scales, place.slot, place.history, *call.options)
+        fields = source, len(arguments), summed, place.scales, place.slot, place.history, *arguments
+        buffers = enter(*fields, *call.options)
         return _as_storage(buffers, call, quantizer, shape, dtype), None, summed
     if has_sums:
         arguments = (*arguments, sums)

@@ -123,6 +123,17 @@ def main() -> None:
 
         check(code(fused(mxfp8_quantize, "norm")), fused(mxfp8_quantize, "norm"), normed)
 
+    # The reference adds column sums in another order, so that this is compared with the code itself.
+    of_source: Any = quantize_ops._ENTERING_SOURCES[float8_quantize_scaled][1]
+
+    def entered_source(seed: int) -> tuple[Any, ...]:
+        history, shape, wide = torch.full((2, 3), 0.5), (40, 256), (40, 512)  # both halves of a gradient, tile by tile
+        call = "activation_backward", 6, torch.empty(wide[1], dtype=FP32), torch.tensor([1.0, 3.0, 2.0]), 1, history
+        gradient = draw(shape, BF16, seed + 50), draw(wide, BF16, seed), None, "reglu", [], None
+        return *call, *gradient, E4M3, True, True
+
+    check(of_source.run, of_source.run, entered_source)
+
     def states(seed: int) -> tuple[Any, ...]:
         return draw((3,), FP32, seed).abs(), draw((4, 3), FP32, seed + 1).abs(), [], [], 4, 448.0, False
 
