@@ -58,7 +58,7 @@ class Relaunched:
             form.append((*args[i], *map(type, args[i])))  # 1 is not 1.0 to a kernel
         key = tuple(form)
         record = self.records.get(key, _UNKNOWN)
-        if type(record) is not Record or is_hooked(record.runtime):
+        if type(record) is not Record or has_hooks(record.runtime):
             return self._run(key, record, args, tensors)
         # This is in no function of its own, because each frame on the way to a kernel takes time.
         like = tensors[0]
@@ -226,7 +226,7 @@ def note_launch(compiled: Any, grid: tuple[int, ...], args: Sequence[Any], runti
         mode.note(compiled, grid, args)
 
 
-def is_hooked(runtime: Any) -> bool:
+def has_hooks(runtime: Any) -> bool:
     """Return whether a profiler has hooked launches; an empty chain of hooks, as newer Tritons have it, is none."""
     hook = None if runtime is None else runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))

@@ -16,7 +16,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from mezzotint.kernels._relaunch import is_hooked, note_launch, taker
+from mezzotint.kernels._relaunch import has_hooks, note_launch, taker
 
 
 class Fast:
@@ -40,7 +40,7 @@ class Fast:
             constants.pop("enable_fp_fusion", None)  # It is no option there: see `launch_in_graphs`.
             torch.library.wrap_triton(self.kernel)[grid](*args, **constants)
             return
-        if not self.is_compiled or is_hooked(knobs.runtime):
+        if not self.is_compiled or has_hooks(knobs.runtime):
             note_launch(None, grid, args, knobs.runtime)
             self.kernel[grid](*args, **constants)
             return
