@@ -194,8 +194,9 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
 @traced_as(lambda op, x: op)
 def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
     """Return the callable that runs the op on `x`: in plain eager code (`is_bare`), and if x has no gradient, the
-    implementation itself, else the op. Only `x` is looked at: the op's other tensors must be made by this package. The
-    caller makes the call, so that no frame stands between the two on the stack."""
+    implementation itself (on CUDA one that makes recorded launches), else the op. Only `x` is looked at: the op's other
+    tensors must be made by this package. The caller makes the call, so that no frame stands between the two on the
+    stack."""
     if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
