@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mezzotint.kernels._relaunch import Relaunched
+from mezzotint.kernels._relaunch import Relaunched, call_of
 
 Calls = list[Callable[[], Any]]
 
@@ -48,9 +48,8 @@ def recorded() -> Iterator[Calls]:
         from mezzotint.kernels.triton import _launch
 
         def noted(compiled: Any, grid: tuple[int, ...], args: tuple[Any, ...], runtime: Any) -> None:
-            kernel = (compiled.function, compiled.packed_metadata, None, None, None)
             stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-            recorder.calls.append(partial(compiled.run, *(*grid, 1, 1)[:3], stream, *kernel, *args))
+            recorder.calls.append(partial(compiled.run, *call_of(compiled, grid, stream, args)))
 
         with mock.patch.object(_launch, "note_launch", noted):
             yield recorder.calls

@@ -135,8 +135,7 @@ class Recording(TorchDispatchMode):
 
     def note(self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """Note a launch of a compiled kernel, with all of its arguments."""
-        call = [*(*grid, 1, 1)[:3], _STREAM, compiled.function, compiled.packed_metadata, None, None, None, *args]
-        self.launches.append((compiled.run, call))
+        self.launches.append((compiled.run, list(call_of(compiled, grid, _STREAM, args))))
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the number of the buffer that a tensor lies in, and the bytes behind its beginning."""
@@ -211,6 +210,11 @@ def _returned(made: list[torch.Tensor], result: Any) -> Callable[[list[torch.Ten
 def _shows(x: Any) -> Any:
     """Return what two tensors are equal by: the memory that they show, and how."""
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) if type(x) is torch.Tensor else x
+
+
+def call_of(compiled: Any, grid: tuple[int, ...], stream: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what the `run` of a compiled kernel is called with, without a profiler's hooks."""
+    return *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *args
 
 
 def note_launch(compiled: Any, grid: tuple[int, ...], args: Sequence[Any], runtime: Any) -> None:

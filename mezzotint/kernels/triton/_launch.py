@@ -16,7 +16,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from mezzotint.kernels._relaunch import has_hooks, note_launch, taker
+from mezzotint.kernels._relaunch import call_of, has_hooks, note_launch, taker
 
 
 class Fast:
@@ -55,19 +55,7 @@ class Fast:
         else:
             compiled, rest = found
             stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled.run(
-                grid[0],
-                grid[1] if len(grid) > 1 else 1,
-                grid[2] if len(grid) > 2 else 1,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *raw,
-                *rest,
-            )
+            compiled.run(*call_of(compiled, grid, stream, (*raw, *rest)))
         note_launch(compiled, grid, (*args, *rest), knobs.runtime)
 
 
