@@ -4,6 +4,7 @@ and why."""
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import unwrap
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ def below_dynamo(function: _F) -> _F:
 
 def inlined(function: _F) -> _F:
     """Return a copy of a `below_dynamo` function that Dynamo traces through, for arguments that are no constants."""
+    function = unwrap(function)
     copied: Any = FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )

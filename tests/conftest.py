@@ -119,3 +119,12 @@ def _fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if is_compile_test:
         _reset_dynamo()
+
+
+@pytest.fixture(autouse=True)
+def _no_recorded_runs() -> Iterator[None]:
+    """A test may replace what a recorded run would call."""
+    yield
+    rerun = sys.modules.get("mezzotint.layer.rerun")
+    if rerun is not None:
+        rerun.RUNS.clear()

@@ -12,7 +12,7 @@ core's backward.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -26,6 +26,7 @@ from mezzotint.functional.delayed import (
     update_waiting,
 )
 from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._recorder import recording
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.tensor.scale_slot import ScaleSlot
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -67,18 +68,21 @@ class Saved:
         cls.UNSAVED = tuple([name for name in slots if name not in cls.SAVED])
 
 
-def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
-    """Move the tensors of `value` to `flat`, and return a spec from which `unflatten` puts the value together again."""
+def flatten(value: Any, flat: list[torch.Tensor], live: list[torch.Tensor]) -> Any:
+    """Move the tensors of `value` to `flat`, and return a spec from which `unflatten` puts the value together again.
+    Histories go to `live`: they are not saved, because backward writes them as they are then."""
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
         flat.append(value)
         return _TENSOR
     if isinstance(value, tuple):
-        return tuple([flatten(item, flat) for item in value])
+        return tuple([flatten(item, flat, live) for item in value])
     if isinstance(value, ScaleSlot):
         flat.append(value.scales)
-        return _Slot(value.slot, value.history)
+        if value.history is not None:
+            live.append(value.history)
+        return _Slot(value.slot, value.history is not None)
     if isinstance(value, QuantizedTensorStorage):
         if not value._FLATTEN_TENSOR_BUFFERS:
             return _flatten_own(value, flat)
@@ -94,11 +98,11 @@ def flatten(value: Any, flat: list[torch.Tensor]) -> Any:
     parts: list[Any] = []
     for name in value.SAVED:
         part = getattr(value, name)
-        parts.append(None if part is None else flatten(part, flat))
+        parts.append(None if part is None else flatten(part, flat, live))
     return _Fields(value, parts)
 
 
-def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
+def unflatten(spec: Any, tensors: list[torch.Tensor], live: list[torch.Tensor]) -> Any:
     """Put together what `flatten` took apart. The result is a new object each time, so that a second backward finds
     what the first one found."""
     if spec is None:
@@ -106,14 +110,14 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(spec, str):
         return tensors.pop(0)
     if isinstance(spec, tuple):
-        return tuple([unflatten(item, tensors) for item in spec])
+        return tuple([unflatten(item, tensors, live) for item in spec])
     if isinstance(spec, _Storage):
         fields = dict(spec.values)
         for name in spec.names:
             fields[name] = tensors.pop(0)
         return spec.cls._build(spec.shape, spec.dtype, fields)
     if isinstance(spec, _Slot):
-        return ScaleSlot(tensors.pop(0), spec.slot, spec.history)
+        return ScaleSlot(tensors.pop(0), spec.slot, live.pop(0) if spec.has_history else None)
     if isinstance(spec, _OwnStorage):
         storage = _copy_of(spec.holder)
         storage.restore_from_saved([tensors.pop(0) if is_held else None for is_held in spec.holds])
@@ -123,7 +127,7 @@ def unflatten(spec: Any, tensors: list[torch.Tensor]) -> Any:
     for name in like.UNSAVED:
         setattr(made, name, getattr(like, name))
     for name, part in zip(like.SAVED, spec.parts, strict=True):
-        setattr(made, name, None if part is None else unflatten(part, tensors))
+        setattr(made, name, None if part is None else unflatten(part, tensors, live))
     return made
 
 
@@ -155,11 +159,10 @@ class _Storage:
 
 @dataclass(slots=True)
 class _Slot:
-    """A `_Slot` keeps a `ScaleSlot` without its scales. The history is not saved, because backward writes it as it is
-    then."""
+    """A `_Slot` keeps a `ScaleSlot` without its tensors."""
 
     slot: int
-    history: torch.Tensor | None
+    has_history: bool
 
 
 @dataclass(slots=True)
@@ -181,6 +184,18 @@ class _Fields:
         self.like, self.parts = like, parts
 
 
+class Kept(NamedTuple):
+    """A `Kept` is what an autograd function keeps for backward, and the tensors that get gradients: whoever records the
+    run asks for it (`layer/rerun.py`)."""
+
+    core: Core
+    spec: Any
+    num_outputs: int
+    saved: tuple[torch.Tensor, ...]
+    live: tuple[torch.Tensor, ...]
+    diff: tuple[Any, ...]
+
+
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, core: Core, args: Any, kept: list[Any] | None, *tensors: Any) -> Any:
@@ -188,14 +203,18 @@ class _Apply(torch.autograd.Function):
             setattr(args, name, value)
         y, made = core.forward(args)
         outputs, extras = core.outputs(args, y, made)
+        state: GradState | None = args.grad_state
         flat: list[torch.Tensor] = []
-        ctx.spec = flatten(core.setup(args, made), flat)
-        ctx.core, ctx.grad_state, ctx.num_outputs = core, args.grad_state, len(outputs)
+        live: list[torch.Tensor] = []
+        ctx.spec, ctx.live = flatten(core.setup(args, made), flat, live), live
+        ctx.core, ctx.grad_state, ctx.num_outputs = core, state, len(outputs)
         ctx.save_for_backward(*flat)
-        if args.grad_state is not None:
-            state = args.grad_state
+        if state is not None:
             read_live(state.scale, state.history, state.number, state.order)
         if kept is not None:
+            recorder = recording()
+            if recorder is not None:
+                recorder.kept = Kept(core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors)
             kept.extend(extras)
             return outputs
         ctx.mark_non_differentiable(*extras)
@@ -212,11 +231,19 @@ def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     state: GradState | None = ctx.grad_state
     if state is not None:
         begin_backward(state)
-    saved = unflatten(ctx.spec, list(ctx.saved_tensors))
-    result, amaxes = ctx.core.backward(saved, *grads[: ctx.num_outputs])
+    result, amaxes = core_backward(ctx.core, ctx.spec, ctx.saved_tensors, ctx.live, grads[: ctx.num_outputs])
     if state is not None:
         record(state, amaxes)
-    return (None, None, None, *(_ungrouped(ctx.core, result) if ctx.core.tuples else result))
+    return (None, None, None, *result)
+
+
+def core_backward(
+    core: Core, spec: Any, saved: Sequence[torch.Tensor], live: Sequence[torch.Tensor], grads: Sequence[Any]
+) -> tuple[Sequence[Any], tuple[Any, ...]]:
+    """Run the backward of a core on what its forward saved, and return the gradients, one tensor after the other, and
+    the amaxes."""
+    result, amaxes = core.backward(unflatten(spec, list(saved), list(live)), *grads)
+    return (_ungrouped(core, result) if core.tuples else result), amaxes
 
 
 def _grouped(core: Core, args: Any, tensors: Sequence[Any]) -> list[Any]:

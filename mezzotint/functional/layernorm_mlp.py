@@ -133,6 +133,7 @@ def layernorm_mlp_setup(a: LayerNormMLPFwdArgs, made: LayerNormMLPMade) -> Layer
     if not a.recomputes:
         return _setup(a, made.norm_fc1, made.hidden, made.fc2)
     a.x, a.branch, a.branch_bias = made.norm_fc1.norm.x, None, None  # `norm.x` is their sum
+    a.grad_state = None  # it holds live buffers, and no core reads it
     for fc in (a.fc1, a.fc2):
         # These are made again, or this object holds them already.
         fc.x = fc.x_q = fc.weight = fc.bias = None

@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from mezzotint import hw
+from mezzotint.kernels._recorder import noted
 from mezzotint.kernels._relaunch import Relaunched
 from mezzotint.tracing import eager_only, traced_as
 
@@ -188,7 +189,7 @@ def run_op(op: torch._ops.OpOverload, *args: Any) -> Any:
     if not is_plain(first) or _has_negative(args):
         return op(*args)
     cpu, cuda = _IMPLEMENTATIONS[op]
-    return cuda(*args) if first.is_cuda else cpu(*args)
+    return noted(cuda if first.is_cuda else cpu)(*args)
 
 
 @traced_as(lambda op, x: op)
@@ -200,7 +201,7 @@ def callee(op: torch._ops.OpOverload, x: torch.Tensor) -> Callable[..., Any]:
     if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
         return op
     cpu, cuda = _IMPLEMENTATIONS[op]
-    return cpu if x.is_cpu else cuda
+    return noted(cpu if x.is_cpu else cuda)
 
 
 def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> Any:
@@ -208,7 +209,7 @@ def write_op(op: torch._ops.OpOverload, written: torch.Tensor, *args: Any) -> An
     implementation directly, whether gradients are enabled or not."""
     if is_bare(written):
         cpu, cuda = _IMPLEMENTATIONS[op]
-        return (cuda if written.is_cuda else cpu)(written, *args)
+        return noted(cuda if written.is_cuda else cpu)(written, *args)
     with torch.no_grad():
         return op(written, *args)
 

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from mezzotint.kernels._recorder import recording
+
 MOST_FORMS = 4096  # of one op; a program with more of them begins anew
 # What stands in the place of a record: nothing is known of the form, it was seen once, or no record can be made of it.
 _UNKNOWN, _SEEN, _MORE_THAN_LAUNCHES = "unknown", "seen", "more than launches"
@@ -43,34 +45,18 @@ class Relaunched:
 
     def __call__(self, *args: Any) -> Any:
         """Run the op for tensors and options."""
-        types = tuple(map(type, args))
-        places = _places(types)
-        if places is None:
+        key, tensors = _form(args)
+        if key is None:
             return self.run(*args)
-        tensors = places.tensors_of(args)
-        device, addresses = torch.cuda.current_device(), [*map(_address_of, tensors)]
-        form = [types, device, places.options_of(args), *map(_form_of, tensors), *map(_strides_of, tensors)]
-        if reduce(or_, addresses) & 15:
-            form.append(tuple([address & 15 == 0 for address in addresses]))
-        for i in places.lists:
-            if not _are_options(args[i]):
-                return self.run(*args)
-            form.append((*args[i], *map(type, args[i])))  # 1 is not 1.0 to a kernel
-        key = tuple(form)
         record = self.records.get(key, _UNKNOWN)
         if type(record) is not Record or has_hooks(record.runtime):
             return self._run(key, record, args, tensors)
-        # This is in no function of its own, because each frame on the way to a kernel takes time.
-        like = tensors[0]
-        made = [like.new_empty(*size, dtype=dtype) for size, dtype in record.made]
-        addresses += map(_address_of, made)
-        for buffer, offset in record.inside:
-            addresses.append(addresses[buffer] + offset)
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, constants, tuples, take in record.launches:
-            given = (stream, *addresses, *constants)
-            run(*take((*given, *[take_some(given) for take_some in tuples]) if tuples else given))
-        return record.returned(made)
+        return record.launch(*tensors)
+
+    def record_of(self, args: Sequence[Any]) -> "Record | None":
+        """Return the record of the launches for such arguments, or None if there is none."""
+        record = self.records.get(_form(args)[0])
+        return record if isinstance(record, Record) else None
 
     def _run(self, key: Any, record: "Record | str", args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Run the code as it is; the second time for tensors of this form, record it."""
@@ -109,6 +95,20 @@ class Record:
     launches: tuple[Launch, ...]
     returned: Callable[[list[torch.Tensor]], Any]  # what the op returns of the buffers that were made
     runtime: Any  # Triton's settings, which hold a profiler's hooks
+    device: int  # the number of the GPU, which must be the current one
+
+    def launch(self, *tensors: torch.Tensor) -> Any:
+        """Make the buffers and the launches for the tensors among the op's arguments."""
+        like = tensors[0]
+        made = [like.new_empty(*size, dtype=dtype) for size, dtype in self.made]
+        addresses = [*map(_address_of, tensors), *map(_address_of, made)]
+        for buffer, offset in self.inside:
+            addresses.append(addresses[buffer] + offset)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        for run, constants, tuples, take in self.launches:
+            given = (stream, *addresses, *constants)
+            run(*take((*given, *[take_some(given) for take_some in tuples]) if tuples else given))
+        return self.returned(made)
 
 
 class Recording(TorchDispatchMode):
@@ -156,7 +156,8 @@ class Recording(TorchDispatchMode):
         if returned is None or not self.is_whole:
             return _MORE_THAN_LAUNCHES
         sizes = [(tuple(x.shape) or ((),), x.dtype) for x in made]
-        return Record(tuple(sizes), tuple(inside), tuple(launches), returned, self.runtime)
+        device = torch.cuda.current_device()
+        return Record(tuple(sizes), tuple(inside), tuple(launches), returned, self.runtime, device)
 
     def _launch(self, run: Callable[..., None], call: list[Any], inside: list[tuple[int, int]]) -> Launch:
         """Return a launch that is called as in `call`, in which tensors stand for their addresses."""
@@ -180,6 +181,29 @@ class Recording(TorchDispatchMode):
         split_ones = iter(range(begin + len(constants), begin + len(constants) + len(tuples)))
         take = taker(tuple([next(split_ones if split else whole) for split in is_split]))
         return Launch(run, tuple(constants), tuple(tuples), take)
+
+
+def _form(args: Sequence[Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """Return the form of an op's arguments and the tensors among them; the form is None if no record can have it."""
+    types = tuple(map(type, args))
+    places = _places(types)
+    if places is None:
+        return None, ()
+    tensors = places.tensors_of(args)
+    form = [types, torch.cuda.current_device(), places.options_of(args), *form_of(tensors)]
+    for i in places.lists:
+        if not _are_options(args[i]):
+            return None, ()
+        form.append((*args[i], *map(type, args[i])))  # 1 is not 1.0 to a kernel
+    return tuple(form), tensors
+
+
+def form_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the form of tensors: their sizes, strides, dtypes, devices, and which of them begin at 16 bytes."""
+    form = [*map(_form_of, tensors), *map(_strides_of, tensors)]
+    if reduce(or_, map(_address_of, tensors)) & 15:
+        form.append(tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]))
+    return form
 
 
 def _tensors_in(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -218,8 +242,11 @@ def call_of(compiled: Any, grid: tuple[int, ...], stream: Any, args: Sequence[An
 
 
 def note_launch(compiled: Any, grid: tuple[int, ...], args: Sequence[Any], runtime: Any) -> None:
-    """Tell the recording that is under way, if there is one, of a launch; `compiled` is None if a record cannot make
+    """Tell the recordings that are under way, if there are any, of a launch; `compiled` is None if a record cannot make
     it."""
+    recorder = recording()
+    if recorder is not None:
+        recorder.fail("a kernel was launched outside of an op")
     mode = _get_current_dispatch_mode() if torch._C._len_torch_dispatch_stack() else None
     if not isinstance(mode, Recording):
         return

@@ -3,6 +3,7 @@
 import torch
 
 from mezzotint.kernels._lib import Late
+from mezzotint.kernels._recorder import noted
 
 Scale = torch.Tensor | float  # FP32 [1] or (1, 1), (R, 1), (1, C); a number
 
@@ -27,6 +28,6 @@ def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: 
     speed of a copy."""
     is_traced = type(product) is not torch.Tensor  # into a program of PyTorch's operators
     if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None) and not is_traced:
-        _late(out, product, scales, bias)
+        noted(_late)(out, product, scales, bias)
     else:
         finish_reference(out, product, scales, bias)

@@ -36,6 +36,7 @@ from mezzotint.kernels._lib import (
     launch_in_graphs,
     load_triton,
 )
+from mezzotint.kernels._recorder import noted
 from mezzotint.kernels._relaunch import Relaunched
 from mezzotint.kernels.activation import (
     activation_backward,
@@ -224,7 +225,7 @@ def entering(
         return cuda if not is_source and holds_launches(x) else None
     if not is_bare(x) or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
         return None
-    return cpu if x.is_cpu else cuda
+    return noted(cpu if x.is_cpu else cuda)
 
 
 def _entering(

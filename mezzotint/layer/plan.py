@@ -18,6 +18,7 @@ from mezzotint.functional.norm import NormOptions
 from mezzotint.functional.tensor_parallel import Parallel, gathers, splits_of
 from mezzotint.layer.names import join_path
 from mezzotint.layer.unpacking import unpack_operands
+from mezzotint.quantization import has_own_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     RULED_TENSORS,
@@ -55,6 +56,7 @@ class Plan(GraphConstant):
     compresses: bool  # the input of the activation is held in FP8 blocks
     is_inspected: bool = False  # an inspector compares tensors with their quantized copies
     checks_finite: bool = False  # values that are not finite are counted when a tensor is quantized
+    repeats: bool = False  # the form of the tensors decides which calls a run makes
 
     def quantizes_again(self) -> bool:
         """Return whether backward quantizes again what forward has quantized."""
@@ -186,7 +188,26 @@ def _resolve(
         compresses=(config.memory or options.memory) == "compressed" and any(inputs),
         is_inspected=config.is_inspected and recipe is not None,
         checks_finite=options.checks_finite and recipe is not None,
+        repeats=_repeats(config, recipe, quantizers, request, options),
     )
+
+
+def _repeats(
+    config: LayerConfig,
+    recipe: Recipe | None,
+    quantizers: tuple[LinearQuantizers, ...],
+    request: DelayedScalingRequest | None,
+    options: RegionOptions,
+) -> bool:
+    """Return whether the form of the tensors decides which calls a run makes. A user's own code may decide otherwise,
+    and runs that ask other ranks or look at values do."""
+    if any(config.parallels) or config.is_inspected or options.checks_finite:
+        return False
+    if recipe is not None and not recipe.answers_once():
+        return False
+    each = [one for own in quantizers for one in (own.input, own.weight, own.grad_output) if one is not None]
+    is_own = any(one.is_custom() or not one._is_value() for one in each)
+    return not (is_own or (request is not None and has_own_rule(request)))
 
 
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:

@@ -24,6 +24,7 @@ from mezzotint.layer.norm import (
 )
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import NormInFront, Plan
+from mezzotint.layer.rerun import rerun
 from mezzotint.layer.run import (
     Delayed,
     KeptWeights,
@@ -43,6 +44,7 @@ from mezzotint.tracing import below_dynamo, inlined
 
 
 @below_dynamo
+@rerun
 def run_layernorm_linear(
     plan: Plan,
     norm: NormInFront,
@@ -292,7 +294,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         call = self._start(dtype, (needs,), is_first_microbatch)
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
-        run = run_layernorm_linear if kept is None else _run_inlined
+        run = _run_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_layernorm_linear
         norm = NormInFront(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
         outputs = list(
             run(

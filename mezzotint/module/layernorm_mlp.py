@@ -33,6 +33,7 @@ from mezzotint.layer.parameters import (
     resolve_dtype,
 )
 from mezzotint.layer.plan import LayerConfig, Plan
+from mezzotint.layer.rerun import rerun
 from mezzotint.layer.run import (
     Delayed,
     KeptWeights,
@@ -52,6 +53,7 @@ from mezzotint.tracing import below_dynamo, inlined
 
 
 @below_dynamo
+@rerun
 def run_layernorm_mlp(
     plan: Plan,
     config: LayerConfig,
@@ -361,7 +363,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         kept = self._kept(call, (w1, w2)) if call.caches else None
         wgrads = self._wgrads((w1, w2)) if config.accumulates else None
-        run = run_layernorm_mlp if kept is None else _run_inlined
+        run = _run_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_layernorm_mlp
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
         delayed = delayed_of(self, call)
         outputs = list(run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes))

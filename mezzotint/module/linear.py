@@ -13,6 +13,7 @@ from mezzotint.layer.boundary import dequantized, quantize_gradient
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import Plan
+from mezzotint.layer.rerun import rerun
 from mezzotint.layer.run import (
     Delayed,
     KeptWeights,
@@ -31,6 +32,7 @@ from mezzotint.tracing import below_dynamo, inlined, make_again
 
 
 @below_dynamo
+@rerun
 def run_linear(
     plan: Plan,
     x: torch.Tensor,
@@ -266,7 +268,7 @@ class Linear(TransformerEngineBaseModule):
             self._calibrate((x,), (weight,))
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
-        run = run_linear if kept is None else _run_linear_inlined
+        run = _run_linear_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_linear
         delayed = None if call.scales is None else delayed_of(self, call)
         y = run(call.plan, x, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:

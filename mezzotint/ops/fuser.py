@@ -189,7 +189,8 @@ class _Function(torch.autograd.Function):
                     "memory as the extra input. Give a copy, or make it with in_place=False"
                 )
             flat: list[torch.Tensor] = []
-            func_ctx.specs = [flatten(ctx.to_save, flat) for ctx in ctxs]
+            func_ctx.live = []
+            func_ctx.specs = [flatten(ctx.to_save, flat, func_ctx.live) for ctx in ctxs]
             for ctx in ctxs:
                 ctx.to_save = ()
             func_ctx.save_for_backward(*flat)
@@ -211,9 +212,10 @@ class _Function(torch.autograd.Function):
     def backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Any) -> Any:
         pipeline: Pipeline = func_ctx.pipeline
         wiring, count = pipeline.wiring, len(pipeline.basic_ops)
-        tensors = list(func_ctx.saved_tensors)
+        tensors, live = list(func_ctx.saved_tensors), list(func_ctx.live)
         ctxs = [
-            restored(ctx, unflatten(spec, tensors)) for ctx, spec in zip(func_ctx.ctxs, func_ctx.specs, strict=True)
+            restored(ctx, unflatten(spec, tensors, live))
+            for ctx, spec in zip(func_ctx.ctxs, func_ctx.specs, strict=True)
         ]
         grad_params: list[Any] = [(None,) * n for n in pipeline.num_params]
         grad_extra_inputs: list[Any] = [()] * count

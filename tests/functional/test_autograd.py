@@ -267,9 +267,9 @@ def test_storages_are_saved_and_restored(fmt: Format) -> None:
             storage = fmt.quantize(values(shape), *usages, True)
             kept = snapshot(storage)
             flat: list[torch.Tensor] = []
-            spec = flatten(storage, flat)
+            spec = flatten(storage, flat, [])
             assert [id(tensor) for tensor in flat] == [id(buffer) for buffer in buffers(storage).values()]
-            first, second = unflatten(spec, list(flat)), unflatten(spec, list(flat))
+            first, second = unflatten(spec, list(flat), []), unflatten(spec, list(flat), [])
             check_equal(first, storage)
             check_equal(second, storage)
             first.clear()  # what is done to one is not done to the others
@@ -281,7 +281,7 @@ def test_storages_are_saved_and_restored(fmt: Format) -> None:
 @over_formats(is_value=True)
 def test_what_tells_how_to_restore_holds_no_tensor(fmt: Format) -> None:
     """Tensors that autograd does not know of would outlive the graph."""
-    spec = flatten(fmt.quantize(values((32, 64)), internal=True), [])
+    spec = flatten(fmt.quantize(values((32, 64)), internal=True), [], [])
     for value in (spec.cls, spec.shape, spec.dtype, *spec.names, *spec.values.values()):
         assert not isinstance(value, torch.Tensor)
         assert not any(isinstance(v, torch.Tensor) for v in getattr(value, "__dict__", {}).values())
@@ -292,9 +292,9 @@ def test_plain_values_are_saved_and_restored() -> None:
     storage = mz.MXFP8Quantizer().quantize(torch.ones(32, 32))
     for value in (None, x, (x, None, y), (), ((x,), (y, (None,))), (storage, x)):
         flat: list[torch.Tensor] = []
-        spec = flatten(value, flat)
+        spec = flatten(value, flat, [])
         rest = [*flat, x]
-        check_equal(unflatten(spec, rest), value)
+        check_equal(unflatten(spec, rest, []), value)
         assert rest == [x]  # taken from the front, no more than is needed
 
 
@@ -317,20 +317,22 @@ def test_arguments_are_saved_and_restored(
     """Of every module, nested as they are; a backward on what was restored, and once more, is the same backward."""
     spy, kept = restorable(name, RECIPES[recipe], monkeypatch, **options)
     flat: list[torch.Tensor] = []
-    spec = flatten(mirror(kept), flat)
+    live: list[torch.Tensor] = []
+    spec = flatten(mirror(kept), flat, live)
     assert flat
+    assert not {*map(id, flat)} & {*map(id, live)}
     assert not list(tensors_of(spec.like))  # autograd alone holds them
     shared = {id(scales) for scales in scales_of(kept)}  # by the linears of a module
     others = [id(tensor) for tensor in flat if id(tensor) not in shared]
     assert len({*others}) == len(others)  # nothing is saved twice
-    check_equal(unflatten(spec, list(flat)), kept)
+    check_equal(unflatten(spec, list(flat), list(live)), kept)
     results = []
     for _ in range(2):
         torch.manual_seed(7)
-        results.append(spy.core.backward(unflatten(spec, list(flat)), *spy.grads[0]))
+        results.append(spy.core.backward(unflatten(spec, list(flat), list(live)), *spy.grads[0]))
     for (_, first), (_, second) in zip(tensors_of(results[0]), tensors_of(results[1]), strict=True):
         assert torch.equal(first, second)
-    check_equal(unflatten(spec, list(flat)), kept)
+    check_equal(unflatten(spec, list(flat), list(live)), kept)
     if recipe != "nvfp4":  # rounds stochastically
         for (_, first), (_, once) in zip(tensors_of(results[0]), tensors_of(spy.results[0]), strict=True):
             assert torch.equal(first, once)
@@ -350,7 +352,7 @@ def test_what_is_not_needed_is_not_saved(name: str, monkeypatch: pytest.MonkeyPa
         with mz.autocast(recipe=RECIPES["mxfp8"]):
             module(x.requires_grad_("input" not in frozen), *(([10, 10, 20],) if name == "grouped_linear" else ()))
         flat: list[torch.Tensor] = []
-        flatten(mirror(spy.kept.pop()), flat)
+        flatten(mirror(spy.kept.pop()), flat, [])
         sizes[frozen] = sum(tensor.numel() * tensor.element_size() for tensor in flat)
     assert sizes["weight",] < sizes[()]
     assert sizes["input",] < sizes[()]

@@ -1,0 +1,233 @@
+"""Runs from a record: which calls a module's run makes on tensors of one form is worked out once.
+
+The plan of a run and the form of its tensors decide which kernels and products it takes, in which order, and what is
+saved for backward. So eager code records the calls (`kernels/_recorder.py`) the second time that it sees a plan with
+tensors of a form, and from then on makes them again, with nothing in between. Forward is one such function, backward
+another one.
+
+What might make other calls runs as it is: a plan says whether its runs repeat (`Plan.repeats`), and runs in graphs, in
+modes of PyTorch's, under `torch.autocast`, with a profiler's hooks or with tensors of other classes are not recorded.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mezzotint.functional.autograd import Kept, core_backward, record
+from mezzotint.functional.delayed import update_waiting
+from mezzotint.kernels._recorder import Recorder
+from mezzotint.kernels._relaunch import Taker, form_of, has_hooks, taker
+from mezzotint.layer.plan import LayerConfig, Plan
+from mezzotint.layer.run import Delayed, KeptWeights, grad_state
+from mezzotint.tensor.fsdp_directions import saving_hooks
+from mezzotint.tensor.graph_constant import GraphConstant
+from mezzotint.tensor.storage import QuantizedTensorStorage
+from mezzotint.tracing import differentiates_forward
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+MOST_RUNS = 1024  # of a program; one with more of them begins anew
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+TENSORS = 6  # fields of `Delayed` that a run without other ranks reads
+
+
+class Run:
+    """A `Run` makes the calls of a module's run again, for tensors of the form that it was recorded with."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan  # It is kept because runs are found by its id.
+        self.is_tried = False
+        self.forward: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]] | None = None  # returns what it saves, too
+        self.kept: Kept | None = None  # without its tensors; None if there is no backward
+        self.diff: list[int | None] = []  # the tensors that get gradients
+        self.live: list[int] = []  # those that backward reads and writes as they are then
+        self.backwards: dict[Any, Callable[..., tuple[Any, ...]] | None] = {}  # by the form of its tensors
+        self.runtime: Any = None  # Triton's settings, which hold a profiler's hooks
+
+    def __call__(self, tensors: tuple[torch.Tensor, ...], delayed: Delayed | None) -> Any:
+        """Return what forward returns."""
+        assert self.forward is not None
+        if self.kept is None:
+            with torch.no_grad():
+                return self.forward(*tensors)[0]
+        return _apply(self, delayed, tensors, *[None if i is None else tensors[i] for i in self.diff])
+
+    def record(self, run: Callable[..., Any], args: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Record a run as it is, and return its result."""
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        with Recorder(tensors) as recorder:
+            result = run(self.plan, *args)
+        self.is_tried = True  # not before: the second run of a checkpoint is stopped on its way
+        kept: Kept | None = recorder.kept
+        forward = recorder.function((result, () if kept is None else kept.saved))
+        if kept is not None:
+            self.diff = [None if x is None else places.get(id(x), -1) for x in kept.diff]
+            self.live = [places.get(id(x), -1) for x in kept.live]
+            self.kept = kept._replace(saved=(), live=(), diff=())
+        if -1 not in self.diff and -1 not in self.live:
+            self.forward, self.runtime = forward, recorder.runtime
+        return result
+
+    def backward(self, ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the gradients, and enter amaxes. `ctx` has what forward saved."""
+        assert self.kept is not None
+        delayed, saved = ctx.delayed, ctx.saved_tensors
+        grads = grads[: self.kept.num_outputs]
+        tensors, is_first = (*saved, *ctx.live, *grads), False
+        if delayed is not None:
+            update_waiting(delayed.scale_bwd)
+            tensors, is_first = (*tensors, delayed.scale_bwd, delayed.history_bwd), delayed.is_first
+        # What was saved has the form that forward gave it, but for what hooks on saved tensors made of it.
+        asked = grads if ctx.is_saved_as_is else tensors
+        form = form_of_plain(asked) if _PLAIN.issuperset(map(type, asked)) and not self.has_hooks() else None
+        key = is_first, ctx.is_saved_as_is, form
+        again = self.backwards.get(key)
+        if again is not None:
+            return again(*tensors)
+        if form is None or key in self.backwards:
+            return self._backward(delayed, saved, ctx.live, grads)
+        with Recorder(tensors) as recorder:
+            gradients = self._backward(delayed, saved, ctx.live, grads)
+        self.backwards[key] = recorder.function(gradients)
+        self.runtime = self.runtime or recorder.runtime
+        return gradients
+
+    def _backward(
+        self, delayed: Delayed | None, saved: Sequence[torch.Tensor], live: Sequence[torch.Tensor], grads: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        assert self.kept is not None
+        gradients, amaxes = core_backward(self.kept.core, self.kept.spec, saved, live, grads)
+        state = grad_state(self.plan, delayed)
+        if state is not None:
+            record(state, amaxes)
+        return tuple(gradients)
+
+    def has_hooks(self) -> bool:
+        """Return whether a profiler wants to see each launch."""
+        return self.runtime is not None and has_hooks(self.runtime)
+
+
+class _Again(torch.autograd.Function):
+    """This is `functional/autograd.py`'s function for a run that was recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, delayed: Delayed | None, tensors: tuple[torch.Tensor, ...], *diff: Any) -> Any:
+        assert run.forward is not None
+        outputs, saved = run.forward(*tensors)
+        ctx.run, ctx.delayed, ctx.live = run, delayed, [tensors[i] for i in run.live]
+        ctx.is_saved_as_is = saving_hooks() is None
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    return (None, None, None, *ctx.run.backward(ctx, grads))
+
+
+_backward_once = once_differentiable(_backward)
+_apply: Callable[..., Any] = super(torch.autograd.Function, _Again).apply  # see `functional/autograd.py`
+
+RUNS: dict[Any, Run] = {}  # by the plan's id, the function, its constants and the form of its tensors
+
+
+def rerun(run: _F) -> _F:
+    """Decorate a function that runs a module on a plan and tensors, so that eager code makes recorded calls. Its last
+    arguments are `delayed`, `kept`, `wgrads` and `probes`."""
+
+    @wraps(run)
+    def rerunning(plan: Plan, *args: Any) -> Any:
+        *inputs, delayed, kept, wgrads, probes = args
+        if not plan.repeats or wgrads is not None or probes is not None:
+            return run(plan, *args)
+        flat: list[Any] = []
+        for arg in inputs:
+            flat += arg if type(arg) is tuple else (arg,)
+        if kept is not None:
+            flat += _tensors_in(kept)
+        if delayed is not None:
+            if delayed.groups or delayed.clears:  # ranks reduce amaxes
+                return run(plan, *args)
+            scales, weight_scales, *others = delayed[:TENSORS]
+            flat += (scales, None if weight_scales is scales else weight_scales, *others)
+        types = tuple(map(type, flat))
+        places = _places(types)
+        if places is None:
+            return run(plan, *args)
+        tensors = places.tensors_of(flat)
+        form = form_of_plain(tensors)
+        if form is None:
+            return run(plan, *args)
+        key = id(plan), run, kept is None, types, places.constants_of(flat), form
+        known = RUNS.get(key)
+        if known is None:
+            if len(RUNS) >= MOST_RUNS:
+                RUNS.clear()
+            RUNS[key] = Run(plan)
+        elif not known.is_tried:
+            return known.record(run, args, tensors)
+        elif known.forward is not None and not known.has_hooks():
+            return known(tensors, delayed)
+        return run(plan, *args)
+
+    return rerunning  # type: ignore[return-value]
+
+
+def _tensors_in(kept: KeptWeights) -> list[Any]:
+    """Return the buffers of weights that are kept quantized, and their amaxes. The plan says what the buffers mean."""
+    flat = [*kept.amaxes]
+    for weight_q in kept.weights_q:
+        if isinstance(weight_q, QuantizedTensorStorage) and not isinstance(weight_q, torch.Tensor):
+            flat += [getattr(weight_q, name) for name, _ in weight_q._FLATTEN_TENSOR_BUFFERS]
+        else:
+            flat.append(weight_q)
+    return flat
+
+
+class _Places(NamedTuple):
+    """A `_Places` finds the tensors among the arguments of a run, and what else a record depends on."""
+
+    tensors_of: Taker
+    constants_of: Taker
+
+
+@lru_cache(maxsize=1024)
+def _places(types: tuple[type, ...]) -> _Places | None:
+    """Return the places of arguments of these types, or None if a run with such is not recorded."""
+    tensors = tuple([i for i, kind in enumerate(types) if kind in _PLAIN])
+    constants = tuple([i for i, kind in enumerate(types) if issubclass(kind, GraphConstant)])
+    nothing = types.count(type(None))
+    if not tensors or len(tensors) + len(constants) + nothing < len(types):
+        return None
+    # The configuration of a module has led to its plan.
+    return _Places(taker(tensors), taker(tuple([i for i in constants if types[i] is not LayerConfig])))
+
+
+_count_modes, _count_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_transform, _is_neg = torch._C._functorch.peek_interpreter_stack, torch.Tensor.is_neg
+
+
+def form_of_plain(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
+    """Return the form of tensors of PyTorch's own classes, and which of them are one. Return None if something stands
+    between a call on them and PyTorch, or if they are not on the current device."""
+    if _count_modes() or _count_function_modes() or _transform() is not None or differentiates_forward():
+        return None
+    first = tensors[0]
+    if first.is_cuda:
+        if torch.is_autocast_enabled("cuda") or first.get_device() != torch.cuda.current_device():
+            return None
+    elif not first.is_cpu or torch.is_autocast_enabled("cpu"):
+        return None
+    if any(map(_is_neg, tensors)):  # only PyTorch's dispatcher resolves that
+        return None
+    form, count = form_of(tensors), len({*map(id, tensors)})
+    if count < len(tensors):
+        ids = [*map(id, tensors)]
+        form.append(tuple([ids.index(each) for each in ids]))
+    return tuple(form)
