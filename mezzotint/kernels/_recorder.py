@@ -53,13 +53,15 @@ class Recorder(TorchFunctionMode):
         self.given = [self._name(x) if self._known(x) is None else f"again{i}" for i, x in enumerate(tensors)]
         self.missing: str | None = None  # why no function can be written
         self.runtime: Any = None  # Triton's settings, if a kernel is launched
+        self.device: int | None = None  # the number of the GPU where it is launched
+        self.launches = False
         self.kept: Any = None  # what an autograd function keeps for backward
         self.is_in_op = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        self.note(func, args, kwargs, result)
         return result
 
     def fail(self, reason: str) -> None:
@@ -67,7 +69,7 @@ class Recorder(TorchFunctionMode):
         self.missing = self.missing or reason
 
     def run_op(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Run the code of an op, and note it as one call."""
+        """Run the code of an op, and note it as one call, or as the launches that it makes."""
         with torch._C.DisableTorchFunction():
             self.is_in_op = True
             try:
@@ -77,13 +79,39 @@ class Recorder(TorchFunctionMode):
             find_record = getattr(run, "record_of", None)
             record = None if find_record is None else find_record(args)
             if record is None:
-                self._note(run, args, {}, result)
+                self.note(run, args, {}, result)
             else:
-                self.runtime = record.runtime
-                self._note(record.launch, [arg for arg in args if isinstance(arg, torch.Tensor)], {}, result)
+                self._note_launches(record, [arg for arg in args if isinstance(arg, torch.Tensor)], result)
         return result
 
-    def _note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    def _note_launches(self, record: Any, tensors: Sequence[torch.Tensor], result: Any) -> None:
+        """Note the launches of a `Record` as they are made for the tensors that an op was given, and for the buffers
+        that it makes."""
+        self.runtime, self.device, self.launches = record.runtime, record.device, True
+        buffers = [self._text(tensor) for tensor in tensors]
+        like, made, self.used = buffers[0], [], []
+        for size, dtype in record.made:
+            made.append(self._new_name())
+            self.used = [like, made[-1]]
+            self._end_line(
+                f"{made[-1]} = {like}.new_empty({', '.join(map(repr, size))}, dtype={self._constant(dtype)})"
+            )
+        buffers += made
+        addresses = [f"{name}.data_ptr()" for name in buffers]
+        addresses += [f"{name}.data_ptr() + {offset}" for name, offset in record.places_inside(buffers)]
+        for run, constants, tuples, take in record.launches:
+            given = ("stream", *addresses, *map(self._constant, constants))
+            split = [f"({', '.join(take_some(given))}, )" for take_some in tuples]
+            call = f"{self._constant(run)}({', '.join(take((*given, *split)))})"
+            self.used = [name for name in buffers if f"{name}." in call]
+            self._end_line(call)
+        names = record.returned(made)
+        results = result if isinstance(result, (list, tuple)) else [] if result is None else [result]
+        for tensor, name in zip(results, [names] if isinstance(names, str) else names or [], strict=True):
+            self.names[id(tensor)] = ref(tensor), name
+
+    def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Note a call and its result."""
         name = getattr(func, "__name__", "")
         if name == "_set_grad_enabled":  # what is written is called without gradients
             return
@@ -117,10 +145,14 @@ class Recorder(TorchFunctionMode):
         """Return the name of a tensor, which is a new one if the tensor is new."""
         name = self._known(tensor)
         if name is None:
-            name, self.count = f"v{self.count}", self.count + 1
+            name = self._new_name()
             self.names[id(tensor)] = ref(tensor), name
         self.used.append(name)
         return name
+
+    def _new_name(self) -> str:
+        self.count += 1
+        return f"v{self.count - 1}"
 
     def _text(self, value: Any) -> str:
         """Return the expression for an argument or a result."""
@@ -158,6 +190,8 @@ class Recorder(TorchFunctionMode):
             known.update(over)
             code += [f"    del {', '.join(over)}"] if over and code else []
             code.append(f"    {line}")
+        if self.launches:
+            code.append(f"    stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({self.device})")
         code.append(f"def again({', '.join(self.given)}):")
         code.reverse()
         exec(compile("\n".join(code), "<recorded calls>", "exec"), self.globals)

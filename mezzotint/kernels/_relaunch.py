@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import attrgetter, itemgetter, or_
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from mezzotint.kernels._recorder import recording
+
+_T = TypeVar("_T")
 
 MOST_FORMS = 4096  # of one op; a program with more of them begins anew
 # What stands in the place of a record: nothing is known of the form, it was seen once, or no record can be made of it.
@@ -93,7 +95,7 @@ class Record:
     made: tuple[tuple[tuple[Any, ...], torch.dtype], ...]  # sizes as `new_empty` takes them one by one, and dtype
     inside: tuple[tuple[int, int], ...]  # the number of a buffer, and bytes behind its beginning
     launches: tuple[Launch, ...]
-    returned: Callable[[list[torch.Tensor]], Any]  # what the op returns of the buffers that were made
+    returned: Callable[[list[Any]], Any]  # what the op returns of the buffers that were made
     runtime: Any  # Triton's settings, which hold a profiler's hooks
     device: int  # the number of the GPU, which must be the current one
 
@@ -109,6 +111,10 @@ class Record:
             given = (stream, *addresses, *constants)
             run(*take((*given, *[take_some(given) for take_some in tuples]) if tuples else given))
         return self.returned(made)
+
+    def places_inside(self, buffers: Sequence[_T]) -> list[tuple[_T, int]]:
+        """Return the places inside of buffers, each as the buffer and an offset."""
+        return [(buffers[number], offset) for number, offset in self.inside]
 
 
 class Recording(TorchDispatchMode):

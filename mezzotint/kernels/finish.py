@@ -4,6 +4,7 @@ import torch
 
 from mezzotint.kernels._lib import Late
 from mezzotint.kernels._recorder import noted
+from mezzotint.kernels._relaunch import Relaunched
 
 Scale = torch.Tensor | float  # FP32 [1] or (1, 1), (R, 1), (1, C); a number
 
@@ -19,7 +20,7 @@ def finish_reference(out: torch.Tensor, product: torch.Tensor, scales: list[Scal
         out.copy_(product)
 
 
-_late = Late("finish:finish", finish_reference)
+_finish = Relaunched(Late("finish:finish", finish_reference))
 
 
 def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: torch.Tensor | None) -> None:
@@ -28,6 +29,6 @@ def finish(out: torch.Tensor, product: torch.Tensor, scales: list[Scale], bias: 
     speed of a copy."""
     is_traced = type(product) is not torch.Tensor  # into a program of PyTorch's operators
     if product.is_cuda and product.dtype == torch.float32 and (scales or bias is not None) and not is_traced:
-        noted(_late)(out, product, scales, bias)
+        noted(_finish)(out, product, scales, bias)
     else:
         finish_reference(out, product, scales, bias)

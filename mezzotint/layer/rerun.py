@@ -72,7 +72,7 @@ class Run:
         return result
 
     def backward(self, ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the gradients, and enter amaxes. `ctx` has what forward saved."""
+        """Return the gradients as autograd takes them from `_Again`, and enter amaxes. `ctx` has what forward saved."""
         assert self.kept is not None
         delayed, saved = ctx.delayed, ctx.saved_tensors
         grads = grads[: self.kept.num_outputs]
@@ -103,7 +103,7 @@ class Run:
         state = grad_state(self.plan, delayed)
         if state is not None:
             record(state, amaxes)
-        return tuple(gradients)
+        return None, None, None, *gradients
 
     def has_hooks(self) -> bool:
         """Return whether a profiler wants to see each launch."""
@@ -124,14 +124,11 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (_backward_once if torch.is_grad_enabled() else _backward)(ctx, *grads)
+        # As in `functional/autograd.py`: kernels have no second derivative.
+        return _backward_once(ctx, *grads) if torch.is_grad_enabled() else ctx.run.backward(ctx, grads)
 
 
-def _backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-    return (None, None, None, *ctx.run.backward(ctx, grads))
-
-
-_backward_once = once_differentiable(_backward)
+_backward_once = once_differentiable(lambda ctx, *grads: ctx.run.backward(ctx, grads))
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Again).apply  # see `functional/autograd.py`
 
 RUNS: dict[Any, Run] = {}  # by the plan's id, the function, its constants and the form of its tensors
