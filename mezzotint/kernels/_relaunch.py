@@ -10,6 +10,7 @@ dispatch mode, and so sees everything else: code that also fills a buffer, copie
 it is each time.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -124,7 +125,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.given = len(tensors)
         self.buffers = list(tensors)  # It keeps all buffers, so that none is made where another one was.
-        self.launches: list[tuple[Any, list[Any]]] = []  # with all that they are called with
+        self.launches: list[tuple[Any, Sequence[Any]]] = []  # with all that they are called with
         self.runtime: Any = None
         storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
         # Of two tensors in one storage an address does not tell which it belongs to.
@@ -141,7 +142,7 @@ class Recording(TorchDispatchMode):
 
     def note(self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any]) -> None:
         """Note a launch of a compiled kernel, with all of its arguments."""
-        self.launches.append((compiled.run, list(call_of(compiled, grid, _STREAM, args))))
+        self.launches.append(_without_python(compiled.run, call_of(compiled, grid, _STREAM, args)))
 
     def _place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the number of the buffer that a tensor lies in, and the bytes behind its beginning."""
@@ -165,7 +166,7 @@ class Recording(TorchDispatchMode):
         device = torch.cuda.current_device()
         return Record(tuple(sizes), tuple(inside), tuple(launches), returned, self.runtime, device)
 
-    def _launch(self, run: Callable[..., None], call: list[Any], inside: list[tuple[int, int]]) -> Launch:
+    def _launch(self, run: Callable[..., None], call: Sequence[Any], inside: list[tuple[int, int]]) -> Launch:
         """Return a launch that is called as in `call`, in which tensors stand for their addresses."""
         begin = 1 + len(self.buffers) + len(inside)  # of the constants, behind the stream and the addresses
         constants: list[Any] = []
@@ -245,6 +246,22 @@ def _shows(x: Any) -> Any:
 def call_of(compiled: Any, grid: tuple[int, ...], stream: Any, args: Sequence[Any]) -> tuple[Any, ...]:
     """Return what the `run` of a compiled kernel is called with, without a profiler's hooks."""
     return *(*grid, 1, 1)[:3], stream, compiled.function, compiled.packed_metadata, None, None, None, *args
+
+
+def _without_python(run: Callable[..., Any], call: Sequence[Any]) -> tuple[Callable[..., None], Sequence[Any]]:
+    """Return the compiled function in which the `run` of a kernel ends, and what it is called with for this `call`.
+
+    The launcher in between is Python, which makes memory for kernels that ask for some and hands on all else: for the
+    others it comes to the same call each time. Return `run` and `call` if the launcher is of another kind.
+    """
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1) or not hasattr(run, "launch"):
+        return run, call
+    ends: list[tuple[Any, ...]] = []
+    launcher: Any = copy.copy(run)
+    launcher.launch = lambda *args: ends.append(args)
+    launcher(*call)
+    is_nested = any(isinstance(item, tuple) for arg in ends[0] if isinstance(arg, tuple) for item in arg)
+    return (run, call) if is_nested else (run.launch, ends[0])
 
 
 def note_launch(compiled: Any, grid: tuple[int, ...], args: Sequence[Any], runtime: Any) -> None:

@@ -11,14 +11,12 @@ import torch
 
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
-from mezzotint.kernels._lib import write_op
-from mezzotint.kernels.delayed import delayed_snapshot_
-from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
+from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state, with_copies
 from mezzotint.layer.scaling_state import scaling_tensors, use_history, warn_of_scales
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
 from mezzotint.region import Pending, State
-from mezzotint.tracing import below_dynamo, call_untraced, lasting
+from mezzotint.tracing import call_untraced, lasting
 
 
 def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
@@ -52,12 +50,9 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
     # gradients, by the backward of another run.
     quantizes_again = (config.recomputes or call.plan.quantizes_again()) and not is_second
     needs_gradients = torch.is_grad_enabled()
-    call.scales = scale_fwd
-    if quantizes_again:
-        call.scales, grad_scales = snapshot(history_fwd, scale_fwd, scale_bwd if needs_gradients else None)
-        call.grad_scales = grad_scales if needs_gradients else None
-    elif needs_gradients:
-        call.grad_scales = snapshot(history_fwd, scale_bwd, None)[0]
+    call.scales, call.copies_scales = scale_fwd, quantizes_again
+    if needs_gradients:
+        call.grad_scales = scale_bwd
     if is_second:
         # These are the scales of the first run, whose amaxes have been entered.
         call.scales, call.weight_scales, is_first = recomputation.next_scales()
@@ -74,7 +69,11 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
 
 
 def with_grad_state(module: Any, call: RunSettings) -> RunSettings:
-    """Return the settings of an operation's run with the live state of gradients, which its backward writes."""
+    """Return the settings of an operation's run with copies of the scales that its backward reads, and with the live
+    state of gradients, which it writes."""
+    delayed = with_copies(delayed_of(module, call))
+    if delayed is not None:
+        call.scales, call.weight_scales, call.grad_scales = delayed[:3]
     if call.grad_scales is not None:
         assert call.plan.request is not None
         call.grad_state = grad_state_of(module, call.plan.request, call.groups, call.is_first)
@@ -93,15 +92,6 @@ def grad_state_of(module: Any, request: DelayedScalingRequest, groups: tuple[Any
     number = module._number if groups else None  # ranks compare by it which modules they reduce
     state = module.scale_bwd, module.amax_history_bwd, number
     return live_grad_state(request, *state, groups, is_first, backward_clears(request))
-
-
-@below_dynamo
-def snapshot(
-    anchor: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of one or two scales for backward, because the scales are written before that. The copies are made
-    in forward, which writes `anchor`."""
-    return write_op(delayed_snapshot_, anchor, scale, other)
 
 
 def weight_scales(module: Any, call: RunSettings) -> Any:
@@ -123,18 +113,20 @@ def weight_scales(module: Any, call: RunSettings) -> Any:
 
 def delayed_of(module: Any, call: RunSettings) -> Delayed | None:
     """Return delayed scaling's tensors as the function of a module takes them, or None if the plan has none."""
-    if call.scales is None or call.weight_scales is None or call.plan.request is None:
+    if call.scales is None or call.plan.request is None:
         return None
     _, history_fwd, scale_bwd, history_bwd = scaling_tensors(module)
     return Delayed(
         call.scales,
-        call.weight_scales,
+        None if call.weight_scales is call.scales else call.weight_scales,
         call.grad_scales,
-        history_fwd if call.records else None,
+        history_fwd,
         scale_bwd,
         history_bwd,
         module._number if call.groups else None,
         ORDER_TOKEN if call.groups else None,
+        call.records,
+        call.copies_scales,
         tuple([group.group_name for group in call.groups]),
         call.is_first,
         backward_clears(call.plan.request),

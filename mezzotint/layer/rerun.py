@@ -14,6 +14,7 @@ from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import Kept, core_backward, record
@@ -25,7 +26,6 @@ from mezzotint.layer.run import Delayed, KeptWeights, grad_state
 from mezzotint.tensor.fsdp_directions import saving_hooks
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import differentiates_forward
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -143,6 +143,7 @@ def rerun(run: _F) -> _F:
         *inputs, delayed, kept, wgrads, probes = args
         if not plan.repeats or wgrads is not None or probes is not None:
             return run(plan, *args)
+        options: tuple[bool, ...] = ()
         flat: list[Any] = []
         for arg in inputs:
             flat += arg if type(arg) is tuple else (arg,)
@@ -151,8 +152,8 @@ def rerun(run: _F) -> _F:
         if delayed is not None:
             if delayed.groups or delayed.clears:  # ranks reduce amaxes
                 return run(plan, *args)
-            scales, weight_scales, *others = delayed[:TENSORS]
-            flat += (scales, None if weight_scales is scales else weight_scales, *others)
+            flat += delayed[:TENSORS]
+            options = delayed.records, delayed.copies_scales
         types = tuple(map(type, flat))
         places = _places(types)
         if places is None:
@@ -161,7 +162,7 @@ def rerun(run: _F) -> _F:
         form = form_of_plain(tensors)
         if form is None:
             return run(plan, *args)
-        key = id(plan), run, kept is None, types, places.constants_of(flat), form
+        key = id(plan), run, kept is None, options, types, places.constants_of(flat), form
         known = RUNS.get(key)
         if known is None:
             if len(RUNS) >= MOST_RUNS:
@@ -213,7 +214,7 @@ _transform, _is_neg = torch._C._functorch.peek_interpreter_stack, torch.Tensor.i
 def form_of_plain(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     """Return the form of tensors of PyTorch's own classes, and which of them are one. Return None if something stands
     between a call on them and PyTorch, or if they are not on the current device."""
-    if _count_modes() or _count_function_modes() or _transform() is not None or differentiates_forward():
+    if _count_modes() or _count_function_modes() or _transform() is not None or forward_ad._current_level >= 0:
         return None
     first = tensors[0]
     if first.is_cuda:
@@ -223,8 +224,8 @@ def form_of_plain(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
         return None
     if any(map(_is_neg, tensors)):  # only PyTorch's dispatcher resolves that
         return None
-    form, count = form_of(tensors), len({*map(id, tensors)})
-    if count < len(tensors):
+    form = form_of(tensors)
+    if len(tensors) > 1 and len({*map(id, tensors)}) < len(tensors):
         ids = [*map(id, tensors)]
         form.append(tuple([ids.index(each) for each in ids]))
     return tuple(form)

@@ -17,7 +17,7 @@ from mezzotint.functional.linear import LinearFwdArgs, MainGrad, WeightGrad
 from mezzotint.functional.observation import Probes
 from mezzotint.functional.weight import quantize_weight, quantize_weights
 from mezzotint.kernels._lib import write_op
-from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.kernels.delayed import delayed_saw_, delayed_snapshot_
 from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
 from mezzotint.quantization import has_own_rule, update_rule
@@ -25,7 +25,7 @@ from mezzotint.recipe import DelayedScalingRequest, slot
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.scale_slot import DelayedScale, scale_alone, scale_slot
 from mezzotint.tensor.storage import QuantizedTensorStorage
-from mezzotint.tracing import read_live, traced_as
+from mezzotint.tracing import below_dynamo, read_live, traced_as
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class RunSettings:
     plan: Plan
     scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
     weight_scales: torch.Tensor | None = None  # the scales that kept weights were quantized with
-    grad_scales: torch.Tensor | None = None  # a copy, FP32 [2 per GEMM]
+    grad_scales: torch.Tensor | None = None  # FP32 [2 per GEMM]; None without a backward
+    copies_scales: bool = False  # those of forward, because backward reads them, too
     grad_state: GradState | None = None
     records: bool = False  # amaxes enter the history
     calibrates: bool = False  # computes in high precision, but enters amaxes of inputs and weights
@@ -51,16 +52,22 @@ class Delayed(NamedTuple):
     """A `Delayed` holds delayed scaling's tensors and constants for one run."""
 
     scales: torch.Tensor  # forward, FP32 [3 per GEMM]
-    weight_scales: torch.Tensor  # the scales that the weights are quantized with
-    grad_scales: torch.Tensor | None  # a copy, FP32 [2 per GEMM]; None without a backward
-    history: torch.Tensor | None  # forward's, FP32 (L, 3 per GEMM); None if the run enters no amaxes
+    weight_scales: torch.Tensor | None  # those that kept weights were quantized with; None if they are `scales`
+    grad_scales: torch.Tensor | None  # FP32 [2 per GEMM]; None without a backward
+    history: torch.Tensor  # forward's, FP32 (L, 3 per GEMM)
     scale_bwd: torch.Tensor  # a live buffer, like history_bwd
     history_bwd: torch.Tensor
     number: torch.Tensor | None  # the module's, and `ORDER_TOKEN`: only if ranks reduce their amaxes
     order: torch.Tensor | None
+    records: bool  # amaxes enter the history
+    copies_scales: bool  # those of forward, because backward reads them, too
     groups: tuple[str, ...]  # names of the groups over which amaxes are reduced
     is_first: bool  # the first run since the last update: its backward comes last
     clears: bool  # see `backward_clears`
+
+    def entered_history(self) -> torch.Tensor | None:
+        """Return the history that forward's amaxes enter, or None if they enter none."""
+        return self.history if self.records else None
 
 
 class KeptWeights(NamedTuple):
@@ -69,6 +76,29 @@ class KeptWeights(NamedTuple):
 
     weights_q: tuple[Any, ...]
     amaxes: Sequence[torch.Tensor | None]
+
+
+def with_copies(delayed: Delayed | None) -> Delayed | None:
+    """Return what the functions of a run read, with copies of the scales for backward, because the scales are written
+    before that. The copies are made in forward, which writes the history."""
+    if delayed is None:
+        return None
+    scales, weight_scales, grad_scales, history = delayed[:4]
+    if delayed.copies_scales:
+        scales, copy = snapshot(history, scales, grad_scales)
+        grad_scales = None if grad_scales is None else copy
+    elif grad_scales is not None:
+        grad_scales = snapshot(history, grad_scales, None)[0]
+    weight_scales = scales if weight_scales is None else weight_scales
+    return delayed._replace(scales=scales, weight_scales=weight_scales, grad_scales=grad_scales)
+
+
+@below_dynamo
+def snapshot(
+    anchor: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of one or two scales, in one launch."""
+    return write_op(delayed_snapshot_, anchor, scale, other)
 
 
 def scale_of(scales: Any, gemm: int, tensor_type: str) -> Any:
@@ -115,7 +145,8 @@ def _weight_scale(plan: Plan, gemm: int, run: Delayed | RunSettings) -> DelayedS
     """Return the scale of a weight; in the run of a module it says where the amax is entered, but for a shard's."""
     if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
         return scale_of(run.weight_scales, gemm, "weight")
-    return scale_slot(run.weight_scales, slot(gemm, "weight"), run.history)
+    assert run.weight_scales is not None  # `with_copies` has filled it in
+    return scale_slot(run.weight_scales, slot(gemm, "weight"), run.entered_history())
 
 
 def linear_args(
@@ -162,7 +193,8 @@ def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[DelayedS
         x, dy = scale_of(run.scales, gemm, "input"), scale_of(run.grad_scales, gemm, "grad_output")
         return x, dy, scale_of(run.weight_scales, gemm, "weight")
     assert plan.request is not None
-    x = scale_slot(run.scales, slot(gemm, "input"), run.history)
+    assert run.weight_scales is not None
+    x = scale_slot(run.scales, slot(gemm, "input"), run.entered_history())
     weight = scale_slot(run.weight_scales, slot(gemm, "weight"), None)
     is_handed_over = run.clears and bool(run.groups)
     if run.grad_scales is None or is_handed_over or has_own_rule(plan.request):
@@ -226,7 +258,7 @@ def record_amaxes(
 ) -> None:
     """Enter the amaxes of a run into the current row of the history: those that a core returned, one for each GEMM
     whose input has delayed scaling, and those of the weights. None stands for one that was entered already."""
-    if delayed is None or delayed.history is None:
+    if delayed is None or not delayed.records:
         return
     seen: list[torch.Tensor] = []
     slots: list[int] = []

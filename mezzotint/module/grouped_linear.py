@@ -37,6 +37,7 @@ from mezzotint.layer.run import (
     quantized_weights,
     record_amaxes,
     scale_of,
+    with_copies,
 )
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -58,6 +59,7 @@ def run_grouped_linear(
 ) -> torch.Tensor:
     """Return y (M, N) of x (M, K), whose groups have `splits` rows; `weights` and `biases` are as in
     `GroupedLinearFwdArgs`."""
+    delayed = with_copies(delayed)
     weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
     gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
     dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]

@@ -33,6 +33,7 @@ from mezzotint.layer.run import (
     live_gradient,
     quantized_weights,
     record_amaxes,
+    with_copies,
 )
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -63,6 +64,7 @@ def run_layernorm_linear(
     norm.
     """
     x, branch, branch_bias, gamma, beta = inputs
+    delayed = with_copies(delayed)
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     args = LayerNormLinearFwdArgs(
         x=x,

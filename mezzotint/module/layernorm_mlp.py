@@ -42,6 +42,7 @@ from mezzotint.layer.run import (
     live_gradient,
     quantized_weights,
     record_amaxes,
+    with_copies,
 )
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -71,6 +72,7 @@ def run_layernorm_mlp(
     """
     x, branch, branch_bias, gamma, beta = inputs
     w1, b1, w2, b2 = linears
+    delayed = with_copies(delayed)
     (w1_q, w2_q), weight_amaxes = quantized_weights(plan, (w1, w2), delayed) if kept is None else kept
     wgrad1, wgrad2 = live_gradient(wgrads, 0), live_gradient(wgrads, 1)
     assert config.norm is not None

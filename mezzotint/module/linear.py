@@ -22,6 +22,7 @@ from mezzotint.layer.run import (
     live_gradient,
     quantized_weights,
     record_amaxes,
+    with_copies,
 )
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
@@ -44,6 +45,7 @@ def run_linear(
     probes: tuple[Probes, ...] | None = None,
 ) -> torch.Tensor:
     """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
+    delayed = with_copies(delayed)
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     wgrad = None if wgrads is None else live_gradient(wgrads, 0)
     args = linear_args(plan, 0, weight, bias, weight_q, delayed, wgrad, probes)
