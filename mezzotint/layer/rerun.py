@@ -30,6 +30,7 @@ from mezzotint.tensor.storage import QuantizedTensorStorage
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 MOST_RUNS = 1024  # of a program; one with more of them begins anew
+MOST_TRIES = 4  # to record a run: a checkpoint stops its second run as soon as it has what backward reads
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TENSORS = 6  # fields of `Delayed` that a run without other ranks reads
 
@@ -39,7 +40,7 @@ class Run:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan  # It is kept because runs are found by its id.
-        self.is_tried = False
+        self.tries = 0  # to record forward
         self.forward: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]] | None = None  # returns what it saves, too
         self.kept: Kept | None = None  # without its tensors; None if there is no backward
         self.diff: list[int | None] = []  # the tensors that get gradients
@@ -58,9 +59,10 @@ class Run:
     def record(self, run: Callable[..., Any], args: tuple[Any, ...], tensors: tuple[torch.Tensor, ...]) -> Any:
         """Record a run as it is, and return its result."""
         places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self.tries += 1
         with Recorder(tensors) as recorder:
             result = run(self.plan, *args)
-        self.is_tried = True  # not before: the second run of a checkpoint is stopped on its way
+        self.tries = MOST_TRIES
         kept: Kept | None = recorder.kept
         forward = recorder.function((result, () if kept is None else kept.saved))
         if kept is not None:
@@ -143,7 +145,7 @@ def rerun(run: _F) -> _F:
         *inputs, delayed, kept, wgrads, probes = args
         if not plan.repeats or wgrads is not None or probes is not None:
             return run(plan, *args)
-        options: tuple[bool, ...] = ()
+        records = True  # the second run of a checkpoint enters no amaxes
         flat: list[Any] = []
         for arg in inputs:
             flat += arg if type(arg) is tuple else (arg,)
@@ -153,7 +155,7 @@ def rerun(run: _F) -> _F:
             if delayed.groups or delayed.clears:  # ranks reduce amaxes
                 return run(plan, *args)
             flat += delayed[:TENSORS]
-            options = delayed.records, delayed.copies_scales
+            records = delayed.records
         types = tuple(map(type, flat))
         places = _places(types)
         if places is None:
@@ -162,13 +164,13 @@ def rerun(run: _F) -> _F:
         form = form_of_plain(tensors)
         if form is None:
             return run(plan, *args)
-        key = id(plan), run, kept is None, options, types, places.constants_of(flat), form
+        key = id(plan), run, kept is None, records, types, places.constants_of(flat), form
         known = RUNS.get(key)
         if known is None:
             if len(RUNS) >= MOST_RUNS:
                 RUNS.clear()
             RUNS[key] = Run(plan)
-        elif not known.is_tried:
+        elif known.tries < MOST_TRIES:
             return known.record(run, args, tensors)
         elif known.forward is not None and not known.has_hooks():
             return known(tensors, delayed)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import mezzotint as mz
 from mezzotint.functional import autograd
@@ -255,22 +254,28 @@ def test_frozen_parameters(not_recorded: Any) -> None:
     assert same(made, steps())
 
 
-def test_activation_checkpoints(not_recorded: Any) -> None:
-    """What is saved goes through their hooks, and the second run is in backward."""
+@pytest.mark.parametrize("chosen", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+def test_activation_checkpoints(chosen: Recipe, not_recorded: Any) -> None:
+    """What is saved goes through their hooks, and the second run is in backward: it has the scales of the first, and
+    enters no amaxes."""
 
     def steps() -> list[list[torch.Tensor]]:
         module, found = make("layernorm_mlp"), []
-        for seed in range(5):
+        for seed in range(6):
             x = sample(seed).requires_grad_()
             module.zero_grad()
-            with mz.autocast(recipe=Float8CurrentScaling()):
-                y = checkpoint(module, x, use_reentrant=False)
+            with mz.autocast(recipe=chosen):
+                y = mz.checkpoint(module, x, use_reentrant=False)
             y.backward(sample(seed + 1))
-            found.append([y, x.grad, *[p.grad.clone() for p in module.parameters()]])
+            state = [*module.buffers(), *[p.grad for p in module.parameters()]]
+            found.append([y, x.grad, *[each.clone() for each in state]])
         return found
 
     made = steps()
     assert recorded() == (1, 1)
+    # In delayed scaling the second runs are not those of the record. Being stopped on their way, they have none.
+    assert [run.tries for run in RUNS.values()] == [rerun.MOST_TRIES] * len(RUNS)
+    assert len(RUNS) == (2 if isinstance(chosen, DelayedScaling) else 1)
     not_recorded(True)
     assert same(made, steps())
 
