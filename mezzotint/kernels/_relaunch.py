@@ -206,10 +206,10 @@ def _form(args: Sequence[Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
 
 
 def form_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the form of tensors: their sizes, strides, dtypes, devices, and which of them begin at 16 bytes."""
+    """Return the form of tensors: their sizes, strides, dtypes, devices, and where they begin within 16 bytes."""
     form = [*map(_form_of, tensors), *map(_strides_of, tensors)]
     if reduce(or_, map(_address_of, tensors)) & 15:
-        form.append(tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]))
+        form.append(tuple([tensor.data_ptr() & 15 for tensor in tensors]))
     return form
 
 

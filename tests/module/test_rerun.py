@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzotint as mz
 from mezzotint.functional import autograd
+from mezzotint.functional.delayed import SCALE_UPDATES, ScaleState
 from mezzotint.layer import rerun
 from mezzotint.layer.rerun import RUNS
 from mezzotint.recipe import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Recipe
@@ -281,19 +282,62 @@ def test_activation_checkpoints(chosen: Recipe, not_recorded: Any) -> None:
 
 
 def test_hooks_may_give_saved_tensors_another_form(not_recorded: Any) -> None:
-    def unpack(x: torch.Tensor) -> torch.Tensor:
+    def other_form(x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x.flatten(), x.flatten()])[: x.numel()].view_as(x) if x.dim() != 2 else x.t().contiguous().t()
 
     def steps() -> list[list[torch.Tensor]]:
         module, found = make(), []
-        for seed in range(6):
-            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack)
-            with hooks if seed % 2 else nullcontext():
+        for seed, unpack in enumerate([None, None, None, torch.clone, other_form, None, other_form, torch.clone]):
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack) if unpack else nullcontext()
+            with hooks:
                 found.append(step(module, Float8CurrentScaling(), seed))
         return found
 
     made = steps()
-    assert recorded() == (1, 2)
+    assert recorded() == (1, 3)
+    not_recorded(True)
+    assert same(made, steps())
+
+
+def test_a_tensor_that_is_given_twice_has_its_own_record(not_recorded: Any) -> None:
+    def steps() -> list[list[torch.Tensor]]:
+        module, found = make("no bias"), []
+        for seed in range(6):
+            x: Any = next(module.parameters()) if seed < 3 else torch.nn.Parameter(sample(seed, (64, 64)))
+            module.zero_grad()
+            with mz.autocast(recipe=Float8CurrentScaling()):
+                y = module(x)
+            y.backward(sample(seed + 1, (64, 64)))
+            found.append([y, x.grad.clone(), *[p.grad.clone() for p in module.parameters()]])
+        return found
+
+    made = steps()
+    assert recorded() == (2, 2)
+    not_recorded(True)
+    assert same(made, steps())
+
+
+def test_what_waits_for_the_end_of_backward_comes_first(not_recorded: Any) -> None:
+    """An update of the scales of gradients may wait because another region, in the same backward, reduces amaxes."""
+
+    def steps() -> list[list[torch.Tensor]]:
+        module, found = make(), []
+        for seed in range(5):
+
+            def enter(gradient: torch.Tensor) -> None:
+                module.amax_history_bwd[0] += 3.0
+                state = ScaleState(module.scale_bwd, module.amax_history_bwd, 448.0, True, None, ())
+                SCALE_UPDATES.add(state)
+
+            with mz.autocast(recipe=DelayedScaling(amax_history_len=4)):
+                y = module(sample(seed))
+            y.register_hook(enter)
+            y.backward(sample(seed + 1))
+            found.append([y, *map(torch.clone, module.buffers())])
+        return found
+
+    made = steps()
+    assert recorded() == (1, 1)
     not_recorded(True)
     assert same(made, steps())
 
