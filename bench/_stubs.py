@@ -11,7 +11,7 @@ import torch
 import mezzotint.functional.gemm
 from mezzotint.kernels import _lib, quantize_ops
 from mezzotint.kernels._recorder import Recorder
-from mezzotint.layer.rerun import RUNS
+from mezzotint.layer.rerun import RECORDED_RUNS
 
 
 class _Stub:
@@ -53,12 +53,12 @@ def stubbed_kernels() -> Iterator[None]:
     for table, kernels in tables:
         table.update({op: (_Stub(cpu), cuda) for op, (cpu, cuda) in kernels.items()})
     mezzotint.functional.gemm.product_of = lambda *operands: _no_product
-    RUNS.clear()
+    RECORDED_RUNS.clear()
     try:
         with mock.patch.object(Recorder, "run_op", _run_stub):
             yield
     finally:
-        RUNS.clear()
+        RECORDED_RUNS.clear()
         for table, kernels in tables:
             table.update(kernels)
         mezzotint.functional.gemm.product_of = product

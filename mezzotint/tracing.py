@@ -4,6 +4,7 @@ and why."""
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from inspect import unwrap
 from types import FunctionType
 from typing import Any, TypeVar
@@ -30,13 +31,17 @@ def below_dynamo(function: _F) -> _F:
 
 
 def inlined(function: _F) -> _F:
-    """Return a copy of a `below_dynamo` function that Dynamo traces through, for arguments that are no constants."""
-    function = unwrap(function)
-    copied: Any = FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+    """Return a `below_dynamo` function for arguments that are no constants: Dynamo traces through a copy of it."""
+    plain = unwrap(function)
+    copied: Any = FunctionType(plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+    copied.__kwdefaults__ = plain.__kwdefaults__
+
+    @traced_as(copied)
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 def traced_as(instead: Callable[..., Any]) -> Callable[[_F], _F]:

@@ -127,4 +127,4 @@ def _no_recorded_runs() -> Iterator[None]:
     yield
     rerun = sys.modules.get("mezzotint.layer.rerun")
     if rerun is not None:
-        rerun.RUNS.clear()
+        rerun.RECORDED_RUNS.clear()

@@ -19,7 +19,7 @@ from mezzotint import hw, recipe
 from mezzotint.kernels import _lib, gemm, quantize_ops
 from mezzotint.kernels._relaunch import Relaunched, note_launch
 from mezzotint.kernels.triton._launch import Fast
-from mezzotint.layer.rerun import RUNS
+from mezzotint.layer.rerun import RECORDED_RUNS
 
 FRAMES = 4
 CALLS = {None: 47, "current": 53, "mxfp8": 53, "delayed": 88}  # of a step, forward and backward
@@ -65,7 +65,7 @@ def test_from_forward_to_the_launch(name: str, monkeypatch: pytest.MonkeyPatch) 
         }
         monkeypatch.setattr(owner, table, {op: (cuda, cuda) for op, cuda in on_cuda.items()})
     hw.gemm_backend.cache_clear()
-    RUNS.clear()
+    RECORDED_RUNS.clear()
     linear = mz.Linear(512, 512, bias=False, params_dtype=torch.bfloat16, device="cpu")
     x = torch.randn(256, 512, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_from_forward_to_the_launch(name: str, monkeypatch: pytest.MonkeyPatch) 
             linear(x)
     deepest = max(stacks, key=len)
     hw.gemm_backend.cache_clear()
-    RUNS.clear()
+    RECORDED_RUNS.clear()
     assert len(stacks) >= 2
     assert {stack[0] for stack in stacks if stack} == {"layer/rerun.py:_Again.forward"}
     assert len(deepest) <= FRAMES, "\n".join(deepest)

@@ -184,9 +184,9 @@ class _Fields:
         self.like, self.parts = like, parts
 
 
-class Kept(NamedTuple):
-    """A `Kept` is what an autograd function keeps for backward, and the tensors that get gradients: whoever records the
-    run asks for it (`layer/rerun.py`)."""
+class KeptForBackward(NamedTuple):
+    """A `KeptForBackward` is what an autograd function keeps for backward, and the tensors that get gradients. Whoever
+    records the run asks for it (`layer/rerun.py`)."""
 
     core: Core
     spec: Any
@@ -214,7 +214,7 @@ class _Apply(torch.autograd.Function):
         if kept is not None:
             recorder = recording()
             if recorder is not None:
-                recorder.kept = Kept(core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors)
+                recorder.kept = KeptForBackward(core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors)
             kept.extend(extras)
             return outputs
         ctx.mark_non_differentiable(*extras)

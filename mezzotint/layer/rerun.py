@@ -17,7 +17,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.autograd import Kept, core_backward, record
+from mezzotint.functional.autograd import KeptForBackward, core_backward, record
 from mezzotint.functional.delayed import update_waiting
 from mezzotint.kernels._recorder import Recorder
 from mezzotint.kernels._relaunch import Taker, form_of, has_hooks, taker
@@ -35,14 +35,14 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 TENSORS = 6  # fields of `Delayed` that a run without other ranks reads
 
 
-class Run:
-    """A `Run` makes the calls of a module's run again, for tensors of the form that it was recorded with."""
+class RecordedRun:
+    """A `RecordedRun` makes the calls of a module's run again, for tensors of the form that it was recorded with."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan  # It is kept because runs are found by its id.
         self.tries = 0  # to record forward
         self.forward: Callable[..., tuple[Any, tuple[torch.Tensor, ...]]] | None = None  # returns what it saves, too
-        self.kept: Kept | None = None  # without its tensors; None if there is no backward
+        self.kept: KeptForBackward | None = None  # without its tensors; None if there is no backward
         self.diff: list[int | None] = []  # the tensors that get gradients
         self.live: list[int] = []  # those that backward reads and writes as they are then
         self.backwards: dict[Any, Callable[..., tuple[Any, ...]] | None] = {}  # by the form of its tensors
@@ -63,7 +63,7 @@ class Run:
         with Recorder(tensors) as recorder:
             result = run(self.plan, *args)
         self.tries = MOST_TRIES
-        kept: Kept | None = recorder.kept
+        kept: KeptForBackward | None = recorder.kept
         forward = recorder.function((result, () if kept is None else kept.saved))
         if kept is not None:
             self.diff = [None if x is None else places.get(id(x), -1) for x in kept.diff]
@@ -116,7 +116,9 @@ class _Again(torch.autograd.Function):
     """This is `functional/autograd.py`'s function for a run that was recorded."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, delayed: Delayed | None, tensors: tuple[torch.Tensor, ...], *diff: Any) -> Any:
+    def forward(
+        ctx: Any, run: RecordedRun, delayed: Delayed | None, tensors: tuple[torch.Tensor, ...], *diff: Any
+    ) -> Any:
         assert run.forward is not None
         outputs, saved = run.forward(*tensors)
         ctx.run, ctx.delayed, ctx.live = run, delayed, [tensors[i] for i in run.live]
@@ -133,7 +135,7 @@ class _Again(torch.autograd.Function):
 _backward_once = once_differentiable(lambda ctx, *grads: ctx.run.backward(ctx, grads))
 _apply: Callable[..., Any] = super(torch.autograd.Function, _Again).apply  # see `functional/autograd.py`
 
-RUNS: dict[Any, Run] = {}  # by the plan's id, the function, its constants and the form of its tensors
+RECORDED_RUNS: dict[Any, RecordedRun] = {}  # by the plan's id, the function, its constants and the form of its tensors
 
 
 def rerun(run: _F) -> _F:
@@ -165,11 +167,11 @@ def rerun(run: _F) -> _F:
         if form is None:
             return run(plan, *args)
         key = id(plan), run, kept is None, records, types, places.constants_of(flat), form
-        known = RUNS.get(key)
+        known = RECORDED_RUNS.get(key)
         if known is None:
-            if len(RUNS) >= MOST_RUNS:
-                RUNS.clear()
-            RUNS[key] = Run(plan)
+            if len(RECORDED_RUNS) >= MOST_RUNS:
+                RECORDED_RUNS.clear()
+            RECORDED_RUNS[key] = RecordedRun(plan)
         elif known.tries < MOST_TRIES:
             return known.record(run, args, tensors)
         elif known.forward is not None and not known.has_hooks():

@@ -60,7 +60,7 @@ class Delayed(NamedTuple):
     number: torch.Tensor | None  # the module's, and `ORDER_TOKEN`: only if ranks reduce their amaxes
     order: torch.Tensor | None
     records: bool  # amaxes enter the history
-    copies_scales: bool  # those of forward, because backward reads them, too
+    copies_scales: bool  # of forward, because backward reads them, too
     groups: tuple[str, ...]  # names of the groups over which amaxes are reduced
     is_first: bool  # the first run since the last update: its backward comes last
     clears: bool  # see `backward_clears`

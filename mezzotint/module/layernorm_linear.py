@@ -296,7 +296,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
         call = self._start(dtype, (needs,), is_first_microbatch)
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
-        run = _run_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_layernorm_linear
+        run = run_layernorm_linear if kept is None else _run_inlined
         norm = NormInFront(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
         outputs = list(
             run(

@@ -365,7 +365,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         kept = self._kept(call, (w1, w2)) if call.caches else None
         wgrads = self._wgrads((w1, w2)) if config.accumulates else None
-        run = _run_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_layernorm_mlp
+        run = run_layernorm_mlp if kept is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
         delayed = delayed_of(self, call)
         outputs = list(run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes))

@@ -270,7 +270,7 @@ class Linear(TransformerEngineBaseModule):
             self._calibrate((x,), (weight,))
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
-        run = _run_linear_inlined if kept is not None and torch.compiler.is_dynamo_compiling() else run_linear
+        run = run_linear if kept is None else _run_linear_inlined
         delayed = None if call.scales is None else delayed_of(self, call)
         y = run(call.plan, x, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:

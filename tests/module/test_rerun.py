@@ -13,7 +13,7 @@ import mezzotint as mz
 from mezzotint.functional import autograd
 from mezzotint.functional.delayed import SCALE_UPDATES, ScaleState
 from mezzotint.layer import rerun
-from mezzotint.layer.rerun import RUNS
+from mezzotint.layer.rerun import RECORDED_RUNS
 from mezzotint.recipe import RECIPES, CustomRecipe, DelayedScaling, Float8CurrentScaling, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore::mezzotint.EmulationWarning")
@@ -32,9 +32,9 @@ MODULES: dict[str, Callable[..., torch.nn.Module]] = {
 
 @pytest.fixture(autouse=True)
 def no_runs() -> Iterator[None]:
-    RUNS.clear()
+    RECORDED_RUNS.clear()
     yield
-    RUNS.clear()
+    RECORDED_RUNS.clear()
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def not_recorded(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def recorded() -> tuple[int, int]:
     """How many forwards and backwards are recorded."""
-    runs = list(RUNS.values())
+    runs = list(RECORDED_RUNS.values())
     backwards = [again for run in runs for again in run.backwards.values()]
     return sum(run.forward is not None for run in runs), sum(again is not None for again in backwards)
 
@@ -105,7 +105,7 @@ def test_bits(name: str, chosen: str | None, device: str, not_recorded: Any, mon
 
     not_recorded(True)
     wanted = steps()
-    assert not RUNS
+    assert not RECORDED_RUNS
     not_recorded(False)
     module = make(name, device)
     made = [step(module, value, seed, (2, 16, 64)) for seed in range(3)]
@@ -275,8 +275,8 @@ def test_activation_checkpoints(chosen: Recipe, not_recorded: Any) -> None:
     made = steps()
     assert recorded() == (1, 1)
     # In delayed scaling the second runs are not those of the record. Being stopped on their way, they have none.
-    assert [run.tries for run in RUNS.values()] == [rerun.MOST_TRIES] * len(RUNS)
-    assert len(RUNS) == (2 if isinstance(chosen, DelayedScaling) else 1)
+    assert [run.tries for run in RECORDED_RUNS.values()] == [rerun.MOST_TRIES] * len(RECORDED_RUNS)
+    assert len(RECORDED_RUNS) == (2 if isinstance(chosen, DelayedScaling) else 1)
     not_recorded(True)
     assert same(made, steps())
 
@@ -370,7 +370,7 @@ def test_nothing_is_recorded_in_modes(mode: Any, not_recorded: Any) -> None:
     for seed in range(3):
         with mode():
             step(make(), Float8CurrentScaling(), seed)
-    assert not RUNS
+    assert not RECORDED_RUNS
     made = steps()
     not_recorded(True)
     assert same(made, steps())
@@ -381,7 +381,7 @@ def test_runs_that_are_looked_into_are_not_recorded() -> None:
     for seed in range(3):
         with mz.autocast(recipe=Float8CurrentScaling(), check_finite=True):
             module(sample(seed))
-    assert not RUNS
+    assert not RECORDED_RUNS
 
 
 def test_a_users_own_code_is_not_recorded() -> None:
@@ -393,7 +393,7 @@ def test_a_users_own_code_is_not_recorded() -> None:
         module = make()
         for seed in range(3):
             step(module, value, seed)
-    assert not RUNS
+    assert not RECORDED_RUNS
 
 
 def test_gradients_that_go_elsewhere_are_not_recorded() -> None:
@@ -402,7 +402,7 @@ def test_gradients_that_go_elsewhere_are_not_recorded() -> None:
     for seed in range(3):
         with mz.autocast(recipe=Float8CurrentScaling()):
             module(sample(seed)).sum().backward()
-    assert not RUNS
+    assert not RECORDED_RUNS
     assert module.weight.main_grad.any()
 
 
@@ -466,7 +466,7 @@ def test_records_hold_no_tensors() -> None:
             module, value = make(name), RECIPES[chosen]()
             [step(module, value, seed) for seed in range(3)]
     assert recorded()[0] == recorded()[1] == 2 * len(MODULES)
-    assert not list(tensors_in(RUNS, set()))
+    assert not list(tensors_in(RECORDED_RUNS, set()))
 
 
 def test_a_program_of_many_forms_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,4 +474,4 @@ def test_a_program_of_many_forms_begins_anew(monkeypatch: pytest.MonkeyPatch) ->
     module = make()
     for rows in range(1, 10):
         step(module, Float8CurrentScaling(), 0, (rows, 64))
-        assert len(RUNS) <= 4
+        assert len(RECORDED_RUNS) <= 4
