@@ -51,9 +51,8 @@ def recorded() -> Iterator[list[Callable[[], Any]]]:
     for patch in patches:
         patch.start()
     try:
-        with (
-            BaseTorchFunctionMode()
-        ):  # in a mode of PyTorch's no run makes recorded calls, which would not come by here
+        # In a mode of PyTorch's no run makes recorded calls, which would not come by here.
+        with BaseTorchFunctionMode():
             yield calls
     finally:
         for patch in patches:

@@ -15,7 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from mezzotint import hw
 from mezzotint.kernels._recorder import noted
-from mezzotint.kernels._relaunch import Relaunched
+from mezzotint.kernels._relaunch import TENSOR_CLASSES, Relaunched
 from mezzotint.tracing import eager_only, traced_as
 
 LIBRARY = torch.library.Library("mezzotint", "DEF")
@@ -178,7 +178,6 @@ def _is_decomposed(op: torch._ops.OpOverload) -> bool:
 
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 _COMPOSITES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _count_modes, _transform = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
@@ -225,7 +224,7 @@ def is_plain(x: Any) -> bool:
 def is_bare(x: Any) -> bool:
     """Return whether `x` is plain as in `is_plain`, whether gradients are enabled or not. A compiled graph is made of
     ops: below Dynamo its tensors are fake, so that their type answers the question."""
-    return type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and _count_modes() == 0 and _transform() is None
+    return type(x) in TENSOR_CLASSES and (x.is_cuda or x.is_cpu) and _count_modes() == 0 and _transform() is None
 
 
 def _has_negative(args: Sequence[Any]) -> bool:
@@ -233,7 +232,7 @@ def _has_negative(args: Sequence[Any]) -> bool:
     dispatcher resolves."""
     for arg in args:  # This loop compares types because it runs in front of every kernel.
         kind = type(arg)
-        if kind in _PLAIN:
+        if kind in TENSOR_CLASSES:
             if arg.is_neg():
                 return True
         elif kind is list and _has_negative(arg):

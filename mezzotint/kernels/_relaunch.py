@@ -30,7 +30,7 @@ MOST_FORMS = 4096  # of one op; a program with more of them begins anew
 _UNKNOWN, _SEEN, _MORE_THAN_LAUNCHES = "unknown", "seen", "more than launches"
 
 _STREAM = object()  # stands for the stream among what a kernel is called with
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # eager code calls with tensors of these types
+TENSOR_CLASSES = (torch.Tensor, torch.nn.Parameter)  # PyTorch's own classes of tensors, with which eager code calls
 _OPTIONS = (int, float, bool, str, NoneType, torch.dtype)
 _ALLOCATIONS = (
     torch.ops.aten.empty.memory_format,
@@ -298,10 +298,11 @@ class _Places(NamedTuple):
 def _places(types: tuple[type, ...]) -> _Places | None:
     """Return the places of arguments of these types; None if the op has no tensor, or takes something of another
     type."""
-    if not set(types) <= {*_TENSORS, *_OPTIONS, list, tuple}:
+    if not set(types) <= {*TENSOR_CLASSES, *_OPTIONS, list, tuple}:
         return None
     tensors, options, lists = [
-        tuple([i for i, kind in enumerate(types) if kind in kinds]) for kinds in (_TENSORS, _OPTIONS, (list, tuple))
+        tuple([i for i, kind in enumerate(types) if kind in kinds])
+        for kinds in (TENSOR_CLASSES, _OPTIONS, (list, tuple))
     ]
     return _Places(taker(tensors), taker(options), lists) if tensors else None
 

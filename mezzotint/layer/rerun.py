@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import KeptForBackward, core_backward, record
 from mezzotint.functional.delayed import update_waiting
+from mezzotint.kernels._lib import is_bare
 from mezzotint.kernels._recorder import Recorder
-from mezzotint.kernels._relaunch import Taker, form_of, has_hooks, taker
+from mezzotint.kernels._relaunch import TENSOR_CLASSES, Taker, form_of, has_hooks, taker
 from mezzotint.layer.plan import LayerConfig, Plan
 from mezzotint.layer.run import Delayed, KeptWeights, grad_state
 from mezzotint.tensor.fsdp_directions import saving_hooks
@@ -31,8 +32,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 MOST_RUNS = 1024  # of a program; one with more of them begins anew
 MOST_TRIES = 4  # to record a run: a checkpoint stops its second run as soon as it has what backward reads
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
-TENSORS = 6  # fields of `Delayed` that a run without other ranks reads
+_TENSORS_OF_DELAYED = 6  # its first fields, which a run without other ranks reads
 
 
 class RecordedRun:
@@ -84,7 +84,7 @@ class RecordedRun:
             tensors, is_first = (*tensors, delayed.scale_bwd, delayed.history_bwd), delayed.is_first
         # What was saved has the form that forward gave it, but for what hooks on saved tensors made of it.
         asked = grads if ctx.is_saved_as_is else tensors
-        form = form_of_plain(asked) if _PLAIN.issuperset(map(type, asked)) and not self.has_hooks() else None
+        form = form_of_plain(asked) if {*map(type, asked)} <= {*TENSOR_CLASSES} and not self.has_hooks() else None
         key = is_first, ctx.is_saved_as_is, form
         again = self.backwards.get(key)
         if again is not None:
@@ -156,7 +156,7 @@ def rerun(run: _F) -> _F:
         if delayed is not None:
             if delayed.groups or delayed.clears:  # ranks reduce amaxes
                 return run(plan, *args)
-            flat += delayed[:TENSORS]
+            flat += delayed[:_TENSORS_OF_DELAYED]
             records = delayed.records
         types = tuple(map(type, flat))
         places = _places(types)
@@ -202,7 +202,7 @@ class _Places(NamedTuple):
 @lru_cache(maxsize=1024)
 def _places(types: tuple[type, ...]) -> _Places | None:
     """Return the places of arguments of these types, or None if a run with such is not recorded."""
-    tensors = tuple([i for i, kind in enumerate(types) if kind in _PLAIN])
+    tensors = tuple([i for i, kind in enumerate(types) if kind in TENSOR_CLASSES])
     constants = tuple([i for i, kind in enumerate(types) if issubclass(kind, GraphConstant)])
     nothing = types.count(type(None))
     if not tensors or len(tensors) + len(constants) + nothing < len(types):
@@ -211,20 +211,19 @@ def _places(types: tuple[type, ...]) -> _Places | None:
     return _Places(taker(tensors), taker(tuple([i for i in constants if types[i] is not LayerConfig])))
 
 
-_count_modes, _count_function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_transform, _is_neg = torch._C._functorch.peek_interpreter_stack, torch.Tensor.is_neg
+_count_function_modes, _is_neg = torch._C._len_torch_function_stack, torch.Tensor.is_neg
 
 
 def form_of_plain(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
     """Return the form of tensors of PyTorch's own classes, and which of them are one. Return None if something stands
     between a call on them and PyTorch, or if they are not on the current device."""
-    if _count_modes() or _count_function_modes() or _transform() is not None or forward_ad._current_level >= 0:
-        return None
     first = tensors[0]
+    if not is_bare(first) or _count_function_modes() or forward_ad._current_level >= 0:
+        return None
     if first.is_cuda:
         if torch.is_autocast_enabled("cuda") or first.get_device() != torch.cuda.current_device():
             return None
-    elif not first.is_cpu or torch.is_autocast_enabled("cpu"):
+    elif torch.is_autocast_enabled("cpu"):
         return None
     if any(map(_is_neg, tensors)):  # only PyTorch's dispatcher resolves that
         return None

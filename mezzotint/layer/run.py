@@ -36,7 +36,7 @@ class RunSettings:
     scales: torch.Tensor | None = None  # forward, FP32 [3 per GEMM]
     weight_scales: torch.Tensor | None = None  # the scales that kept weights were quantized with
     grad_scales: torch.Tensor | None = None  # FP32 [2 per GEMM]; None without a backward
-    copies_scales: bool = False  # those of forward, because backward reads them, too
+    copies_scales: bool = False  # of forward, because backward reads them, too
     grad_state: GradState | None = None
     records: bool = False  # amaxes enter the history
     calibrates: bool = False  # computes in high precision, but enters amaxes of inputs and weights

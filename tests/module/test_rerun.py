@@ -92,6 +92,14 @@ def same(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> b
     )
 
 
+def recorded_by(steps: Callable[[], list[list[torch.Tensor]]], not_recorded: Callable[[bool], None]) -> tuple[int, int]:
+    """How many forwards and backwards the steps record, after they have given the bits of steps without records."""
+    made, found = steps(), recorded()
+    not_recorded(True)
+    assert same(made, steps())
+    return found
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("chosen", [None, *RECIPES], ids=str)
@@ -126,10 +134,7 @@ def test_modules_of_one_configuration_share_a_record(chosen: str, not_recorded: 
         torch.nn.init.normal_(modules[1].weight)
         return [step(module, value, seed) for seed in range(4) for module in modules]
 
-    made = steps()
-    assert recorded() == (1, 1)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 1)
 
 
 FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -152,10 +157,8 @@ def test_each_form_has_its_own_record(chosen: str, not_recorded: Any) -> None:
         module = make()
         return [step(module, value, seed, wrap=wrap) for seed in range(4) for wrap in FORMS.values()]
 
-    made = steps()
-    assert recorded() == (len(FORMS) - 1, len(FORMS) - 1)  # the negative is left to PyTorch's dispatcher
-    not_recorded(True)
-    assert same(made, steps())
+    others = len(FORMS) - 1  # the negative one is left to PyTorch's dispatcher
+    assert recorded_by(steps, not_recorded) == (others, others)
 
 
 def test_each_form_of_a_gradient_has_its_own_record(not_recorded: Any) -> None:
@@ -171,10 +174,7 @@ def test_each_form_of_a_gradient_has_its_own_record(not_recorded: Any) -> None:
             found.append([x.grad])
         return found
 
-    made = steps()
-    assert recorded() == (1, 2)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 2)
 
 
 def test_two_runs_in_a_region_and_a_second_backward(not_recorded: Any) -> None:
@@ -195,10 +195,7 @@ def test_two_runs_in_a_region_and_a_second_backward(not_recorded: Any) -> None:
             )
         return found
 
-    made = steps()
-    assert recorded() == (1, 2)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 2)
 
 
 @pytest.mark.parametrize("chosen", ["delayed", "current", "mxfp8"])
@@ -215,10 +212,7 @@ def test_kept_weights(name: str, chosen: str, not_recorded: Any) -> None:
                 [parameter.mul_(1.5) for parameter in module.parameters() if turn % 2]
         return found
 
-    made = steps()
-    assert recorded()[0] >= 1
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded)[0] >= 1
 
 
 def test_without_gradients(not_recorded: Any) -> None:
@@ -234,10 +228,7 @@ def test_without_gradients(not_recorded: Any) -> None:
             assert not found[-1][0].requires_grad
         return found
 
-    made = steps()
-    assert recorded()[0] >= 1
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded)[0] >= 1
 
 
 def test_frozen_parameters(not_recorded: Any) -> None:
@@ -249,10 +240,7 @@ def test_frozen_parameters(not_recorded: Any) -> None:
             found.append(step(module, Float8CurrentScaling(), seed))
         return found
 
-    made = steps()
-    assert recorded() == (3, 3)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (3, 3)
 
 
 @pytest.mark.parametrize("chosen", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
@@ -272,13 +260,10 @@ def test_activation_checkpoints(chosen: Recipe, not_recorded: Any) -> None:
             found.append([y, x.grad, *[each.clone() for each in state]])
         return found
 
-    made = steps()
-    assert recorded() == (1, 1)
+    assert recorded_by(steps, not_recorded) == (1, 1)
     # In delayed scaling the second runs are not those of the record. Being stopped on their way, they have none.
     assert [run.tries for run in RECORDED_RUNS.values()] == [rerun.MOST_TRIES] * len(RECORDED_RUNS)
     assert len(RECORDED_RUNS) == (2 if isinstance(chosen, DelayedScaling) else 1)
-    not_recorded(True)
-    assert same(made, steps())
 
 
 def test_hooks_may_give_saved_tensors_another_form(not_recorded: Any) -> None:
@@ -293,10 +278,7 @@ def test_hooks_may_give_saved_tensors_another_form(not_recorded: Any) -> None:
                 found.append(step(module, Float8CurrentScaling(), seed))
         return found
 
-    made = steps()
-    assert recorded() == (1, 3)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 3)
 
 
 def test_a_tensor_that_is_given_twice_has_its_own_record(not_recorded: Any) -> None:
@@ -311,10 +293,7 @@ def test_a_tensor_that_is_given_twice_has_its_own_record(not_recorded: Any) -> N
             found.append([y, x.grad.clone(), *[p.grad.clone() for p in module.parameters()]])
         return found
 
-    made = steps()
-    assert recorded() == (2, 2)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (2, 2)
 
 
 def test_what_waits_for_the_end_of_backward_comes_first(not_recorded: Any) -> None:
@@ -336,10 +315,7 @@ def test_what_waits_for_the_end_of_backward_comes_first(not_recorded: Any) -> No
             found.append([y, *map(torch.clone, module.buffers())])
         return found
 
-    made = steps()
-    assert recorded() == (1, 1)
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 1)
 
 
 class _FunctionMode(TorchFunctionMode):
@@ -371,9 +347,7 @@ def test_nothing_is_recorded_in_modes(mode: Any, not_recorded: Any) -> None:
         with mode():
             step(make(), Float8CurrentScaling(), seed)
     assert not RECORDED_RUNS
-    made = steps()
-    not_recorded(True)
-    assert same(made, steps())
+    assert recorded_by(steps, not_recorded) == (1, 1)
 
 
 def test_runs_that_are_looked_into_are_not_recorded() -> None:
