@@ -107,6 +107,7 @@ float8_quantize, float8_quantize_ = quantize_ops(
     cuda="float8:quantize",
     cuda_groups="float8:quantize_groups",
     in_graphs=True,
+    is_fp8_in_graphs=True,
 )
 
 float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
@@ -121,6 +122,7 @@ float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
     cuda_enter="float8:enter_scaled",
     cuda_groups="float8:quantize_scaled_groups",
     in_graphs=True,
+    is_fp8_in_graphs=True,
 )
 
 float8_dequantize = leaf(

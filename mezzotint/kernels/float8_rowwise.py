@@ -126,6 +126,7 @@ float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     cuda="float8_rowwise:quantize",
     cuda_groups="float8_rowwise:quantize_groups",
     in_graphs=True,
+    is_fp8_in_graphs=True,
 )
 
 float8_rowwise_dequantize = leaf(

@@ -16,7 +16,7 @@ the others, and where Triton does not run, the producer's own op writes x first.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from mezzotint import hw
+from mezzotint.constants import FP8_TORCH
 from mezzotint.formats import KINDS
 from mezzotint.kernels._lib import (
     Buffers,
@@ -177,6 +178,7 @@ def quantize_ops(
     cuda_groups: str | None = None,
     cuda_enter: str | None = None,
     in_graphs: bool = False,
+    is_fp8_in_graphs: bool = False,
     unpacking: Unpacking | None = None,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
     """Define `name(x, options) -> buffers` and its in-place form `name_(x, buffers, noop, options)`, and return both.
@@ -187,15 +189,18 @@ def quantize_ops(
     nothing is written if the one-element `noop` is 1. The launch for many tensors, `cuda_groups`, takes lists:
     `launch(xs, outs, *options)`; without it the tensors are quantized one after another. `cuda_enter` is the launch
     that enters the amax, which is the last buffer, into a history (`entering`): `launch(x, out, noop, scale, history,
-    slot, *options)`. With `in_graphs` the compiler launches the kernels of `cuda` itself. With `unpacking` the launch
+    slot, *options)`. With `in_graphs` the compiler launches the kernels of `cuda` itself. With `is_fp8_in_graphs` all
+    bytes are codes of the option `dtype`, and such a launch writes them as FP8 (`_made`). With `unpacking` the launch
     writes values wherever a buffer is BF16.
     """
     in_place = _in_place(reference)
     late = Late(cuda, in_place)
-    functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs)
+    names = [option.split()[1] for option in options.split(", ")]
+    fp8_at = names.index("dtype") if is_fp8_in_graphs else None
+    functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs, fp8_at)
     _GROUPS[functional] = _groups_op(f"{name}_groups", options, _allocation(geometry), reference, late, cuda_groups)
     if cuda_enter is not None:
-        enter = _entering(geometry, reference, cuda_enter)
+        enter = _entering(geometry, reference, cuda_enter, fp8_at)
         _ENTERING[functional] = enter[0], Relaunched(enter[1])
         _ENTERING_SOURCES[functional] = _of_source(enter[0]), Relaunched(_of_source(enter[1]))
     if unpacking is not None:
@@ -229,7 +234,7 @@ def entering(
 
 
 def _entering(
-    geometry: Callable[..., Buffers], reference: Callable[..., "list[torch.Tensor]"], cuda: str
+    geometry: Callable[..., Buffers], reference: Callable[..., "list[torch.Tensor]"], cuda: str, fp8_at: int | None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions that enter the amax, on a CPU and on CUDA."""
 
@@ -247,9 +252,11 @@ def _entering(
 
     def on_cuda(x: Any, scales: torch.Tensor, slot: int, history: Any, *options: Any) -> list[torch.Tensor]:
         like = x.args[0] if isinstance(x, SourceCall) else x
-        out = _empty(like, tuple(x.shape), no_amax, (scales, *options))
-        late.on(x)(in_memory(x), out, None, scales, slot, history, *options)
-        return out
+
+        def launch(out: list[torch.Tensor]) -> None:
+            late.on(x)(in_memory(x), out, None, scales, slot, history, *options)
+
+        return _made(like, tuple(x.shape), no_amax, (scales, *options), launch, fp8_at)
 
     def in_place(x: Any, out: list[torch.Tensor], noop: None, *args: Any) -> None:
         for buffer, fresh in zip(out, on_cpu(x, *args), strict=True):
@@ -302,13 +309,13 @@ def _functional_op(
     late: Late,
     cuda: str | None,
     in_graphs: bool,
+    fp8_at: int | None = None,
 ) -> torch._ops.OpOverload:
     """Define the op that returns new buffers, and those that take a source in."""
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        out = _empty(x, tuple(x.shape), geometry, args)
-        late.on(x)(x, out, None, *args)
-        return out
+        launch = lambda out: late.on(x)(x, out, None, *args)  # noqa: E731
+        return _made(x, tuple(x.shape), geometry, args, launch, fp8_at)
 
     def made_on_cuda(made: SourceCall, out: list[torch.Tensor], *args: Any) -> None:
         late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
@@ -398,6 +405,31 @@ def _takes_sources(cuda: str | None) -> bool:
     if cuda is None or not hw.has_triton_kernels():
         return False
     return getattr(sys.modules[load_triton(cuda).__module__], "TAKES_SOURCES", False)
+
+
+def _made(
+    like: torch.Tensor,
+    shape: tuple[int, ...],
+    geometry: Callable[..., Buffers],
+    args: Sequence[Any],
+    launch: Callable[[list[torch.Tensor]], None],
+    fp8_at: int | None,
+) -> list[torch.Tensor]:
+    """Make the buffers of a tensor like `like`, have `launch` write them, and return them.
+
+    In a graph the launch writes FP8, of the type that the option at `fp8_at` names, and the bytes that are returned are
+    views of it. A product views them as FP8 again, so that the compiler leaves out both views. If the launch wrote
+    bytes, each run would view them as FP8, by a call through PyTorch's dispatcher for each operand of a product.
+    """
+    if fp8_at is None or type(like) is not FunctionalTensor:
+        out = _empty(like, shape, geometry, args)
+        launch(out)
+        return out
+    fp8 = FP8_TORCH[args[fp8_at]]
+    buffers = geometry(shape, *args).values()
+    out = [like.new_empty(size, dtype=fp8 if dtype is torch.uint8 else dtype) for size, dtype in buffers]
+    launch(out)
+    return [buffer.view(torch.uint8) if buffer.dtype is fp8 else buffer for buffer in out]
 
 
 def _empty(like: torch.Tensor, shape: tuple[int, ...], geometry: Callable[..., Buffers], args: Any) -> Any:

@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from triton.backends.compiler import GPUTarget
 
 import mezzotint as mz
+from mezzotint.constants import FP8_TORCH
 from mezzotint.kernels import _lib
 from tests.recipes import RECIPES
 
@@ -124,6 +125,16 @@ def test_graphs_have_launches_in_place_of_operators(trace: Callable[[str], Graph
     for graph in trace(recipe):
         ops = {str(node.target) for node in graph.nodes if "mezzotint" in str(node.target)}
         assert ops == {"mezzotint.gemm.default"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "block"])
+def test_launches_write_what_products_read(trace: Callable[[str], Graphs], recipe: str) -> None:
+    """A launch writes FP8, so that no run has to view bytes as FP8. What these bytes are for others is a view of it."""
+    for graph in trace(recipe):
+        buffers = [given.get(key) for _, given in calls_of(graph) for key in ("data", "transpose")]
+        written = [buffer.meta["val"].dtype for buffer in buffers if buffer is not None]
+        assert len(written) >= 6
+        assert set(written) <= set(FP8_TORCH.values())
 
 
 def test_delayed_scaling_clears_no_amax(trace: Callable[..., Graphs]) -> None:

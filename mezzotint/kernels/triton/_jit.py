@@ -236,9 +236,17 @@ def load_tile(x, r, c, M, K, stride, EVEN: tl.constexpr, ONCE: tl.constexpr):
 
 
 @triton.jit
+def as_stored(code, out):
+    """Return codes in the element type of `out`, their bits as they are: a byte, or in a graph FP8."""
+    return code.to(out.dtype.element_ty, bitcast=True)
+
+
+@triton.jit
 def store_tile(out, tile, r, c, M, K, EVEN: tl.constexpr):
-    """Store a tile as out[r, c] of an (M, K) matrix."""
+    """Store a tile, of codes or of the values of `out`, as out[r, c] of an (M, K) matrix."""
     at = out + r[:, None] * K + c[None, :]
+    if tile.dtype == tl.uint8:
+        tile = as_stored(tile, out)
     if EVEN:
         tl.store(at, tile)
     else:

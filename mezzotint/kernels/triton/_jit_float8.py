@@ -8,6 +8,7 @@ from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels.triton._jit import (
     ahead,
     ahead_of_groups,
+    as_stored,
     cast_fp8,
     decode_fp8,
     drop_nan,
@@ -108,7 +109,7 @@ def cast_kernel(
     if pid == 0:
         tl.store(scale_inv, inverse(scale, POW2 and not SCALED))
     if data is not None:
-        tl.store(data + i, cast_fp8(value * scale, DTYPE), mask=i < numel)
+        tl.store(data + i, as_stored(cast_fp8(value * scale, DTYPE), data), mask=i < numel)
     if amax is not None:
         raise_amax(amax if slot is None else amax + slot, value)
 
@@ -204,12 +205,12 @@ _TILE, _HALVES = (
 AHEAD = [
     ahead(clear_kernel, "fp32 fp32"),
     ahead(cast_kernel, "bf16 u8 fp32 fp32 - -", **_CURRENT, **flat_config()),
-    ahead(cast_kernel, "bf16 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **flat_config()),
+    ahead(cast_kernel, "bf16 fp8e4nv fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **flat_config()),
     ahead(cast_kernel, "fp32 u8 fp32 fp32 - fp32", **_GIVEN, **flat_config()),
     ahead(cast_kernel, "fp16 u8 fp32 fp32 fp32 -", **_DELAYED, **flat_config()),
     ahead(cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **_CURRENT, **_TILE, EVEN=True),
-    ahead(cast_tile_kernel, "bf16 u8 u8 fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **_TILE, EVEN=False),
-    ahead(cast_tile_kernel, "fp32 - u8 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
+    ahead(cast_tile_kernel, "bf16 fp8e4nv fp8e4nv fp32 fp32 - -", **{**_CURRENT, "BP": -1}, **_TILE, EVEN=False),
+    ahead(cast_tile_kernel, "fp32 - fp8e5 fp32 fp32 - fp32", **_GIVEN, **_TILE, EVEN=False),
     ahead(cast_tile_kernel, "fp16 u8 u8 fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False),
     ahead(cast_tile_kernel, "bf16 u8 - fp32 fp32 fp32 -", **_DELAYED, **_TILE, EVEN=False, slot=None),
     ahead(cast_tile_kernel, "bf16 - u8 fp32 fp32 - -", **_DELAYED, **_TILE, EVEN=True, slot=None),

@@ -13,6 +13,7 @@ from mezzotint.constants import E4M3, E5M2
 from mezzotint.kernels.triton._jit import (
     ahead,
     ahead_of_groups,
+    as_stored,
     cast_fp8,
     drop_nan,
     for_inf,
@@ -108,12 +109,14 @@ def rows_kernel(
     scale = scale_from_amax(drop_nan(top), eps, DTYPE, POW2, FOR_INF)
     tl.store(scale_inv + r, inverse(scale, POW2), mask=r < M)
     if WHOLE:
-        tl.store(to + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=high & (c < K)[None, :])
+        code = as_stored(cast_fp8(value * scale[:, None], DTYPE), data)
+        tl.store(to + c[None, :], code, mask=high & (c < K)[None, :])
     else:
         for start in range(0, tl.cast(K, tl.int64), BK):
             mask = high & (start + c < K)[None, :]
             value = load_input(x, given, r, start + c, M, K, stride, SOURCE, False, False)
-            tl.store(to + start + c[None, :], cast_fp8(value * scale[:, None], DTYPE), mask=mask)
+            code = as_stored(cast_fp8(value * scale[:, None], DTYPE), data)
+            tl.store(to + start + c[None, :], code, mask=mask)
 
 
 @Fast
@@ -305,8 +308,8 @@ _TILE, _HALVES = (
 
 AHEAD = [
     ahead(rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
-    ahead(rows_kernel, "fp32 u8 fp32 fp32 -", **_EXACT, WHOLE=True, **rows_config(100)),
-    ahead(rows_kernel, "fp16 u8 fp32 - -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
+    ahead(rows_kernel, "fp32 fp8e4nv fp32 fp32 -", **_EXACT, WHOLE=True, **rows_config(100)),
+    ahead(rows_kernel, "fp16 fp8e5 fp32 - -", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
     ahead(rows_kernel, "bf16 u8 fp32 - fp32", **_POW2, WHOLE=True, **rows_config(4096)),
     ahead(rows_kernel, "fp32 u8 fp32 fp32 fp32", **_EXACT, WHOLE=False, **rows_config(WHOLE_ROW + 1)),
     ahead(partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),

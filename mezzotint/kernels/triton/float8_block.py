@@ -318,11 +318,11 @@ def _case(
 AHEAD = [
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True),
     _case(_block_kernel, "fp16 u8 fp32 u8 fp32 fp32", False),
-    _case(_block_kernel, "bf16 u8 fp32 - - -", True),
+    _case(_block_kernel, "bf16 fp8e4nv fp32 - - -", True),
     _case(_block_kernel, "fp32 - - u8 fp32 -", False),
     _case(_square_kernel, "bf16 u8 fp32 u8 fp32 -", True),
     _case(_square_kernel, "fp32 u8 fp32 - - fp32", False),
-    _case(_square_kernel, "fp16 - - u8 fp32 -", True),
+    _case(_square_kernel, "fp16 - - fp8e4nv fp32 -", True),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, of_groups=True),
     _case(_square_kernel, "fp32 - - u8 fp32 -", False, of_groups=True),
     _case(_block_kernel, "bf16 u8 fp32 u8 fp32 -", True, NORM, ("norm", False)),
