@@ -109,6 +109,17 @@ def check_given_amaxes(rowwise: Any, op: Any, amax: Any) -> None:
     rowwise.WHOLE_ROW = _jit_rowwise.WHOLE_ROW = whole_row
 
 
+def check_written_as_fp8(launch: Any, op: Any, options: tuple[Any, ...]) -> None:
+    """In a graph a launch writes codes into tensors of FP8: the same bytes, not the values of the codes."""
+    x = draw((40, 130), BF16, 7)
+    for usage in ((True, False), (False, True), (True, True)):
+        want = op(x, *options, *usage)
+        got = [torch.full_like(buffer, 0x5A) for buffer in want]
+        codes = [buffer.view(torch.float8_e5m2) if buffer.dtype == torch.uint8 else buffer for buffer in got]
+        launch(x, codes, None, *options, *usage)
+        assert all(map(torch.equal, got, want)), (op.name(), usage)
+
+
 def as_on_a_gpu() -> None:
     """What the interpreter does in another way, or not at all."""
     import numpy as np
@@ -165,6 +176,9 @@ def main(tiles: str) -> None:
     )
     check_copied_input(float8.quantize, float8_quantize)
     check_given_amaxes(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)
+    for name, launch, op, options in tested:
+        if name != "blocks of 32":
+            check_written_as_fp8(launch, op, options)
     chosen = list(zip(SHAPES, (BF16, FP32, FP16), strict=True))
     for shape, dtype in chosen[:1] if tiles == "whole" else chosen[1:]:
         for source, args in cases(shape, dtype):
