@@ -26,6 +26,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "kernels ms": ("kernels_ms", "{:.3f}".format),
     "idle ms": ("idle_ms", "{:.3f}".format),
     "launches": ("launches", "{:.0f}".format),
+    "host ms": ("host_ms", "{:.3f}".format),
     "code ms": ("code_ms", "{:.3f}".format),
 }
 INTRODUCTION = """\

@@ -24,8 +24,8 @@ TFLOP/s count the products of linears alone. `GEMMs` are the products of one ste
 allocator gave out between forward and backward, `peak` in the step, both less what was there before it.
 
 With `--profile` each candidate then runs again under PyTorch's profiler. `kernels` is the sum of its kernels on the
-GPU, `launches` their number (`--json` has each by name), `idle` the time between them, and `code`, compiled, the host's
-time in the code that Inductor wrote.
+GPU, `launches` their number (`--json` has each by name), `idle` the time between them. Of a compiled step `host` is the
+host's time, with an empty queue in front of it, and `code` the part of it in the code that Inductor wrote.
 """
 
 import argparse
@@ -136,15 +136,17 @@ class Bench:
         return rows
 
     def profile(self, step: Runner, mode: str, ms: float) -> Row:
-        """Return the kernels of a step that takes `ms` and, if it is compiled, the host's time in the code of its
-        graphs."""
+        """Return the kernels of a step that takes `ms` and, if it is compiled, the host's time, in all and in the code
+        of its graphs."""
         row: Row = {}
         if self.device == "cuda":
             found = _profile.kernels(step, ms)
             row = {"kernels": found.by_name, "kernels_ms": found.ms, "idle_ms": found.idle_ms}
             row["launches"] = found.launches
         is_written = mode != "eager" and self.backend == "inductor"
-        return row | ({"code_ms": _profile.code_ms(step, self.wait)} if is_written else {})
+        if is_written:
+            row["host_ms"], row["code_ms"] = _profile.host_ms(step, self.wait)
+        return row
 
     def prepare(self, candidate: Candidate, case: Case, mode: str, inputs: Any) -> tuple[Runner, Row]:
         """Return a warm runner, compiled if asked, and a row with its graphs, seconds of compilation and memory."""

@@ -106,8 +106,7 @@ float8_quantize, float8_quantize_ = quantize_ops(
     reference=float8_quantize_reference,
     cuda="float8:quantize",
     cuda_groups="float8:quantize_groups",
-    in_graphs=True,
-    is_fp8_in_graphs=True,
+    in_graphs="fp8",
 )
 
 float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
@@ -121,8 +120,7 @@ float8_quantize_scaled, float8_quantize_scaled_ = quantize_ops(
     cuda="float8:quantize_scaled",
     cuda_enter="float8:enter_scaled",
     cuda_groups="float8:quantize_scaled_groups",
-    in_graphs=True,
-    is_fp8_in_graphs=True,
+    in_graphs="fp8",
 )
 
 float8_dequantize = leaf(

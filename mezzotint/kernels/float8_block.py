@@ -128,8 +128,7 @@ float8_block_quantize, float8_block_quantize_ = quantize_ops(
     reference=float8_block_quantize_reference,
     cuda="float8_block:quantize",
     cuda_groups="float8_block:quantize_groups",
-    in_graphs=True,
-    is_fp8_in_graphs=True,
+    in_graphs="fp8",
 )
 
 float8_block_dequantize = leaf(

@@ -125,8 +125,7 @@ float8_rowwise_quantize, float8_rowwise_quantize_ = quantize_ops(
     reference=float8_rowwise_quantize_reference,
     cuda="float8_rowwise:quantize",
     cuda_groups="float8_rowwise:quantize_groups",
-    in_graphs=True,
-    is_fp8_in_graphs=True,
+    in_graphs="fp8",
 )
 
 float8_rowwise_dequantize = leaf(

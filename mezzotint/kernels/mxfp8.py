@@ -130,7 +130,7 @@ mxfp8_quantize, mxfp8_quantize_ = quantize_ops(
     geometry=lambda shape, *options: mxfp8_buffers(shape, *options[-2:]),
     reference=mxfp8_quantize_reference,
     cuda="mxfp8:quantize",
-    in_graphs=True,
+    in_graphs="bytes",
     unpacking=Unpacking(_KIND, _values),
 )
 

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -140,6 +140,9 @@ def of_groups(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return _GROUPS[op]
 
 
+# How a launch that the compiler makes itself writes codes. With None the compiler makes none.
+InGraphs = Literal["bytes", "fp8"] | None
+
 ROWWISE, COLUMNWISE = 1, 2  # the directions in the option `unpacked`, which add up
 
 
@@ -177,8 +180,7 @@ def quantize_ops(
     cuda: str | None,
     cuda_groups: str | None = None,
     cuda_enter: str | None = None,
-    in_graphs: bool = False,
-    is_fp8_in_graphs: bool = False,
+    in_graphs: InGraphs = None,
     unpacking: Unpacking | None = None,
 ) -> "tuple[torch._ops.OpOverload, torch._ops.OpOverload]":
     """Define `name(x, options) -> buffers` and its in-place form `name_(x, buffers, noop, options)`, and return both.
@@ -189,18 +191,16 @@ def quantize_ops(
     nothing is written if the one-element `noop` is 1. The launch for many tensors, `cuda_groups`, takes lists:
     `launch(xs, outs, *options)`; without it the tensors are quantized one after another. `cuda_enter` is the launch
     that enters the amax, which is the last buffer, into a history (`entering`): `launch(x, out, noop, scale, history,
-    slot, *options)`. With `in_graphs` the compiler launches the kernels of `cuda` itself. With `is_fp8_in_graphs` all
-    bytes are codes of the option `dtype`, and such a launch writes them as FP8 (`_made`). With `unpacking` the launch
-    writes values wherever a buffer is BF16.
+    slot, *options)`. With `in_graphs` the compiler launches the kernels of `cuda` itself; "fp8" says that all bytes are
+    codes of the option `dtype`, which such a launch writes as FP8 (`_made`). With `unpacking` the launch writes values
+    wherever a buffer is BF16.
     """
     in_place = _in_place(reference)
     late = Late(cuda, in_place)
-    names = [option.split()[1] for option in options.split(", ")]
-    fp8_at = names.index("dtype") if is_fp8_in_graphs else None
-    functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs, fp8_at)
+    functional = _functional_op(name, options, geometry, reference, late, cuda, in_graphs)
     _GROUPS[functional] = _groups_op(f"{name}_groups", options, _allocation(geometry), reference, late, cuda_groups)
     if cuda_enter is not None:
-        enter = _entering(geometry, reference, cuda_enter, fp8_at)
+        enter = _entering(options, geometry, reference, cuda_enter, in_graphs)
         _ENTERING[functional] = enter[0], Relaunched(enter[1])
         _ENTERING_SOURCES[functional] = _of_source(enter[0]), Relaunched(_of_source(enter[1]))
     if unpacking is not None:
@@ -234,9 +234,14 @@ def entering(
 
 
 def _entering(
-    geometry: Callable[..., Buffers], reference: Callable[..., "list[torch.Tensor]"], cuda: str, fp8_at: int | None
+    options: str,
+    geometry: Callable[..., Buffers],
+    reference: Callable[..., "list[torch.Tensor]"],
+    cuda: str,
+    in_graphs: InGraphs,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions that enter the amax, on a CPU and on CUDA."""
+    fp8_at = _place_of_fp8(options, in_graphs)
 
     def no_amax(shape: tuple[int, ...], *options: Any) -> Buffers:
         buffers = geometry(shape, *options)
@@ -308,20 +313,22 @@ def _functional_op(
     reference: Callable[..., "list[torch.Tensor]"],
     late: Late,
     cuda: str | None,
-    in_graphs: bool,
-    fp8_at: int | None = None,
+    in_graphs: InGraphs,
 ) -> torch._ops.OpOverload:
     """Define the op that returns new buffers, and those that take a source in."""
+    fp8_at = _place_of_fp8(options, in_graphs)
 
     def on_cuda(x: torch.Tensor, *args: Any) -> list[torch.Tensor]:
-        launch = lambda out: late.on(x)(x, out, None, *args)  # noqa: E731
+        def launch(out: list[torch.Tensor]) -> None:
+            late.on(x)(x, out, None, *args)
+
         return _made(x, tuple(x.shape), geometry, args, launch, fp8_at)
 
     def made_on_cuda(made: SourceCall, out: list[torch.Tensor], *args: Any) -> None:
         late(made if _takes_sources(cuda) else made.tensor(), out, None, *args)
 
     functional = define(f"{name}(Tensor x, {options}) -> Tensor[]", _allocation(geometry), reference, on_cuda)
-    if in_graphs:
+    if in_graphs is not None:
         launch_in_graphs(functional)
     _FUSED[functional] = {
         key: _fused_op(f"{name}_of_{key}", options, key, geometry, reference, made_on_cuda) for key in SOURCES
@@ -335,7 +342,7 @@ def _unpacked_op(
     geometry: Callable[..., Buffers],
     reference: Callable[..., "list[torch.Tensor]"],
     cuda: str | None,
-    in_graphs: bool,
+    in_graphs: InGraphs,
     unpacking: Unpacking,
 ) -> torch._ops.OpOverload:
     """Define the op that unpacks, with the directions to unpack as its last option."""
@@ -405,6 +412,13 @@ def _takes_sources(cuda: str | None) -> bool:
     if cuda is None or not hw.has_triton_kernels():
         return False
     return getattr(sys.modules[load_triton(cuda).__module__], "TAKES_SOURCES", False)
+
+
+def _place_of_fp8(options: str, in_graphs: InGraphs) -> int | None:
+    """Return which of the options names the FP8 type that launches in graphs write; None if they write bytes."""
+    if in_graphs != "fp8":
+        return None
+    return [option.split()[1] for option in options.split(", ")].index("dtype")
 
 
 def _made(

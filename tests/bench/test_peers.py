@@ -82,12 +82,13 @@ def test_micro_batches_compile_to_two_graphs() -> None:
 
 
 def test_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A CPU launches no kernels, but the code of graphs takes time: of two graphs, forward and backward."""
+    """A CPU launches no kernels, but the code of graphs takes time, of two graphs, forward and backward, and what is
+    around it takes more."""
     asked = ("--parts", "a", "--shapes", "32x32x32", "--recipes", "", "--profile", "--backend", "inductor")
     rows = {(row["mode"], row["candidate"]): row for row in run(tmp_path, *asked)["rows"]}
     assert "launches" not in rows["eager", "bf16"]
     assert "code_ms" not in rows["eager", "bf16"]
-    assert 0.0 < rows["compiled", "bf16"]["code_ms"] < 1e3
+    assert 0.0 < rows["compiled", "bf16"]["code_ms"] < rows["compiled", "bf16"]["host_ms"] < 1e3
     assert "code_ms" not in rows["compiled", "bf16-again"]
     shown = capsys.readouterr().out
     assert "code ms" in shown
