@@ -25,7 +25,9 @@ from triton.runtime.jit import JITFunction
 
 import mezzotint as mz
 from mezzotint import hw, recipe
+from mezzotint.constants import E4M3
 from mezzotint.kernels import _lib, gemm, quantize_ops
+from mezzotint.kernels.float8_rowwise import float8_rowwise_quantize
 from mezzotint.kernels.triton._launch import Fast
 from mezzotint.recipe import Recipe
 from tests.recipes import RECIPES as SHORT_HISTORY
@@ -264,10 +266,10 @@ KERNELS: dict[str, str] = {
         norm_backward                          _backward_kernel _finish_kernel""",
     "rowwise": """
         norm_stats                                     _stats_kernel
-        float8_rowwise_quantize                        partial_kernel finish_kernel cast_kernel | rows_kernel
-        float8_rowwise_quantize_of_norm                partial_kernel finish_kernel cast_kernel
-        float8_rowwise_quantize_of_activation          partial_kernel finish_kernel cast_kernel
-        float8_rowwise_quantize_of_activation_backward partial_kernel finish_kernel cast_kernel
+        float8_rowwise_quantize                        partial_kernel cast_kernel | rows_kernel
+        float8_rowwise_quantize_of_norm                partial_kernel cast_kernel
+        float8_rowwise_quantize_of_activation          partial_kernel cast_kernel
+        float8_rowwise_quantize_of_activation_backward partial_kernel cast_kernel
         gemm                                           _scaled_mm
         norm_backward                                  _backward_kernel _finish_kernel""",
     "block": """
@@ -354,6 +356,29 @@ def test_kernels(name: str) -> None:
             found.setdefault(node.target._schema.name.split("::")[-1], set()).add(" ".join(names))
     wanted = [line.split(maxsplit=1) for line in KERNELS[name].strip().splitlines()]
     assert found == {operator: set(kernels.split(" | ")) for operator, kernels in wanted}
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    ("rows", "cols", "both", "kernels"),
+    [
+        (2048, 2048, True, "partial_kernel cast_kernel"),
+        (2176, 2048, True, "partial_kernel finish_kernel cast_kernel"),  # too large
+        (64, 4096, True, "partial_kernel cast_kernel"),
+        (64, 4224, True, "partial_kernel finish_kernel cast_kernel"),  # too many partial amaxes of a row
+        (64, 4224, False, "partial_kernel cast_kernel"),  # which nobody asks for
+        (8192, 256, True, "partial_kernel cast_kernel"),
+        (8448, 256, True, "partial_kernel finish_kernel cast_kernel"),  # too many of a column
+        (0, 256, True, "finish_kernel"),  # columns without elements have scales
+    ],
+)
+def test_a_cast_of_both_directions_finishes_the_scales_of_a_small_tensor(
+    rows: int, cols: int, both: bool, kernels: str
+) -> None:
+    with hopper() as names:
+        x = torch.empty(rows, cols, dtype=torch.bfloat16)
+        _lib._IMPLEMENTATIONS[float8_rowwise_quantize][1](x, None, None, E4M3, False, 0.0, both, True)
+    assert " ".join(names) == kernels
 
 
 # What quantizes all experts of a GroupedLinear, and what that launches; weights of block scaling have their own kernel.

@@ -18,6 +18,7 @@ padding is 0. x is read once.
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from mezzotint.constants import E4M3, FP8_BLOCK, FP8_MAX, FP8_TORCH, cdiv, rup
 from mezzotint.formats import Backend, OperandKind, QuantizedFormat, register_format
@@ -179,19 +180,22 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 def _one_call(
     a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor | None:
-    """Return the product that `_product` writes by one call of `_scaled_mm_v2`; None if it takes more than one."""
+    """Return the product that `_product` writes by one call of `_scaled_mm_v2`; None if it takes more than that. Codes
+    are padded along the contraction first, if it is no multiple of 128."""
     if not scaled_mm.adds_bias_inside(bias, dtype):
         return None
     sides: list[Any] = []
     for op, multiple in ((a, _BLOCK_ROWS), (b, scaled_mm.ALIGN)):
         is_tile = op.kind == _TILES
-        if not scaled_mm.is_as_stored(op, FP8_BLOCK if is_tile else multiple, FP8_BLOCK):
+        if not scaled_mm.is_as_stored(op, FP8_BLOCK if is_tile else multiple, 1):
             return None
         assert op.scale is not None
         if not op.scale.is_contiguous():
             return None
+        missing = -op.data.shape[1] % FP8_BLOCK
+        data = pad(op.data, (0, missing)) if missing else op.data
         scaling = scaled_mm.BLOCK_128X128 if is_tile else scaled_mm.BLOCK_1X128
-        sides.append((op.data.view(FP8_TORCH[op.dtype]), [op.scale.t()], [scaling], [scaled_mm.NO_SWIZZLE]))
+        sides.append((data.view(FP8_TORCH[op.dtype]), [op.scale.t()], [scaling], [scaled_mm.NO_SWIZZLE]))
     (x, *scaling_x), (y, *scaling_y) = sides
     return scaled_mm.scaled_mm_v2(x, y.t(), *scaling_x, *scaling_y, bias, dtype, out=None)
 

@@ -109,10 +109,22 @@ def check_given_amaxes(rowwise: Any, op: Any, amax: Any) -> None:
     rowwise.WHOLE_ROW = _jit_rowwise.WHOLE_ROW = whole_row
 
 
+def as_if_large(rowwise: Any) -> Any:
+    """Return the row-wise quantization of a large tensor, whose scales are finished in a launch of their own."""
+
+    def launch(*args: Any) -> None:
+        small, rowwise.SMALL = rowwise.SMALL, 0
+        rowwise.quantize(*args)
+        rowwise.SMALL = small
+
+    return launch
+
+
 def check_written_as_fp8(launch: Any, op: Any, options: tuple[Any, ...]) -> None:
     """In a graph a launch writes codes into tensors of FP8: the same bytes, not the values of the codes."""
-    x = draw((40, 130), BF16, 7)
-    for usage in ((True, False), (False, True), (True, True)):
+    whole, narrow = (300, 130), (300, 60)
+    for shape, usage in ((whole, (True, False)), (whole, (False, True)), (whole, (True, True)), (narrow, (True, True))):
+        x = draw(shape, BF16, 7)
         want = op(x, *options, *usage)
         got = [torch.full_like(buffer, 0x5A) for buffer in want]
         codes = [buffer.view(torch.float8_e5m2) if buffer.dtype == torch.uint8 else buffer for buffer in got]
@@ -173,6 +185,7 @@ def main(tiles: str) -> None:
         ("block", float8_block.quantize, float8_block_quantize, (E4M3, True, 0.0, False)),
         ("blocks of 32", mxfp8.quantize, mxfp8_quantize, (E4M3, False, False, False)),
         ("rowwise", float8_rowwise.quantize, float8_rowwise_quantize, (None, None, E4M3, True, 0.0)),
+        ("rowwise", as_if_large(float8_rowwise), float8_rowwise_quantize, (None, None, E4M3, False, 0.5)),
     )
     check_copied_input(float8.quantize, float8_quantize)
     check_given_amaxes(float8_rowwise, float8_rowwise_quantize, float8_rowwise_amax)

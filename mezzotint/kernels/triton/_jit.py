@@ -198,6 +198,15 @@ def spread(BM: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
+def spread_out(values, BM: tl.constexpr, SPAN: tl.constexpr):
+    """Return BM values, which are in the order of a tile's rows, in the order of `spread`."""
+    if SPAN == 1:
+        return values
+    else:
+        return tl.reshape(tl.trans(tl.reshape(values, [BM // SPAN, SPAN])), [BM])
+
+
+@triton.jit
 def transposed(tile, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr):
     """Transpose (BM, BN), whose rows are ordered as by `spread`, into (BN, BM) with its columns in order."""
     if SPAN == 1:

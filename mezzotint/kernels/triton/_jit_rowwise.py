@@ -21,6 +21,7 @@ from mezzotint.kernels.triton._jit import (
     natural_span,
     scale_from_amax,
     spread,
+    spread_out,
     store_tile,
     store_transposed,
     tile_of,
@@ -31,6 +32,9 @@ from mezzotint.kernels.triton._launch import Fast
 from mezzotint.kernels.triton._produce import ACTIVATION, BACKWARD, NORM, RMSNORM, SCALED_BACKWARD
 
 WHOLE_ROW = 16384  # the longest row that is held in registers
+# The cast of a small tensor finishes its scales itself: each program reduces at most FEW partial amaxes of each of its
+# rows and columns. In a tensor of more than SMALL elements this repeated work takes longer than a launch.
+FEW, SMALL = 32, 2**22
 
 
 def rows_config(K: int) -> dict[str, int]:
@@ -51,9 +55,11 @@ def finish_config() -> dict[str, int]:
     return {"BP": 64, "BS": 32, "num_warps": 4}
 
 
-def tile_config(rowwise: bool, halves: bool = False) -> dict[str, int]:
-    """Return the tile of the two-way cast, or of the transposed one alone; for `halves` a smaller one, because a
-    program holds two."""
+def tile_config(rowwise: bool, halves: bool = False, finishes: bool = False) -> dict[str, int]:
+    """Return the tile of the two-way cast, or of the transposed one alone; a smaller one for `halves`, because a
+    program holds two, and one with few threads for a program that `finishes` scales, because all threads do that."""
+    if finishes:
+        return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 2}
     if halves:
         return {"BM": 64, "BN": 64, "GROUP": 8, "num_warps": 4}
     if rowwise:
@@ -251,60 +257,102 @@ def finish_kernel(
             _finish(cols, strips, col_scale, col_inv, K, pid - first, eps, DTYPE, POW2, FOR_INF, BP, BS)
 
 
+@triton.jit
+def _scales(
+    tops,
+    count,
+    inverses,
+    at,
+    size,
+    writes,
+    eps,
+    DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Return the scales at `at`, of `size` in all: as `tops` has them, or, if inverses are wanted, from (count, size)
+    partial amaxes. The program that `writes` writes the inverses."""
+    if inverses is None:
+        scale = tl.load(tops + at, mask=at < size, other=0.0)
+    else:
+        p = tl.arange(0, FEW)
+        mask = (at < size)[:, None] & (p < count)[None, :]
+        top = drop_nan(tl.max(tl.load(tops + at[:, None] + p[None, :] * size, mask=mask, other=0.0), 1))
+        scale = scale_from_amax(top, eps, DTYPE, POW2, FOR_INF)
+        if writes:
+            tl.store(inverses + at, inverse(scale, POW2), mask=at < size)
+    return scale
+
+
 @Fast
 @triton.jit
 def cast_kernel(
     x,
     data,
     transpose,
-    row_scale,
-    col_scale,
+    rows,
+    cols,
+    row_inv,
+    col_inv,
     noop,
     given,
     groups,
     M,
     K,
     stride,
+    tiles,
+    strips,
+    eps,
     SOURCE: tl.constexpr,
     DTYPE: tl.constexpr,
+    POW2: tl.constexpr,
+    FOR_INF: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     ALIGNED: tl.constexpr,
+    FEW: tl.constexpr,
 ):
+    """Cast a tile in both directions, or only transposed. `rows` and `cols` are their scales, or, if inverse scales are
+    wanted of this kernel, partial amaxes, at most FEW each."""
     if noop is not None and tl.load(noop) == 1.0:
         return
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if groups is not None:
-        x, transpose, col_scale = chosen(x, groups, pid), chosen(transpose, groups, pid), chosen(col_scale, groups, pid)
+        x, transpose, cols = chosen(x, groups, pid), chosen(transpose, groups, pid), chosen(cols, groups, pid)
         if data is not None:
-            data, row_scale = chosen(data, groups, pid), chosen(row_scale, groups, pid)
+            data, rows = chosen(data, groups, pid), chosen(rows, groups, pid)
         pid, M = own_rows(groups, pid, ALIGNED)
     PARTS: tl.constexpr = 2 if SOURCE is not None and SOURCE[0] == "halves" else 1
     N = K // PARTS
     row, tile = tile_of(pid, M, N, BM, BN, GROUP)
     r = row * BM + spread(BM, SPAN)
     first, second = load_halves(x, given, r, tile * BN + tl.arange(0, BN), M, K, stride, SOURCE, EVEN, False)
+    if data is not None:
+        at = row * BM + tl.arange(0, BM)
+        row_scale = _scales(rows, tiles, row_inv, at, M, tile == 0, eps, DTYPE, POW2, FOR_INF, FEW)
+        row_scale = spread_out(row_scale, BM, SPAN)
     for part in tl.static_range(PARTS):
         col = part * (N // BN) + tile
         c = col * BN + tl.arange(0, BN)
         value = (first if part == 0 else second).to(tl.float32)
         store_sums(given, value, row, c, K, SOURCE)
         if data is not None:
-            scale = tl.load(row_scale + r, mask=r < M, other=0.0)
-            store_tile(data, cast_fp8(value * scale[:, None], DTYPE), r, c, M, K, EVEN)
-        scale = tl.load(col_scale + c, mask=c < K, other=0.0)
-        store_transposed(transpose, cast_fp8(value * scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
+            store_tile(data, cast_fp8(value * row_scale[:, None], DTYPE), r, c, M, K, EVEN)
+        col_scale = _scales(cols, strips, col_inv, c, K, row == 0, eps, DTYPE, POW2, FOR_INF, FEW)
+        store_transposed(transpose, cast_fp8(value * col_scale[None, :], DTYPE), row, col, M, K, BM, BN, SPAN, EVEN)
 
 
 _POW2 = {"DTYPE": E4M3, "POW2": True, "FOR_INF": for_inf(torch.float32, True)}
 _EXACT = {"DTYPE": E5M2, "POW2": False, "FOR_INF": for_inf(torch.float32, False)}
-_TILE, _HALVES = (
+_TILE, _HALVES, _FINISHES = (
     options | {"SPAN": natural_span(options["BM"], options["BN"], options["num_warps"])}
-    for options in (tile_config(True), tile_config(True, halves=True))
+    for options in (tile_config(True), tile_config(True, halves=True), tile_config(True, finishes=True))
 )
+_SCALED = {"tiles": None, "strips": None, "eps": None, "FEW": FEW}  # the cast after `finish_kernel`
 
 AHEAD = [
     ahead(rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
@@ -319,13 +367,15 @@ AHEAD = [
     ahead_of_groups(rows_kernel, "bf16 u8 fp32 - -", **_POW2, WHOLE=True, **rows_config(4096)),
     ahead_of_groups(partial_kernel, "bf16 fp32 fp32 - -", **partial_config()),
     ahead_of_groups(finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_EXACT, **finish_config()),
-    ahead_of_groups(cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
-    ahead_of_groups(cast_kernel, "fp32 - u8 - fp32 -", DTYPE=E5M2, **_TILE, EVEN=False),
+    ahead_of_groups(cast_kernel, "bf16 u8 u8 fp32 fp32 - - -", **_POW2, **_TILE, **_SCALED, EVEN=True),
+    ahead_of_groups(cast_kernel, "fp32 - u8 - fp32 - - -", **_EXACT, **_TILE, **_SCALED, EVEN=False),
     ahead(finish_kernel, "fp32 fp32 fp32 fp32 fp32 fp32 -", **_POW2, **finish_config()),
     ahead(finish_kernel, "- fp32 - fp32 - fp32 fp32", **_EXACT, **finish_config()),
-    ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 -", DTYPE=E4M3, **_TILE, EVEN=True),
-    ahead(cast_kernel, "fp32 u8 u8 fp32 fp32 fp32", DTYPE=E5M2, **_TILE, EVEN=False),
-    ahead(cast_kernel, "fp16 - u8 - fp32 -", DTYPE=E4M3, **_TILE, EVEN=False),
+    ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 - - -", **_POW2, **_TILE, **_SCALED, EVEN=True),
+    ahead(cast_kernel, "fp32 u8 u8 fp32 fp32 - - fp32", **_EXACT, **_TILE, **_SCALED, EVEN=False),
+    ahead(cast_kernel, "fp16 - u8 - fp32 - - -", **_POW2, **_TILE, **_SCALED, EVEN=False),
+    ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 fp32 fp32 -", **_POW2, **_FINISHES, FEW=FEW, EVEN=True),
+    ahead(cast_kernel, "fp32 - u8 - fp32 - fp32 fp32", **_EXACT, **_FINISHES, FEW=FEW, EVEN=False),
     ahead(rows_kernel, "bf16 u8 fp32 - -", NORM, SOURCE=("norm", True), **_POW2, WHOLE=True, **rows_config(4096)),
     ahead(
         rows_kernel,
@@ -346,7 +396,7 @@ AHEAD = [
         )
     ),
     *(
-        ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=kind, DTYPE=E4M3, **_TILE, EVEN=True)
+        ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 - - -", given, SOURCE=kind, **_POW2, **_TILE, **_SCALED, EVEN=True)
         for given, kind in (
             (NORM, ("norm", False)),
             (ACTIVATION, ("activation", "silu", True)),
@@ -354,7 +404,11 @@ AHEAD = [
         )
     ),
     *(
-        ahead(cast_kernel, "bf16 u8 u8 fp32 fp32 -", given, SOURCE=("halves", "silu"), DTYPE=E4M3, **_HALVES, EVEN=True)
+        ahead(cast_kernel, pointers, given, SOURCE=("halves", "silu"), **_POW2, **options, EVEN=True)
         for given in (BACKWARD, SCALED_BACKWARD)
+        for pointers, options in (
+            ("bf16 u8 u8 fp32 fp32 - - -", _HALVES | _SCALED),
+            ("bf16 u8 u8 fp32 fp32 fp32 fp32 -", _FINISHES | {"FEW": FEW}),
+        )
     ),
 ]

@@ -3,12 +3,13 @@
 Row-wise alone, a program holds whole rows in registers, so x is read once. (Rows of more than 16384 elements are read
 twice, the second time mostly from the L2 cache, unless their amaxes are given.)
 
-Column-wise, or both: a column's scale needs all of x, hence three launches and two reads.
+Column-wise, or both: a column's scale needs all of x, hence two reads, in three launches.
 - `partial_kernel` takes strips of 256 rows by 128 columns: column amaxes stay in registers along the strip. It writes
   partial amaxes (strips, K) and (K/128, M), without atomics. Given amaxes stand for those of one strip, or tile.
 - `finish_kernel` reduces these, a percent of x, once, to scales and inverse scales.
 - `cast_kernel`, with one tile per program, writes both directions. It walks x backwards, because what the first pass
   read last is still in the cache.
+A small tensor has few partial amaxes per row and column. There `cast_kernel` reduces them itself: two launches.
 
 A source (`_jit_source.py`) is computed in both passes, or in the first, which then writes it, or before.
 """
@@ -25,6 +26,8 @@ from mezzotint.kernels.triton._dequantize import dequantize_tiles
 from mezzotint.kernels.triton._jit import for_inf, natural_span
 from mezzotint.kernels.triton._jit_groups import are_alike, in_launches, pack
 from mezzotint.kernels.triton._jit_rowwise import (
+    FEW,
+    SMALL,
     WHOLE_ROW,
     cast_kernel,
     finish_config,
@@ -94,8 +97,10 @@ def quantize(
     transpose, col_inv = out[-2:]
     options = partial_config(source.kind)
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
-    sizes = [0 if col_amax is not None else strips * K, K]
-    sizes += [0 if row_amax is not None else tiles * M, M] if rowwise else []
+    # Each program of the cast finishes its own scales if these are made of few partial amaxes.
+    is_finished_by_cast = 0 < M * K <= SMALL and max(strips, tiles if rowwise else 0) <= FEW
+    sizes = [0 if col_amax is not None else strips * K, 0 if is_finished_by_cast else K]
+    sizes += [0 if row_amax is not None else tiles * M, 0 if is_finished_by_cast else M] if rowwise else []
     cols, col_scale, *more = scratch(x, sizes)
     rows, row_scale = more or (None, None)
     written = x.new_empty(M, K) if how == "first" else None
@@ -112,7 +117,7 @@ def quantize(
         rows, tiles = row_amax, 1
     finish = finish_config()
     blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
-    if blocks:
+    if blocks and not is_finished_by_cast:
         finish_kernel[(blocks,)](
             rows,
             cols,
@@ -132,7 +137,7 @@ def quantize(
             enable_fp_fusion=False,
         )
     if M * K:
-        options = config or tile_config(rowwise, source.columns() < K)
+        options = config or tile_config(rowwise, source.columns() < K, is_finished_by_cast)
         options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
         grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
         partials = source.partials(cdiv(M, options["BM"]))
@@ -140,19 +145,20 @@ def quantize(
             x,
             data,
             transpose,
-            row_scale,
-            col_scale,
+            *((rows, cols, row_inv, col_inv) if is_finished_by_cast else (row_scale, col_scale, None, None)),
             noop,
             source.given(partials),
             None,
             M,
             K,
             x.stride(0),
+            *((tiles, strips, eps or None) if is_finished_by_cast else (None, None, None)),
             SOURCE=source.kind,
-            DTYPE=dtype,
+            **scaling,
             **options,
             EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
             ALIGNED=False,
+            FEW=FEW,
             enable_fp_fusion=False,
         )
         finish_source(source, partials)
@@ -275,13 +281,19 @@ def _quantize_groups(
             groups.of(col_scale),
             None,
             None,
+            None,
+            None,
             groups.packed,
             None,
             K,
             K,
+            None,
+            None,
+            None,
             SOURCE=None,
-            DTYPE=scaling["DTYPE"],
+            **scaling,
             **cast,
+            FEW=FEW,
             SPAN=natural_span(cast["BM"], cast["BN"], cast["num_warps"]),
             **groups.flags(cast["BM"], cast["BN"], K),
             enable_fp_fusion=False,
