@@ -66,58 +66,113 @@ def quantize(
     width = max(partial_config()["BN"], (config or tile_config(rowwise, halves=True)).get("BN", 0))
     how = source_mode(x, kind, width if columnwise else 0)
     source = read(x, how)
-    x, M, K = source.x, source.M, source.K
-    data, row_inv = out[:2] if rowwise else (None, None)
     scaling = {"DTYPE": dtype, "POW2": pow2, "FOR_INF": for_inf(torch.float32, pow2)}
-    if not columnwise:
-        if rowwise and M:
-            options = config or rows_config(K)
-            grid = (cdiv(M, options["BM"]),)
-            rows_kernel[grid](
-                x,
-                data,
-                row_inv,
-                noop,
-                row_amax,
-                source.given(),
-                None,
-                M,
-                K,
-                x.stride(0),
-                eps or None,
-                SOURCE=source.kind,
-                **scaling,
-                WHOLE=options["BK"] >= K,
-                **options,
-                enable_fp_fusion=False,
-            )
-        if source.sums is not None:  # A program has too few rows to sum on its own.
-            sum_columns(source, source.sums)
-        return
-    transpose, col_inv = out[-2:]
+    if columnwise:
+        written = source.x.new_empty(source.M, source.K) if how == "first" else None
+        _quantize_columns(source, out, noop, row_amax, col_amax, written, eps, scaling, config)
+    else:
+        _quantize_rows(source, out, noop, row_amax, eps, scaling, config)
+
+
+def _quantize_rows(
+    source: Input,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    row_amax: torch.Tensor | None,
+    eps: float,
+    scaling: dict[str, Any],
+    config: dict[str, int] | None,
+) -> None:
+    """Quantize along rows alone, in one launch, if `out` has the buffers; sum columns in another, if that is wanted."""
+    if out and source.M:
+        data, row_inv = out
+        options = config or rows_config(source.K)
+        rows_kernel[(cdiv(source.M, options["BM"]),)](
+            source.x,
+            data,
+            row_inv,
+            noop,
+            row_amax,
+            source.given(),
+            None,
+            source.M,
+            source.K,
+            source.x.stride(0),
+            eps or None,
+            SOURCE=source.kind,
+            **scaling,
+            WHOLE=options["BK"] >= source.K,
+            **options,
+            enable_fp_fusion=False,
+        )
+    if source.sums is not None:  # A program has too few rows to sum on its own.
+        sum_columns(source, source.sums)
+
+
+def _quantize_columns(
+    source: Input,
+    out: list[torch.Tensor],
+    noop: torch.Tensor | None,
+    row_amax: torch.Tensor | None,
+    col_amax: torch.Tensor | None,
+    written: torch.Tensor | None,
+    eps: float,
+    scaling: dict[str, Any],
+    config: dict[str, int] | None,
+) -> None:
+    """Quantize along columns, and along rows too if `out` has buffers for that. `written` takes what the source makes,
+    if the first pass writes it."""
+    *row_buffers, transpose, col_inv = out
+    data, row_inv = row_buffers or (None, None)
+    rowwise, M, K = data is not None, source.M, source.K
     options = partial_config(source.kind)
     strips, tiles = cdiv(M, options["STRIP"]), cdiv(K, options["BN"])
     # Each program of the cast finishes its own scales if these are made of few partial amaxes.
     is_finished_by_cast = 0 < M * K <= SMALL and max(strips, tiles if rowwise else 0) <= FEW
     sizes = [0 if col_amax is not None else strips * K, 0 if is_finished_by_cast else K]
     sizes += [0 if row_amax is not None else tiles * M, 0 if is_finished_by_cast else M] if rowwise else []
-    cols, col_scale, *more = scratch(x, sizes)
+    cols, col_scale, *more = scratch(source.x, sizes)
     rows, row_scale = more or (None, None)
-    written = x.new_empty(M, K) if how == "first" else None
     wanted = rows if row_amax is None else None, cols if col_amax is None else None
     if strips * tiles and any(each is not None for each in (*wanted, written)):
         _take_amaxes(source, *wanted, written, noop)
     if written is not None:
         if source.sums is not None:
             sum_columns(read(written), source.sums)
-        source, x = read(written), written
+        source = read(written)
     if col_amax is not None:
         cols, strips = col_amax.contiguous(), 1
     if row_amax is not None and rowwise:
         rows, tiles = row_amax, 1
-    finish = finish_config()
-    blocks = cdiv(K, finish["BS"]) + (cdiv(M, finish["BS"]) if rowwise else 0)
-    if blocks and not is_finished_by_cast:
+    scales: tuple[torch.Tensor | None, ...] = (rows, cols, row_inv, col_inv)
+    counts: tuple[int | None, ...] = (tiles, strips)
+    if not is_finished_by_cast:
+        _finish(rows, cols, row_scale, col_scale, row_inv, col_inv, noop, M, K, counts, eps, scaling)
+        scales, counts = (row_scale, col_scale, None, None), (None, None)
+    if M * K:
+        tile = config or tile_config(rowwise, source.columns() < K, is_finished_by_cast)
+        _cast(source, data, transpose, scales, noop, counts, eps, scaling, tile)
+
+
+def _finish(
+    rows: torch.Tensor | None,
+    cols: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    col_scale: torch.Tensor,
+    row_inv: torch.Tensor | None,
+    col_inv: torch.Tensor,
+    noop: torch.Tensor | None,
+    M: int,
+    K: int,
+    counts: tuple[int | None, ...],
+    eps: float,
+    scaling: dict[str, Any],
+) -> None:
+    """Reduce partial amaxes of columns, and of rows if there are any, to scales and inverse scales. `counts` has how
+    many each row has, and each column."""
+    options = finish_config()
+    blocks = cdiv(K, options["BS"]) + (0 if rows is None else cdiv(M, options["BS"]))
+    if blocks:
         finish_kernel[(blocks,)](
             rows,
             cols,
@@ -129,39 +184,52 @@ def quantize(
             None,
             M,
             K,
-            tiles,
-            strips,
+            *counts,
             eps or None,
             **scaling,
-            **finish,
-            enable_fp_fusion=False,
-        )
-    if M * K:
-        options = config or tile_config(rowwise, source.columns() < K, is_finished_by_cast)
-        options.setdefault("SPAN", natural_span(options["BM"], options["BN"], options["num_warps"]))
-        grid = (cdiv(M, options["BM"]) * cdiv(source.columns(), options["BN"]),)
-        partials = source.partials(cdiv(M, options["BM"]))
-        cast_kernel[grid](
-            x,
-            data,
-            transpose,
-            *((rows, cols, row_inv, col_inv) if is_finished_by_cast else (row_scale, col_scale, None, None)),
-            noop,
-            source.given(partials),
-            None,
-            M,
-            K,
-            x.stride(0),
-            *((tiles, strips, eps or None) if is_finished_by_cast else (None, None, None)),
-            SOURCE=source.kind,
-            **scaling,
             **options,
-            EVEN=M % options["BM"] == 0 and K % options["BN"] == 0,
-            ALIGNED=False,
-            FEW=FEW,
             enable_fp_fusion=False,
         )
-        finish_source(source, partials)
+
+
+def _cast(
+    source: Input,
+    data: torch.Tensor | None,
+    transpose: torch.Tensor,
+    scales: tuple[torch.Tensor | None, ...],
+    noop: torch.Tensor | None,
+    counts: tuple[int | None, ...],
+    eps: float,
+    scaling: dict[str, Any],
+    tile: dict[str, int],
+) -> None:
+    """Write the codes. `scales` and `counts` are as `cast_kernel` takes them: scales alone, or partial amaxes, the
+    buffers of inverse scales, and how many amaxes each row has, and each column."""
+    M, K, row_tiles = source.M, source.K, cdiv(source.M, tile["BM"])
+    tile = {"SPAN": natural_span(tile["BM"], tile["BN"], tile["num_warps"]), **tile}
+    partials = source.partials(row_tiles)
+    cast_kernel[(row_tiles * cdiv(source.columns(), tile["BN"]),)](
+        source.x,
+        data,
+        transpose,
+        *scales,
+        noop,
+        source.given(partials),
+        None,
+        M,
+        K,
+        source.x.stride(0),
+        *counts,
+        eps or None,
+        SOURCE=source.kind,
+        **scaling,
+        **tile,
+        EVEN=M % tile["BM"] == 0 and K % tile["BN"] == 0,
+        ALIGNED=False,
+        FEW=FEW,
+        enable_fp_fusion=False,
+    )
+    finish_source(source, partials)
 
 
 def quantize_groups(
