@@ -79,16 +79,30 @@ def _product(x, yt, scale_a, recipe_a, scale_b, recipe_b, bias, out_dtype, out):
     return out.copy_(result)
 
 
+def _blocks(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Scales as `aten::_scaled_mm_v2` takes them, and of which blocks: `torch._scaled_mm` tells that by shapes."""
+    rows, blocks = x.shape[0], -(-x.shape[1] // 128)
+    tiles = -(-rows // 128)
+    if scale.shape == (tiles, blocks) and scale.is_contiguous():
+        padded = -(-blocks // 4) * 4
+        return scale.as_strided((padded, tiles), (1, padded)), B2
+    _require(scale.shape == (rows, blocks) and scale.t().is_contiguous(), f"no such scales {tuple(scale.shape)}")
+    return scale, B1
+
+
 def scaled_mm(x, yt, scale_a, scale_b, bias=None, out_dtype=None, use_fast_accum=False, out=None):  # type: ignore[no-untyped-def]
     """`torch._scaled_mm`: what the scales are is told by their shapes and dtype."""
     if scale_a.dtype == torch.float8_e8m0fnu:
-        recipe = MX
+        recipe_a = recipe_b = MX
     elif scale_a.numel() == scale_b.numel() == 1:
-        recipe = TENSOR
+        recipe_a = recipe_b = TENSOR
+    elif scale_a.shape == (x.shape[0], 1) and scale_b.shape == (1, yt.shape[1]):
+        recipe_a = recipe_b = ROW
     else:
-        _require(scale_a.shape == (x.shape[0], 1) and scale_b.shape == (1, yt.shape[1]), "row-wise shapes")
-        recipe = ROW
-    return _product(x, yt, scale_a, recipe, scale_b, recipe, bias, out_dtype, out)
+        _require(not use_fast_accum, "partial sums of blocks are promoted")
+        (scale_a, recipe_a), (scale_b, recipe_b) = _blocks(x, scale_a), _blocks(yt.t(), scale_b.t())
+        _require((recipe_a, recipe_b) != (B2, B2), "128x128 by 128x128")
+    return _product(x, yt, scale_a, recipe_a, scale_b, recipe_b, bias, out_dtype, out)
 
 
 def scaled_mm_v2(x, yt, sa, recipe_a, swizzle_a, sb, recipe_b, swizzle_b, bias, out_dtype, out=None):  # type: ignore[no-untyped-def]

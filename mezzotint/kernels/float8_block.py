@@ -15,8 +15,6 @@ scales are a multiple of 16 bytes long. The amax of a ragged last block is that 
 padding is 0. x is read once.
 """
 
-from typing import Any
-
 import torch
 from torch.nn.functional import pad
 
@@ -180,11 +178,16 @@ def _product(out: torch.Tensor, a: Operand, b: Operand, bias: torch.Tensor | Non
 def _one_call(
     a: Operand, b: Operand, bias: torch.Tensor | None, dtype: torch.dtype, fast_accum: bool
 ) -> torch.Tensor | None:
-    """Return the product that `_product` writes by one call of `_scaled_mm_v2`; None if it takes more than that. Codes
-    are padded along the contraction first, if it is no multiple of 128."""
+    """Return the product that `_product` writes by one call of PyTorch's; None if it takes more than that. Codes are
+    padded along the contraction first, if it is no multiple of 128.
+
+    `_scaled_mm` costs the host half of `_scaled_mm_v2`, but guesses the kinds of scales from their shapes. It mistakes
+    1x128 scales of one block along the contraction for scales of rows, and expects 128x128 scales without the padding
+    to 4. Those go to `_scaled_mm_v2`.
+    """
     if not scaled_mm.adds_bias_inside(bias, dtype):
         return None
-    sides: list[Any] = []
+    sides: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
     for op, multiple in ((a, _BLOCK_ROWS), (b, scaled_mm.ALIGN)):
         is_tile = op.kind == _TILES
         if not scaled_mm.is_as_stored(op, FP8_BLOCK if is_tile else multiple, 1):
@@ -194,10 +197,16 @@ def _one_call(
             return None
         missing = -op.data.shape[1] % FP8_BLOCK
         data = pad(op.data, (0, missing)) if missing else op.data
-        scaling = scaled_mm.BLOCK_128X128 if is_tile else scaled_mm.BLOCK_1X128
-        sides.append((data.view(FP8_TORCH[op.dtype]), [op.scale.t()], [scaling], [scaled_mm.NO_SWIZZLE]))
-    (x, *scaling_x), (y, *scaling_y) = sides
-    return scaled_mm.scaled_mm_v2(x, y.t(), *scaling_x, *scaling_y, bias, dtype, out=None)
+        sides.append((data.view(FP8_TORCH[op.dtype]), op.scale, is_tile))
+    (x, scale_x, x_is_tile), (y, scale_y, y_is_tile) = sides
+    blocks = x.shape[1] // FP8_BLOCK
+    if blocks > 1 and all(not is_tile or scale.shape[1] == blocks for _, scale, is_tile in sides):
+        scales = scale_x if x_is_tile else scale_x.t(), scale_y.t() if y_is_tile else scale_y
+        return scaled_mm.scaled_mm(x, y.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=False, out=None)
+    type_x, type_y = (scaled_mm.BLOCK_128X128 if tile else scaled_mm.BLOCK_1X128 for tile in (x_is_tile, y_is_tile))
+    none = [scaled_mm.NO_SWIZZLE]
+    scaling = [scale_x.t()], [type_x], none, [scale_y.t()], [type_y], none
+    return scaled_mm.scaled_mm_v2(x, y.t(), *scaling, bias, dtype, out=None)
 
 
 def _side(op: Operand, multiple: int) -> tuple[torch.Tensor, torch.Tensor, int]:

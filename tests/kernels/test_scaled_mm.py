@@ -50,15 +50,21 @@ def test_sizes(name: str, kind_a: str, kind_b: str, sizes: tuple[int, int, int])
     run(name, quantize(torch.randn(rows_a, size), kind_a), quantize(torch.randn(rows_b, size), kind_b), dtype=B16)
 
 
-@pytest.mark.parametrize("size", [128, 48])
+@pytest.mark.parametrize(
+    ("size", "kinds_of_v1"), [(48, ()), (128, ()), (256, ("block1d",)), (500, ("block1d", "block2d"))]
+)
 @pytest.mark.parametrize("kind", ["block1d", "block2d"])
-def test_blocks_take_one_call_whatever_is_contracted(kind: str, size: int) -> None:
-    """Codes are padded, but rows are not: then the product takes more than a call."""
+def test_blocks_take_one_call_whatever_is_contracted(
+    kind: str, size: int, kinds_of_v1: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes are padded, but rows are not: then the product takes more than a call. The call is `_scaled_mm` where that
+    guesses right what the scales are."""
     a, b, bias = quantize(torch.randn(24, size), "block1d"), quantize(torch.randn(128, size), kind), None
     one_call = next(row for row in hw.gemm_backends() if (row.name, row.kind_b) == ("block", kind)).one_call
     assert one_call is not None
     out = torch.empty(24, 128, dtype=B16)
     BACKENDS["block"](out, a, b, bias, False)
+    monkeypatch.setattr(scaled_mm, "scaled_mm_v2" if kind in kinds_of_v1 else "scaled_mm", None)
     made = one_call(a, b, bias, B16, False)
     assert made is not None
     assert torch.equal(made, out)
