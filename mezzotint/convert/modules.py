@@ -76,7 +76,7 @@ class ConvertedLinear(Converted, Linear):
     def forward(self, input: torch.Tensor, **options: Any) -> Any:  # type: ignore[override]
         """Apply the layer to input (…, in), which gives (…, out); the options are those of `Linear.forward`."""
         with self._region():
-            return super().forward(input, **options)
+            return Linear.forward(self, input, **options)  # Dynamo guards on what `super()` finds, in each layer
 
     def extra_repr(self) -> str:
         recipe = "" if self.recipe is None else f", recipe={type(self.recipe).__name__}"
