@@ -221,7 +221,7 @@ def update_pending(updates: bool) -> None:
     waiting, state.pending = state.pending, None
     modules: list[tuple[Any, Any]] = []
     while waiting is not None:  # first all of them, before anything can go wrong
-        waiting.module._run_status.is_pending = waiting.module._run_status.has_backward = False
+        waiting.module._run_status.has_backward = None
         modules.append((waiting.module, waiting.groups))
         waiting = waiting.before
     if not (updates and modules):

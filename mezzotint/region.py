@@ -56,9 +56,9 @@ class RunStatus:
     """A `RunStatus` records the runs of one module, apart from it, because setting an attribute of an `nn.Module` is
     slow.
 
-    It has whether the module is `Pending`, or counted (`finite.py`); whether one of its runs since has a backward; the
-    recipe and options of its last run outside of backward; and what the ranks that share its weights were found to have
-    in common (recipe, input, module).
+    It has whether a run of the module has a backward since the module is `Pending`, None if it is not pending; whether
+    it is counted (`finite.py`); the recipe and options of its last run outside of backward; and what the ranks that
+    share its weights were found to have in common (recipe, input, module).
 
     For sharded weights (`tensor/fsdp_directions.py`) it has which copies, (row-wise, column-wise), are in what FSDP2
     has gathered; whether backward reads the row-wise ones as well, None if no run has said so; and whether all ranks
@@ -71,7 +71,6 @@ class RunStatus:
         "held",
         "is_alike",
         "is_counted",
-        "is_pending",
         "reads_rows_again",
         "request",
         "settings",
@@ -79,7 +78,8 @@ class RunStatus:
 
     def __init__(self, request: Any = None) -> None:
         self.request = request  # the delayed-scaling request that the module keeps state for
-        self.is_pending = self.has_backward = self.is_alike = self.is_counted = False
+        self.has_backward: bool | None = None
+        self.is_alike = self.is_counted = False
         self.settings: tuple[Recipe | None, RegionOptions] = None, NO_OPTIONS
         self.held = True, True
         self.reads_rows_again: bool | None = None

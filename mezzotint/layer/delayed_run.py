@@ -60,9 +60,9 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
         call.weight_scales = weight_scales(module, call) if call.caches or call.reuses else call.scales
         if recomputation is not None:
             recomputation.keep_scales((call.scales.clone(), call.weight_scales.clone(), is_first))
+        await_update(module, groups, state)
         if is_first and state.depth > 0:
             status.has_backward = True
-        await_update(module, groups, state)
     if needs_gradients:
         call.groups, call.is_first = groups, is_first
     return call
@@ -82,8 +82,8 @@ def with_grad_state(module: Any, call: RunSettings) -> RunSettings:
 
 def await_update(module: Any, groups: tuple[Any, ...], state: State) -> None:
     """Have the module's forward scales updated at the end of the region."""
-    if state.depth > 0 and not module._run_status.is_pending:
-        module._run_status.is_pending = True
+    if state.depth > 0 and module._run_status.has_backward is None:
+        module._run_status.has_backward = False
         state.pending = Pending(module, groups, state.pending)
 
 

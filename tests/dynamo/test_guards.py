@@ -15,10 +15,10 @@ FIXED = 220  # of a graph, whatever is in it
 # Of each further module in a graph.
 MODULES: dict[str, tuple[Any, int, int]] = {
     "linear": (lambda: mz.Linear(32, 32), 30, 40),
-    "converted_linear": (lambda: mz.convert(nn.Linear(32, 32), filter=lambda module, name: True), 21, 31),
+    "converted_linear": (lambda: mz.convert(nn.Linear(32, 32), filter=lambda module, name: True), 21, 30),
     "layernorm_linear": (lambda: mz.LayerNormLinear(32, 32), 45, 45),
     "layernorm_mlp": (lambda: mz.LayerNormMLP(32, 64), 45, 45),
-    "transformer_layer": (lambda: mz.TransformerLayer(32, 64, 2), 140, 170),
+    "transformer_layer": (lambda: mz.TransformerLayer(32, 64, 2), 140, 140),
 }
 
 
