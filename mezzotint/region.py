@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mezzotint.recipe import Recipe, choose_recipe
+from mezzotint.recipe import Recipe
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tracing import backward_task, traced_as
 
@@ -167,11 +167,6 @@ def recipe_in_force() -> Recipe | None:
     """Return the recipe of the region around this, or None if nothing is quantized."""
     state = current_state()
     return state.recipe if state.enabled else None
-
-
-def recipe_for(module: Any) -> Recipe | None:
-    """Return the recipe in force for one module, which rules may choose, or None if it computes in high precision."""
-    return choose_recipe(recipe_in_force(), module._config)
 
 
 AutocastState = tuple[bool, bool, Recipe | None, Any, RegionOptions]

@@ -24,14 +24,13 @@ from mezzotint.attention.kv_cache import InferenceParams
 from mezzotint.attention.masks import check_choice, check_probability
 from mezzotint.attention.multihead import MultiheadAttention
 from mezzotint.compat.base_module import PlainAttributes
-from mezzotint.layer.base import activation_dtype
-from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.configured import Configured
+from mezzotint.layer.boundary import input_of_module
+from mezzotint.layer.configured import Configured, config_of
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import check_normalization
 from mezzotint.layer.parallel_module import set_groups
-from mezzotint.layer.parameters import PlaceParameter, check_module_input, check_parallel, resolve_dtype
+from mezzotint.layer.parameters import PlaceParameter, check_parallel, resolve_dtype
 from mezzotint.module.base import TransformerEngineBaseModule
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.layernorm_mlp import LayerNormMLP
@@ -420,9 +419,8 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         Arguments of the self-attention are those of `MultiheadAttention.forward`; those with `enc_dec`, and
         `encoder_output`, are for the cross-attention.
         """
-        own = self._config.read()
-        check_module_input(hidden_states, own.hidden_size, "hidden_states")
-        x = dequantized(hidden_states).to(activation_dtype(hidden_states))
+        own = config_of(self)
+        x = input_of_module(hidden_states, own.hidden_size, "hidden_states")
         shared: dict[str, Any] = {
             "is_first_microbatch": is_first_microbatch,
             "checkpoint_core_attention": checkpoint_core_attention,
@@ -431,7 +429,7 @@ class TransformerLayer(PlainAttributes, Configured, Named):
             "alibi_slopes": alibi_slopes,
             "fast_zero_fill": fast_zero_fill,
         }
-        given: dict[str, Any] = {"_branch": (None, None)} if self._sums_in_norm(self.self_attention) else {}
+        given: dict[str, Any] = {"_branch": (None, None)} if self._sums_in_norm(own, self.self_attention) else {}
         attended: Any = self.self_attention(
             x,
             attention_mask,
@@ -452,9 +450,9 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         )
         if own.parallel_attention_mlp:
             mlp_out = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
-            return self._bias_dropout_add(attended, mlp_out, x, self.drop_path)
+            return self._bias_dropout_add(own, attended, mlp_out, x, self.drop_path)
         if own.layer_type == "decoder":
-            x, given = self._enter(self.inter_attention, attended, x, self.drop_path)
+            x, given = self._enter(own, self.inter_attention, attended, x, self.drop_path)
             attended = self.inter_attention(
                 x,
                 enc_dec_attn_mask,
@@ -466,26 +464,25 @@ class TransformerLayer(PlainAttributes, Configured, Named):
                 **given,
             )
         drop_path = self.drop_path if own.layer_type == "encoder" else None
-        x, given = self._enter(self.layernorm_mlp, attended, x, drop_path)
+        x, given = self._enter(own, self.layernorm_mlp, attended, x, drop_path)
         made: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch, **given)
-        x = self._add(made, x, self.drop_path)
+        x = self._add(own, made, x, self.drop_path)
         return self.layernorm(x) if own.output_layernorm else x
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _sums_in_norm(self, block: nn.Module) -> bool:
+    def _sums_in_norm(self, own: TransformerConfig, block: nn.Module) -> bool:
         """Return whether the block's norm can add what the block before has made, and return the sum for the next.
 
         Nothing may change that before, and no hook may look at what blocks are given.
         """
-        own = self._config.read()
         if own.apply_residual_connection_post_layernorm or own.parallel_attention_mlp or self.drop_path is not None:
             return False
         if own.hidden_dropout > 0.0 and self.training:
             return False
         if type(block) is MultiheadAttention:
-            name = "layernorm_qkv" if block._config.read().attention_type == "self" else "layernorm_query"
+            name = "layernorm_qkv" if config_of(block).attention_type == "self" else "layernorm_query"
             norm = getattr(block, name, None)
         else:
             norm = block
@@ -494,26 +491,37 @@ class TransformerLayer(PlainAttributes, Configured, Named):
         return not is_hooked(block, norm)
 
     def _enter(
-        self, block: nn.Module, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None
+        self,
+        own: TransformerConfig,
+        block: nn.Module,
+        made: tuple[Any, ...],
+        x: torch.Tensor,
+        drop_path: DropPath | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return what the next block gets: the sum of x and what the block before has made, or both, for its norm."""
-        if self._sums_in_norm(block):
+        if self._sums_in_norm(own, block):
             return made[2] if len(made) == 3 else x, {"_branch": made[:2]}
-        return self._add(made, x, drop_path), {}
+        return self._add(own, made, x, drop_path), {}
 
-    def _add(self, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None) -> torch.Tensor:
+    def _add(
+        self, own: TransformerConfig, made: tuple[Any, ...], x: torch.Tensor, drop_path: DropPath | None
+    ) -> torch.Tensor:
         """Add (output, bias) to x, or to the third of (output, bias, norm's output or residual stream) if there is
         one."""
-        return self._bias_dropout_add(made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
+        return self._bias_dropout_add(own, made[0], made[1], made[2] if len(made) == 3 else x, drop_path)
 
     def _bias_dropout_add(
-        self, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, drop_path: DropPath | None
+        self,
+        own: TransformerConfig,
+        y: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        drop_path: DropPath | None,
     ) -> torch.Tensor:
         """Return residual + dropout(y + bias), in FP32, rounded once: a compiler that fuses it rounds once as well."""
         total = y if bias is None else y + bias.float()
-        dropout = self._config.read().hidden_dropout
-        if dropout > 0.0 and self.training:
-            total = functional.dropout(total.float(), dropout)
+        if own.hidden_dropout > 0.0 and self.training:
+            total = functional.dropout(total.float(), own.hidden_dropout)
         if drop_path is not None:
             total = drop_path(total.float())
         return (residual + total).to(residual.dtype)

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 
 import mezzotint as mz
+from mezzotint.layer.configured import config_of
 from tests.recipes import RECIPES, assert_equal, gradient
 
 HIDDEN, FFN, HEADS, SIZE, BATCH = 64, 96, 4, 16, 2
@@ -185,7 +186,7 @@ def test_a_residual_is_rounded_once() -> None:
     module = make(**{**PLAIN, "params_dtype": torch.bfloat16})
     y, residual, bias = sample(seed=1), sample(seed=2), sample(seed=3)[0, 0]
     expected = (y.double() + bias.double() + residual.double()).to(torch.bfloat16)
-    assert torch.equal(module._bias_dropout_add(y, bias, residual, None), expected)
+    assert torch.equal(module._bias_dropout_add(config_of(module), y, bias, residual, None), expected)
 
 
 # Recipes

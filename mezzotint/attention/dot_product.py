@@ -34,7 +34,7 @@ from mezzotint.attention.masks import (
 from mezzotint.comm.groups import check_group, rank_in, resolve_size, shard_size, world_size
 from mezzotint.compat.attention import AttentionNames
 from mezzotint.layer.boundary import dequantized
-from mezzotint.layer.configured import Configured
+from mezzotint.layer.configured import Configured, config_of
 from mezzotint.layer.names import Named
 from mezzotint.layer.parameters import PlaceParameter, check_features, default_init, resolve_device
 from mezzotint.region import recipe_in_force
@@ -271,7 +271,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
                 f"fp8_output={fp8_output}, score_mod={score_mod}, score_mod_bprop={score_mod_bprop}: attention is "
                 "PyTorch's, in high precision; leave them off, and give core_attention_bias for scores of your own"
             )
-        own = self._config.read()
+        own = config_of(self)
         check_attention_recipe()
         check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
         q, k, v = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)

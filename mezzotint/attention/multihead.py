@@ -13,7 +13,7 @@ from mezzotint.attention.rope import split_turned, turn_both
 from mezzotint.comm.groups import resolve_size, shard_size, world_size
 from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.kernels.rope import heads_of
-from mezzotint.layer.configured import Configured
+from mezzotint.layer.configured import Configured, config_of
 from mezzotint.layer.names import Named
 from mezzotint.layer.norm import Branch
 from mezzotint.layer.parallel_module import set_groups
@@ -386,7 +386,7 @@ class MultiheadAttention(PlainAttributes, Configured, Named):
         is that of `Linear.forward`, and the other arguments are those of `DotProductAttention.forward`. With `_branch`,
         which the norm adds to hidden_states first, their sum is the last output.
         """
-        own = self._config.read()
+        own = config_of(self)
         check_module_input(hidden_states, own.hidden_size, "hidden_states")
         turns = None
         if rotary_pos_emb is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from mezzotint.functional.norm import NormOptions
 from mezzotint.layer.hooks import is_hooked
 from mezzotint.layer.parameters import PlaceParameter
+from mezzotint.layer.plan import LayerConfig
 from mezzotint.layer.weights import Weights
 from mezzotint.module.layernorm_linear import LayerNormLinear
 from mezzotint.module.linear import Linear
@@ -131,7 +132,7 @@ class ConvertedLayerNormLinear(ConvertedLinear, LayerNormLinear):  # type: ignor
     def _config_fields(self) -> dict[str, Any]:
         return ConvertedLinear._config_fields(self)  # the norm is another module, and may change on its own
 
-    def _norm_options(self) -> NormOptions:
+    def _norm_options(self, config: LayerConfig) -> NormOptions:
         return NormOptions(self.eps, self.zero_centered_gamma, self.rms)
 
     def after_norm(self, input: torch.Tensor) -> torch.Tensor:

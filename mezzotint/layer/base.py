@@ -17,8 +17,8 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
 from mezzotint.functional.observation import Probes, join_probes
 from mezzotint.functional.weight import quantize_weight
-from mezzotint.layer.bind import of_module, of_tensor
-from mezzotint.layer.configured import Configured
+from mezzotint.layer.bind import of_module, of_tensor, recipe_for
+from mezzotint.layer.configured import Configured, config_of
 from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
@@ -39,7 +39,7 @@ from mezzotint.recipe import (
     element,
     slot,
 )
-from mezzotint.region import NO_OPTIONS, RegionOptions, RunStatus, State, current_state, recipe_for
+from mezzotint.region import NO_OPTIONS, RegionOptions, RunStatus, State, current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.fsdp_directions import copies_saved, saving_hooks
 from mezzotint.tensor.identity import IdentityQuantizer
@@ -126,7 +126,7 @@ class Layer(Configured, Named, ParallelModule):
     def _request_of(self, recipe: Recipe) -> DelayedScalingRequest | None:
         """Return the state that a recipe asks for in a run with all gradients."""
         needs = (Needs(True, True, True),) * self.num_gemms
-        return plan_of(self, of_module(self, recipe), torch.float32, needs, False, NO_OPTIONS).request
+        return plan_of(self, config_of(self), of_module(self, recipe), torch.float32, needs, False, NO_OPTIONS).request
 
     def _init_state(self, num_gemms: int, device: torch.device) -> None:
         super()._init_state(num_gemms, device)
@@ -158,19 +158,17 @@ class Layer(Configured, Named, ParallelModule):
         made._configure()
         return made
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._configure()
-
     # One forward
 
-    def _start(self, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None) -> RunSettings:
+    def _start(
+        self, config: LayerConfig, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None
+    ) -> RunSettings:
         """Read the state of the region once, and return the settings of this run."""
         state = current_state()
-        recipe = choose_recipe(state.recipe, self._config) if state.enabled else None
+        recipe = choose_recipe(state.recipe, config) if state.enabled else None
         recipe, options = _settings_of_run(self, recipe, state)
         keeps_weights = recipe is not None and is_first_microbatch is not None
-        plan = plan_of(self, recipe, dtype, tuple(needs), keeps_weights, options)
+        plan = plan_of(self, config, recipe, dtype, tuple(needs), keeps_weights, options)
         if plan.request is not None and not state.enabled:
             raise RuntimeError(_SCALES_ARE_GONE)
         call = RunSettings(plan)
@@ -191,7 +189,7 @@ class Layer(Configured, Named, ParallelModule):
         if call.caches and state.skip_weight_update is not None:
             # A graph that is captured once serves every microbatch: the flag says at each replay which one it is.
             call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
-        return call if plan.request is None else start_delayed(self, call, state)
+        return call if plan.request is None else start_delayed(self, config, call, state)
 
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Return whether backward reads the row-wise copies of weights: it does if it computes on what forward
@@ -342,15 +340,16 @@ class Layer(Configured, Named, ParallelModule):
             self._reset_state()
 
 
-def _find_plan(module: Layer, recipe: Recipe | None, *request: Any) -> Plan:
+def _find_plan(module: Layer, config: LayerConfig, recipe: Recipe | None, *request: Any) -> Plan:
     if recipe is None or recipe.answers_once():
-        return module._config.plan(recipe, "", *request)
-    return plan_anew(module._config, recipe, module._name, *request)
+        return config.plan(recipe, "", *request)
+    return plan_anew(config, recipe, module._name, *request)
 
 
 @traced_as(_find_plan)
 def plan_of(
     module: Layer,
+    config: LayerConfig,
     recipe: Recipe | None,
     dtype: torch.dtype,
     needs: tuple[Needs, ...],
@@ -360,10 +359,10 @@ def plan_of(
     """Return the plan of a run under this recipe. Eager code takes that of the last run, if nothing changed."""
     # This is no method, because in a graph each look-up of a method in a module has its guards.
     request = dtype, needs, keeps_weights, options
-    key, memo = (module._config, recipe, *request), module.__dict__.get("_planned")
+    key, memo = (config, recipe, *request), module.__dict__.get("_planned")
     if memo is not None and memo[0] == key:
         return memo[1]
-    plan = _find_plan(module, recipe, *request)
+    plan = _find_plan(module, config, recipe, *request)
     if recipe is None or recipe.answers_once():
         module.__dict__["_planned"] = key, plan
     return plan

@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.names import Named, join_path, plain_path
-from mezzotint.recipe import Recipe, Rules, choose_recipe
+from mezzotint.recipe import Recipe, Rules
+from mezzotint.region import recipe_in_force
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -74,7 +76,12 @@ def _is_group(module: Any) -> bool:
 
 def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
     """Return the recipe that holds for one module: under rules, what they give it."""
-    return choose_recipe(recipe, module._config)
+    return config_of(module).under(recipe) if isinstance(recipe, Rules) else recipe
+
+
+def recipe_for(module: Any) -> Recipe | None:
+    """Return the recipe in force for one module, which rules may choose, or None if it computes in high precision."""
+    return of_module(module, recipe_in_force())
 
 
 def of_tensor(module: Any, recipe: Recipe, gemm: int, tensor_type: str) -> Recipe | None:

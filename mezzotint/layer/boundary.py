@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import SCALE_UPDATES, catch_up, hand_over
+from mezzotint.layer.base import activation_dtype
+from mezzotint.layer.parameters import check_module_input
 from mezzotint.recipe import slot
 from mezzotint.tensor.float8 import Float8Tensor
 from mezzotint.tensor.quantize import quantize, quantize_scaled
@@ -21,6 +23,14 @@ from mezzotint.tracing import eager_only
 def dequantized(inp: Any) -> torch.Tensor:
     """Return a quantized input in its nominal dtype, differentiably, and any other as it is."""
     return _Dequantize.apply(inp) if isinstance(inp, QuantizedTensor) else inp
+
+
+def input_of_module(inp: Any, features: int, name: str = "inp") -> torch.Tensor:
+    """Check the input of a module, and return it in high precision, in the dtype of activations."""
+    check_module_input(inp, features, name)
+    x = dequantized(inp) if isinstance(inp, QuantizedTensor) else inp  # most are not, and spare a call
+    dtype = activation_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def quantize_gradient(x: torch.Tensor, module: Any, gemm: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
+from mezzotint.layer.plan import LayerConfig
 from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state, with_copies
 from mezzotint.layer.scaling_state import scaling_tensors, use_history, warn_of_scales
 from mezzotint.quantization import reduction_groups
@@ -19,7 +20,7 @@ from mezzotint.region import Pending, State
 from mezzotint.tracing import call_untraced, lasting
 
 
-def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
+def start_delayed(module: Any, config: LayerConfig, call: RunSettings, state: State) -> RunSettings:
     """Fill in the tensors of a run with delayed scaling, and have its scales updated at the end of the region."""
     request, status = call.plan.request, module._run_status
     assert request is not None
@@ -30,7 +31,6 @@ def start_delayed(module: Any, call: RunSettings, state: State) -> RunSettings:
             "without state such as Float8CurrentScaling"
         )
     call_untraced(warn_of_scales, module)
-    config = module._config.read()
     # The ranks that hold the other shards of the weights have the same scales.
     groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
     recomputation = state.recomputation

@@ -14,11 +14,11 @@ from torch import nn
 from mezzotint.comm.agreement import check_agreed, nobody_answers, without_addresses
 from mezzotint.comm.groups import check_group, resolve_size, world_size
 from mezzotint.functional.tensor_parallel import Parallel
+from mezzotint.layer.bind import recipe_for
 from mezzotint.layer.norm import split_norm
 from mezzotint.layer.parameters import PlaceParameter
 from mezzotint.layer.scaling_state import StatefulModule
 from mezzotint.recipe import Recipe
-from mezzotint.region import recipe_for
 from mezzotint.tensor.partition import Split
 from mezzotint.tracing import call_untraced, eager_only
 

@@ -373,7 +373,6 @@ class StatefulModule(nn.Module):
         state = dict(self.__dict__)
         status = RunStatus(self._run_status.request)
         state.update(_workspaces=None, _weight_scales=None, _planned=None, _counters=None, _run_status=status)
-        state.pop("_config", None)
         return state
 
 

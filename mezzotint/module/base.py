@@ -9,13 +9,14 @@ from mezzotint.compat.base_module import UpstreamNames, quantize_weight
 from mezzotint.functional.delayed import take
 from mezzotint.kernels.float8 import float8_amax
 from mezzotint.layer.base import Layer, activation_dtype
-from mezzotint.layer.bind import of_module
+from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.delayed_run import await_update, grad_state_of
+from mezzotint.layer.plan import LayerConfig
 from mezzotint.layer.run import RunSettings, scale_of
 from mezzotint.layer.scaling_state import use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe
-from mezzotint.region import current_state, recipe_for
+from mezzotint.region import current_state
 from mezzotint.tensor.float8 import Float8Quantizer
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -149,11 +150,16 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         }
 
     def _outputs(
-        self, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any = None, residual: Any = None
+        self,
+        config: LayerConfig,
+        y: Any,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        norm_out: Any = None,
+        residual: Any = None,
     ) -> Any:
         """Return what forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
         outputs: list[Any] = [y]
-        config = self._config.read()
         if config.return_bias:
             outputs.append(None if bias is None else bias.to(dtype))
         if config.return_layernorm_output:

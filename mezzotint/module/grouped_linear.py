@@ -14,15 +14,14 @@ from mezzotint.functional.grouped_linear import (
 )
 from mezzotint.functional.linear import WeightGrad, needs_of
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import activation_dtype
-from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.boundary import input_of_module
 from mezzotint.layer.buffers import WriteGradient, WriteOutput, check_buffer
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import (
     PlaceParameter,
     check_features,
-    check_module_input,
     check_parallel,
     resolve_device,
     resolve_dtype,
@@ -266,12 +265,10 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
         Returns:
             The output, or with `return_bias` the pair (output, list of biases).
         """
-        config = self._config.read()
-        check_module_input(inp, config.in_features)
+        config = config_of(self)
+        x = input_of_module(inp, config.in_features)
         splits = resolve_splits(m_splits, self.num_gemms)
         weights, biases = self._group_parameters()
-        dtype = activation_dtype(inp)
-        x = dequantized(inp).to(dtype)
         x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
         check_rows(splits, x.shape[0])
         if dgrad_out is not None:
@@ -284,7 +281,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             has_grad and any(weight.requires_grad for weight in weights),
             has_grad and any(bias.requires_grad for bias in added),
         )
-        call = self._start(dtype, (needs,) * self.num_gemms, is_first_microbatch)
+        call = self._start(config, x.dtype, (needs,) * self.num_gemms, is_first_microbatch)
         if call.calibrates:
             self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
         kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None
@@ -297,7 +294,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             y = WriteOutput.apply(y, out)
         if config.return_bias:
             each = biases[0].unbind() if is_stack(biases, 1) else biases
-            return y, [bias.to(dtype) for bias in each] or None
+            return y, [bias.to(x.dtype) for bias in each] or None
         return y
 
     if TYPE_CHECKING:

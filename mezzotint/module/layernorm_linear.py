@@ -10,8 +10,9 @@ from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLin
 from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import activation_dtype, weights_of
-from mezzotint.layer.boundary import dequantized, quantize_gradient
+from mezzotint.layer.base import weights_of
+from mezzotint.layer.boundary import input_of_module, quantize_gradient
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.norm import (
     Branch,
@@ -22,8 +23,8 @@ from mezzotint.layer.norm import (
     reset_norm,
     resolve_branch,
 )
-from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
-from mezzotint.layer.plan import NormInFront, Plan
+from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.plan import LayerConfig, NormInFront, Plan
 from mezzotint.layer.rerun import rerun
 from mezzotint.layer.run import (
     Delayed,
@@ -275,14 +276,13 @@ class LayerNormLinear(TransformerEngineBaseModule):
             `return_layernorm_output`), in this order. If `TransformerLayer` gives a `_branch`, its sum with `inp` comes
             last.
         """
-        config = self._config.read()
-        check_module_input(inp, config.in_features)
+        config = config_of(self)
+        x = input_of_module(inp, config.in_features)
         if config.is_parallel:
             self._check_parallel(inp)
         ((weight, bias),) = weights_of(self, config)
         gamma, beta = norm_parameters(self, "layer_norm_")
-        dtype = activation_dtype(inp)
-        x = dequantized(inp).to(dtype)
+        dtype = x.dtype
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
         added = None if config.return_bias else bias
@@ -293,11 +293,13 @@ class LayerNormLinear(TransformerEngineBaseModule):
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs,), is_first_microbatch)
+        call = self._start(config, dtype, (needs,), is_first_microbatch)
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_layernorm_linear if kept is None else _run_inlined
-        norm = NormInFront(self._norm_options(), config.return_layernorm_output or call.calibrates, config.gathers_norm)
+        norm = NormInFront(
+            self._norm_options(config), config.return_layernorm_output or call.calibrates, config.gathers_norm
+        )
         outputs = list(
             run(
                 call.plan,
@@ -319,12 +321,11 @@ class LayerNormLinear(TransformerEngineBaseModule):
             self._calibrate((norm_out,), (weight,))
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(y, bias, dtype, norm_out, stream)
+        return self._outputs(config, y, bias, dtype, norm_out, stream)
 
-    def _norm_options(self) -> NormOptions:
-        norm = self._config.read().norm
-        assert norm is not None
-        return norm
+    def _norm_options(self, config: LayerConfig) -> NormOptions:
+        assert config.norm is not None
+        return config.norm
 
     def _config_fields(self) -> dict[str, Any]:
         norm = NormOptions(self.eps, self.zero_centered_gamma, self.rms)

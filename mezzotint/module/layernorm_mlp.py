@@ -12,8 +12,9 @@ from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArg
 from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import activation_dtype, weights_of
-from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.base import weights_of
+from mezzotint.layer.boundary import input_of_module
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.norm import (
     Branch,
@@ -27,7 +28,6 @@ from mezzotint.layer.norm import (
 from mezzotint.layer.parameters import (
     PlaceParameter,
     check_features,
-    check_module_input,
     check_parallel,
     resolve_device,
     resolve_dtype,
@@ -342,14 +342,13 @@ class LayerNormMLP(TransformerEngineBaseModule):
             `return_layernorm_output`), in this order. If `TransformerLayer` gives a `_branch`, its sum with `inp` comes
             last.
         """
-        config = self._config.read()
-        check_module_input(inp, config.in_features)
+        config = config_of(self)
+        x = input_of_module(inp, config.in_features)
         if config.is_parallel:
             self._check_parallel(inp)
         (w1, b1), (w2, b2) = weights_of(self, config)
         gamma, beta = norm_parameters(self, "layer_norm_")
-        dtype = activation_dtype(inp)
-        x = dequantized(inp).to(dtype)
+        dtype = x.dtype
         added = None if config.return_bias else b2
         branch, branch_bias, residual = resolve_branch(_branch)
         has_grad = torch.is_grad_enabled()
@@ -360,7 +359,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             has_grad and w2.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs1, needs2), is_first_microbatch)
+        call = self._start(config, dtype, (needs1, needs2), is_first_microbatch)
         if call.calibrates:
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         kept = self._kept(call, (w1, w2)) if call.caches else None
@@ -372,7 +371,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         y = outputs.pop(0)
         norm_out = outputs.pop(0) if config.return_layernorm_output else None
         stream = None if residual is None else outputs.pop(0)
-        return self._outputs(y, b2, dtype, norm_out, stream)
+        return self._outputs(config, y, b2, dtype, norm_out, stream)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -8,10 +8,11 @@ import torch
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.linear import LINEAR, compute_weight_gradient, needs_of
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import activation_dtype, weights_of
-from mezzotint.layer.boundary import dequantized, quantize_gradient
+from mezzotint.layer.base import weights_of
+from mezzotint.layer.boundary import input_of_module, quantize_gradient
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
-from mezzotint.layer.parameters import check_features, check_module_input, check_parallel, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.plan import Plan
 from mezzotint.layer.rerun import rerun
 from mezzotint.layer.run import (
@@ -248,14 +249,12 @@ class Linear(TransformerEngineBaseModule):
             TypeError: If `inp` is no tensor.
             ValueError: If the last dimension of `inp` is not `in_features`.
         """
-        config = self._config.read()
-        check_module_input(inp, config.in_features)
+        config = config_of(self)
+        x = input_of_module(inp, config.in_features)
         if config.is_parallel:
             self._check_parallel(inp)
         ((weight, bias),) = weights_of(self, config)
-        dtype = activation_dtype(inp)
-        x = dequantized(inp)
-        x = x if x.dtype == dtype else x.to(dtype)
+        dtype = x.dtype
         if fp8_grad:
             x = quantize_gradient(x, self, 0)
         added = None if config.return_bias else bias
@@ -265,7 +264,7 @@ class Linear(TransformerEngineBaseModule):
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(dtype, (needs,), is_first_microbatch)
+        call = self._start(config, dtype, (needs,), is_first_microbatch)
         if call.calibrates:
             self._calibrate((x,), (weight,))
         kept = self._kept(call, (weight,)) if call.caches else None
@@ -275,7 +274,7 @@ class Linear(TransformerEngineBaseModule):
         y = run(call.plan, x, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(y, bias, dtype) if config.return_bias else y
+        return self._outputs(config, y, bias, dtype) if config.return_bias else y
 
     if TYPE_CHECKING:
         __call__ = forward

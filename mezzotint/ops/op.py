@@ -27,7 +27,8 @@ from torch import nn
 
 from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer
-from mezzotint.layer.bind import of_module
+from mezzotint.layer.bind import of_module, recipe_for
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import start_delayed, with_grad_state
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
@@ -35,8 +36,8 @@ from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.quantizing import delayed
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
-from mezzotint.region import current_state, recipe_for, recipe_in_force
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tracing import call_untraced, memoized
 
 __all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
@@ -386,7 +387,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def _is_kept(self, mode: str) -> bool:
         """Return whether nothing is quantized: outside of a region, and where rules keep high precision."""
         recipe = recipe_in_force()
-        return recipe is None or (self.num_quantizers(mode) > 0 and choose_recipe(recipe, self._config) is None)
+        return recipe is None or (self.num_quantizers(mode) > 0 and of_module(self, recipe) is None)
 
     # One run
 
@@ -409,7 +410,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         request = self._delayed_request(recipe)
         if request is None:
             return None
-        return Run(with_grad_state(self, start_delayed(self, _call_of(request), current_state())))
+        return Run(with_grad_state(self, start_delayed(self, config_of(self), _call_of(request), current_state())))
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's

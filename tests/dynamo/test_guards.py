@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import mezzotint as mz
 from mezzotint import recipe
@@ -47,6 +48,44 @@ def test_a_further_module_has_few(name: str, chosen: recipe.Recipe) -> None:
         four, five = [count_guards(nn.Sequential(*[make() for _ in range(n)]), x) for n in (4, 5)]
     assert five - four <= (most_delayed if chosen.delayed() else most)
     assert four - 4 * (five - four) <= FIXED + (20 if chosen.delayed() else 0)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("chosen", [None, recipe.MXFP8BlockScaling()], ids=["bf16", "mxfp8"])
+@pytest.mark.parametrize("name", MODULES)
+def test_an_unchanged_module_needs_no_evaluation(name: str, chosen: recipe.Recipe | None) -> None:
+    """All guards of a model's modules are on values that PyTorch knows to be immutable. torch 2.11 then evaluates none
+    of them until something is assigned to a module. (Delayed scaling assigns in each step.)"""
+
+    def nodes(node: Any) -> Any:
+        yield node
+        children = node.get_child_managers() if hasattr(node, "get_child_managers") else []
+        if isinstance(node, torch._C._dynamo.guards.DictGuardManager):
+            children = [value for _, value in node.get_key_value_managers().values() if value is not None]
+        for child in children:
+            yield from nodes(child)
+
+    model = Stack(MODULES[name][0](), MODULES[name][0]())
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=True),
+        mz.autocast(enabled=chosen is not None, recipe=chosen),
+    ):
+        torch.compile(model, fullgraph=True, backend="eager")(torch.randn(16, 2, 32, requires_grad=True))
+    (entry,) = _debug_get_cache_entry_list(Stack.forward.__code__)
+    ours = type(model.layers[0])
+    safe = [node.is_tag_safe() for node in nodes(entry.guard_manager.root) if node.get_type_of_guarded_value() is ours]
+    assert safe == [True] * len(model.layers)
 
 
 @pytest.mark.parametrize("chosen", [recipe.MXFP8BlockScaling(), recipe.DelayedScaling()], ids=["mxfp8", "delayed"])

@@ -1,6 +1,7 @@
 """What the options of a module do: dtypes, what is given back, weights in parts, initial values."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -440,3 +441,20 @@ def test_an_assignment_to_what_the_configuration_reads_renews_it(name: str, monk
     assert module._config != before
     module.fast_setattr("return_bias", not module.return_bias)
     assert module._config == before
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: mz.Linear(IN, OUT, device="cpu"),
+        lambda: mz.DotProductAttention(2, 16),
+        lambda: mz.TransformerLayer(32, 64, 2, device="cpu"),
+    ],
+)
+def test_a_pickle_holds_no_name_of_this_process(made: Any) -> None:
+    """Configurations have names, by which graphs know them, and which each process gives itself."""
+    module = made()
+    for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert other._config == module._config
+        assert other._config_name == module._config_name
+    assert not {"_config", "_config_name"} & module.__getstate__().keys()
