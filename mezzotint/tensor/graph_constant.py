@@ -38,10 +38,6 @@ class GraphConstant(metaclass=OpaqueMeta):
         """Return an equal value that nobody assigns to: a graph bakes it in, and its guards compare with it."""
         return self
 
-    def read(self) -> Self:
-        """Return this value. In a graph it comes without a guard on each of its fields; there is one on the whole."""
-        return self
-
     def __copy__(self) -> "GraphConstant":
         return self
 
