@@ -8,7 +8,7 @@ from torch import nn
 
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.names import Named, join_path, plain_path
-from mezzotint.recipe import Recipe, Rules
+from mezzotint.recipe import Recipe, Rules, choose_recipe
 from mezzotint.region import recipe_in_force
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -76,7 +76,7 @@ def _is_group(module: Any) -> bool:
 
 def of_module(module: Any, recipe: Recipe | None) -> Recipe | None:
     """Return the recipe that holds for one module: under rules, what they give it."""
-    return config_of(module).under(recipe) if isinstance(recipe, Rules) else recipe
+    return choose_recipe(recipe, config_of(module))
 
 
 def recipe_for(module: Any) -> Recipe | None:

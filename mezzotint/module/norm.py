@@ -9,10 +9,9 @@ from mezzotint.compat.base_module import PlainAttributes
 from mezzotint.compat.extra_state import IgnoresExtraState
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.norm import NORM_CORE, NormFwdArgs, NormOptions
-from mezzotint.layer.base import activation_dtype
-from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.boundary import input_of_module
 from mezzotint.layer.norm import norm_parameters, register_norm, reset_norm, split_norm
-from mezzotint.layer.parameters import PlaceParameter, check_features, check_module_input, resolve_device, resolve_dtype
+from mezzotint.layer.parameters import PlaceParameter, check_features, resolve_device, resolve_dtype
 from mezzotint.tensor.checks import check_epsilon
 
 
@@ -72,16 +71,14 @@ class _Norm(PlainAttributes, IgnoresExtraState):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Return `inp` normalized over its last dimensions, `normalized_shape`."""
-        check_module_input(inp, self.normalized_shape[-1])
+        x = input_of_module(inp, self.normalized_shape[-1])
         shape, (gamma, beta) = inp.shape, norm_parameters(self, "")
-        x = dequantized(inp)
         if len(self.normalized_shape) > 1:
             leading = len(shape) - len(self.normalized_shape)
             if leading < 0 or tuple(shape[leading:]) != self.normalized_shape:
                 raise ValueError(f"inp has shape {tuple(shape)}: its last dimensions must be {self.normalized_shape}")
             x = x.reshape(*shape[:leading], self.hidden_size)
             gamma, beta = gamma.flatten(), None if beta is None else beta.flatten()
-        x = x.to(activation_dtype(x))
         needs_grad = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
         options = NormOptions(self.eps, self.zero_centered_gamma, self.rms)
         (y,) = run_core(NORM_CORE, NormFwdArgs(x, gamma, beta, options), needs_grad)
