@@ -112,6 +112,7 @@ class State:
     preserves_init: bool = False
     init_opened: Opened | None = None  # the last `quantized_model_init` that was entered
     pending: Any = None
+    shared_input: Any = field(default=None, compare=False)  # what the last linear left for others (`shared_input.py`)
     counted: Any = None  # a chain of modules whose counters the end of the region reads (`finite.py`)
     num_checked: int = field(default=0, compare=False)  # how many regions have read counters; it only grows
     recomputation: Any = None

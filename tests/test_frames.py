@@ -22,7 +22,7 @@ from mezzotint.kernels.triton._launch import Fast
 from mezzotint.layer.rerun import RECORDED_RUNS
 
 FRAMES = 4
-CALLS = {None: 49, "current": 55, "mxfp8": 55, "delayed": 90}  # of a step, forward and backward
+CALLS = {None: 50, "current": 59, "mxfp8": 59, "delayed": 90}  # of a step, forward and backward
 
 
 def frames_to(function: str) -> list[str]:
@@ -86,12 +86,12 @@ def test_a_step_calls_few_functions(name: str | None) -> None:
     them several times that."""
     package, found = str(Path(mz.__file__).parent), [0]
     linear = mz.Linear(64, 64, params_dtype=torch.bfloat16, device="cpu")
-    x = torch.randn(64, 64, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
     chosen = None if name is None else recipe.RECIPES[name]()
 
     def step() -> None:
         with mz.autocast(enabled=chosen is not None, recipe=chosen):
-            y = linear(x)
+            y = linear(x.detach().requires_grad_())
         y.backward(y.detach())
 
     def count(frame: FrameType, event: str, arg: Any) -> None:

@@ -13,6 +13,7 @@ core's backward.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
+from weakref import ref
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -184,6 +185,12 @@ class _Fields:
         self.like, self.parts = like, parts
 
 
+def _first_of(spec: Any) -> int:
+    """Return how many of the tensors that a run saves are buffers of the first value, or 0 if that is no storage."""
+    first = spec.parts[0]
+    return len(first.names) if isinstance(first, _Storage) else 0
+
+
 class KeptForBackward(NamedTuple):
     """A `KeptForBackward` is what an autograd function keeps for backward, and the tensors that get gradients. Whoever
     records the run asks for it (`layer/rerun.py`)."""
@@ -194,6 +201,7 @@ class KeptForBackward(NamedTuple):
     saved: tuple[torch.Tensor, ...]
     live: tuple[torch.Tensor, ...]
     diff: tuple[Any, ...]
+    first: int  # how many of the saved tensors are buffers of the first value, which others may read while it is held
 
 
 class _Apply(torch.autograd.Function):
@@ -212,9 +220,13 @@ class _Apply(torch.autograd.Function):
         if state is not None:
             read_live(state.scale, state.history, state.number, state.order)
         if kept is not None:
+            first = _first_of(ctx.spec)
+            ctx.first_saved = tuple(map(ref, flat[:first]))
             recorder = recording()
             if recorder is not None:
-                recorder.kept = KeptForBackward(core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors)
+                recorder.kept = KeptForBackward(
+                    core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors, first
+                )
             kept.extend(extras)
             return outputs
         ctx.mark_non_differentiable(*extras)

@@ -135,8 +135,9 @@ class LinearFwdArgs(Saved):
     weight_scale: DelayedScale = None  # delayed scaling, FP32 [1]
     input_again: Quantizer | None = None  # x's producer quantizes it with this again in backward; None: it does not
     probes: Probes | None = None  # where an inspector wants statistics to be added
+    x_columns: Any = None  # the column-wise copy of x, if another linear that reads x has made it
 
-    SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale")
+    SAVED = ("x", "weight", "bias", "x_q", "weight_q", "input_scale", "grad_scale", "weight_scale", "x_columns")
 
 
 @dataclass(slots=True)
@@ -173,6 +174,8 @@ def linear_forward(a: LinearFwdArgs) -> tuple[torch.Tensor, LinearMade]:
         assert a.x is not None, "neither x nor x_q"
         x_q = as_matrix(a.x)
         quantizer = a.quantizers.input if parallel is None else input_quantizer(a, x_q.shape[0])
+        if quantizer is not None and a.x_columns is not None:
+            quantizer = quantizer.with_usage(rowwise=True, columnwise=False)
         if quantizer is not None and parallel is None:
             x_q, amax = quantize_scaled(x_q, quantizer, a.input_scale)
         elif quantizer is not None:
@@ -235,6 +238,8 @@ def linear_setup(a: LinearFwdArgs, made: LinearMade) -> LinearBwdArgs:
         rows = 0 if a.parallel is None else matrix_shape(source.shape)[0]  # they matter where tokens are gathered
         if keeps_input(a, rows):
             x = source  # itself, because what is saved may be an input, but no view of one
+        elif a.x_columns is not None:
+            x = a.x_columns
         else:
             is_row = gathers(a.parallel, "input") and not made.x_q.get_usages()["columnwise"]
             x = kept(made.x_q, columnwise=override is None and not is_row)

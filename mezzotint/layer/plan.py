@@ -57,6 +57,7 @@ class Plan(GraphConstant):
     is_inspected: bool = False  # an inspector compares tensors with their quantized copies
     checks_finite: bool = False  # values that are not finite are counted when a tensor is quantized
     repeats: bool = False  # the form of the tensors decides which calls a run makes
+    shared_input: Quantizer | None = None  # of the copy of the input that linears hold together (`shared_input.py`)
 
     def quantizes_again(self) -> bool:
         """Return whether backward quantizes again what forward has quantized."""
@@ -175,6 +176,7 @@ def _resolve(
         if config.makes_again and not (is_read or config.is_grouped or any(config.parallels)):
             each = [unpack_operands(*own, keeps_weights) for own in zip(quantizers, weights, inputs, strict=True)]
             quantizers, weights, inputs = map(tuple, zip(*each, strict=True))
+    repeats = _repeats(config, recipe, quantizers, request, options)
     return Plan(
         quantizers=quantizers,
         needs=needs,
@@ -188,7 +190,8 @@ def _resolve(
         compresses=(config.memory or options.memory) == "compressed" and any(inputs),
         is_inspected=config.is_inspected and recipe is not None,
         checks_finite=options.checks_finite and recipe is not None,
-        repeats=_repeats(config, recipe, quantizers, request, options),
+        repeats=repeats,
+        shared_input=_shared_input(config, quantizers) if repeats else None,
     )
 
 
@@ -208,6 +211,27 @@ def _repeats(
     each = [one for own in quantizers for one in (own.input, own.weight, own.grad_output) if one is not None]
     is_own = any(one.is_custom() or not one._is_value() for one in each)
     return not (is_own or (request is not None and has_own_rule(request)))
+
+
+def _shared_input(config: LayerConfig, quantizers: tuple[LinearQuantizers, ...]) -> Quantizer | None:
+    """Return the quantizer of the copy of its input that a linear holds for backward. Return None if another linear
+    that reads the same tensor cannot hold it, too: if it keeps none, or quantizes by a scale or random numbers of its
+    own."""
+    if config.norm is not None or not config.makes_again or config.is_grouped:  # its input comes from itself
+        return None
+    quantizer = quantizers[0].input
+    if quantizer is None or not quantizer.columnwise_usage:
+        return None
+    if quantizer.takes_scale() or not quantizer.is_requantization_safe():
+        return None
+    return _columns_of(quantizer)
+
+
+@lru_cache(maxsize=PLANS)
+def _columns_of(quantizer: Quantizer) -> Quantizer:
+    """Return the quantizer of the column-wise copy; for equal ones it is the very same object, which is fast to
+    compare."""
+    return quantizer.with_usage(rowwise=False, columnwise=True)
 
 
 def _weight_again(config: LayerConfig, gemm: int, quantizer: Quantizer | None) -> Quantizer | None:

@@ -12,6 +12,7 @@ modes of PyTorch's, under `torch.autocast`, with a profiler's hooks or with tens
 from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch.autograd import forward_ad
@@ -24,6 +25,7 @@ from mezzotint.kernels._recorder import Recorder
 from mezzotint.kernels._relaunch import TENSOR_CLASSES, Taker, form_of, has_hooks, taker
 from mezzotint.layer.plan import LayerConfig, Plan
 from mezzotint.layer.run import Delayed, KeptWeights, grad_state
+from mezzotint.layer.shared_input import held_columns, leave_word, place_of
 from mezzotint.tensor.fsdp_directions import saving_hooks
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -123,6 +125,8 @@ class _Again(torch.autograd.Function):
         outputs, saved = run.forward(*tensors)
         ctx.run, ctx.delayed, ctx.live = run, delayed, [tensors[i] for i in run.live]
         ctx.is_saved_as_is = saving_hooks() is None
+        if run.plan.shared_input is not None and run.kept is not None:
+            ctx.first_saved = tuple(map(ref, saved[: run.kept.first]))
         ctx.save_for_backward(*saved)
         return outputs
 
@@ -138,47 +142,70 @@ _apply: Callable[..., Any] = super(torch.autograd.Function, _Again).apply  # see
 RECORDED_RUNS: dict[Any, RecordedRun] = {}  # by the plan's id, the function, its constants and the form of its tensors
 
 
-def rerun(run: _F) -> _F:
+def rerun(*, shares_input: bool = False) -> Callable[[_F], _F]:
     """Decorate a function that runs a module on a plan and tensors, so that eager code makes recorded calls. Its last
-    arguments are `delayed`, `kept`, `wgrads` and `probes`."""
+    arguments are `delayed`, `kept`, `wgrads` and `probes`. If it shares its input, the first ones are that and None, in
+    the place of which it gets the input's column-wise buffers that another run holds (`shared_input.py`)."""
 
-    @wraps(run)
-    def rerunning(plan: Plan, *args: Any) -> Any:
-        *inputs, delayed, kept, wgrads, probes = args
-        if not plan.repeats or wgrads is not None or probes is not None:
-            return run(plan, *args)
-        records = True  # the second run of a checkpoint enters no amaxes
-        flat: list[Any] = []
-        for arg in inputs:
-            flat += arg if type(arg) is tuple else (arg,)
-        if kept is not None:
-            flat += _tensors_in(kept)
-        if delayed is not None:
-            if delayed.groups or delayed.clears:  # ranks reduce amaxes
-                return run(plan, *args)
-            flat += delayed[:_TENSORS_OF_DELAYED]
-            records = delayed.records
-        types = tuple(map(type, flat))
-        places = _places(types)
-        if places is None:
-            return run(plan, *args)
-        tensors = places.tensors_of(flat)
-        form = form_of_plain(tensors)
-        if form is None:
-            return run(plan, *args)
-        key = id(plan), run, kept is None, records, types, places.constants_of(flat), form
-        known = RECORDED_RUNS.get(key)
-        if known is None:
-            if len(RECORDED_RUNS) >= MOST_RUNS:
-                RECORDED_RUNS.clear()
-            RECORDED_RUNS[key] = RecordedRun(plan)
-        elif known.tries < MOST_TRIES:
-            return known.record(run, args, tensors)
-        elif known.forward is not None and not known.has_hooks():
-            return known(tensors, delayed)
-        return run(plan, *args)
+    def decorate(run: _F) -> _F:
+        @wraps(run)
+        def rerunning(plan: Plan, *args: Any) -> Any:
+            place = place_of(args[0]) if shares_input and plan.shared_input is not None else None
+            if place is not None:
+                args = (args[0], held_columns(plan, args[0], place), *args[2:])
+            record, tensors = _find_record(run, plan, args)
+            if record is None:
+                y = run(plan, *args)
+            elif record.tries < MOST_TRIES:
+                y = record.record(run, args, tensors)
+            else:
+                y = record(tensors, args[-4])
+            if place is not None and args[1] is None:
+                leave_word(plan, args[0], place, y)
+            return y
 
-    return rerunning  # type: ignore[return-value]
+        return rerunning  # type: ignore[return-value]
+
+    return decorate
+
+
+def _find_record(
+    run: Callable[..., Any], plan: Plan, args: Sequence[Any]
+) -> tuple[RecordedRun | None, tuple[torch.Tensor, ...]]:
+    """Return the record of a run with these arguments, or one that is to be made, and the tensors among them. Return
+    None for a run that is made as it is."""
+    nothing = None, ()
+    *inputs, delayed, kept, wgrads, probes = args
+    if not plan.repeats or wgrads is not None or probes is not None:
+        return nothing
+    records = True  # the second run of a checkpoint enters no amaxes
+    flat: list[Any] = []
+    for arg in inputs:
+        flat += arg if type(arg) is tuple else (arg,)
+    if kept is not None:
+        flat += _tensors_in(kept)
+    if delayed is not None:
+        if delayed.groups or delayed.clears:  # ranks reduce amaxes
+            return nothing
+        flat += delayed[:_TENSORS_OF_DELAYED]
+        records = delayed.records
+    types = tuple(map(type, flat))
+    places = _places(types)
+    if places is None:
+        return nothing
+    tensors = places.tensors_of(flat)
+    form = form_of_plain(tensors)
+    if form is None:
+        return nothing
+    key = id(plan), run, kept is None, records, types, places.constants_of(flat), form
+    record = RECORDED_RUNS.get(key)
+    if record is None:
+        if len(RECORDED_RUNS) >= MOST_RUNS:
+            RECORDED_RUNS.clear()
+        RECORDED_RUNS[key] = RecordedRun(plan)
+        return nothing
+    is_made = record.tries >= MOST_TRIES
+    return nothing if is_made and (record.forward is None or record.has_hooks()) else (record, tensors)
 
 
 def _tensors_in(kept: KeptWeights) -> list[Any]:

@@ -46,7 +46,7 @@ from mezzotint.tracing import below_dynamo, inlined
 
 
 @below_dynamo
-@rerun
+@rerun()
 def run_layernorm_linear(
     plan: Plan,
     norm: NormInFront,

@@ -54,7 +54,7 @@ from mezzotint.tracing import below_dynamo, inlined
 
 
 @below_dynamo
-@rerun
+@rerun()
 def run_layernorm_mlp(
     plan: Plan,
     config: LayerConfig,

@@ -25,6 +25,7 @@ from mezzotint.layer.run import (
     record_amaxes,
     with_copies,
 )
+from mezzotint.layer.shared_input import shared_columns
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
 from mezzotint.module.base import TransformerEngineBaseModule
@@ -34,10 +35,11 @@ from mezzotint.tracing import below_dynamo, inlined, make_again
 
 
 @below_dynamo
-@rerun
+@rerun(shares_input=True)
 def run_linear(
     plan: Plan,
     x: torch.Tensor,
+    columns: tuple[torch.Tensor, ...] | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     delayed: Delayed | None = None,
@@ -45,12 +47,14 @@ def run_linear(
     wgrads: tuple[tuple[Any, ...], ...] | None = None,
     probes: tuple[Probes, ...] | None = None,
 ) -> torch.Tensor:
-    """Return y (…, N) of x (…, K), weight (N, K) and bias [N]."""
+    """Return y (…, N) of x (…, K), weight (N, K) and bias [N]. `columns` are the buffers of x's column-wise copy, if
+    another linear has made it."""
     delayed = with_copies(delayed)
     (weight_q,), weight_amaxes = quantized_weights(plan, (weight,), delayed) if kept is None else kept
     wgrad = None if wgrads is None else live_gradient(wgrads, 0)
     args = linear_args(plan, 0, weight, bias, weight_q, delayed, wgrad, probes)
     args.x, args.grad_state = x, None if delayed is None else grad_state(plan, delayed)
+    args.x_columns = None if columns is None else shared_columns(plan, x, columns)
     if args.input_again is not None:  # no norm or activation in front could make x again
         args.saves_original_input, args.input_again = True, None
         make_again(x)
@@ -271,7 +275,7 @@ class Linear(TransformerEngineBaseModule):
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_linear if kept is None else _run_linear_inlined
         delayed = None if call.scales is None else delayed_of(self, call)
-        y = run(call.plan, x, weight, added, delayed, kept, wgrads, call.probes)
+        y = run(call.plan, x, None, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
         return self._outputs(config, y, bias, dtype) if config.return_bias else y
