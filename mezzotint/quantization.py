@@ -238,10 +238,10 @@ def update_pending(updates: bool) -> None:
             update_states(states)
 
 
-def reduction_groups(request: DelayedScalingRequest, tp_group: Any) -> tuple[Any, ...]:
-    """Return the groups over which the amaxes of a module are reduced: `amax_reduction_group`, and the ranks that share
-    its weight, whose shards are quantized by one scale. Groups that are None or have one rank are left out."""
-    group = current_state().group
+def reduction_groups(request: DelayedScalingRequest, group: Any, tp_group: Any) -> tuple[Any, ...]:
+    """Return the groups over which the amaxes of a module are reduced: the region's `amax_reduction_group`, and the
+    ranks that share its weight, whose shards are quantized by one scale. Groups that are None or have one rank are left
+    out."""
     if group is None and tp_group is None:
         return ()
     groups = [group] if group is not None and request.reduce_amax else []
@@ -254,13 +254,8 @@ def update_rule(request: DelayedScalingRequest, *, forward: bool) -> tuple[float
     """Return how scales follow from histories: the format's largest value · 2^-margin, whether only the most recent
     amax counts, and a user's functions if they replace both."""
     top = request.fp8_format.value.max_fwd if forward else request.fp8_format.value.max_bwd
-    update = partial(apply_own_rule, request=request, forward=forward) if has_own_rule(request) else None
+    update = partial(apply_own_rule, request=request, forward=forward) if request.has_own_rule() else None
     return float(top) * 2.0**-request.margin, request.amax_compute_algo == "most_recent", update
-
-
-def has_own_rule(request: DelayedScalingRequest) -> bool:
-    """Return whether a user's function says how scales follow from histories, or which amax of them counts."""
-    return callable(request.amax_compute_algo) or request.scaling_factor_compute_algo is not None
 
 
 def apply_own_rule(

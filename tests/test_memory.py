@@ -272,8 +272,8 @@ class GatedMLP(torch.nn.Module):
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
 def test_a_converted_model_in_eager_code(name: str) -> None:
-    """q, k and v hold one copy of what they read, but in delayed scaling, where each has a scale of its own, and under a
-    user's quantizers: there attention alone needs lean mode."""
+    """q, k and v hold one copy of what they read. In delayed scaling, where each has a scale of its own, and under a
+    user's quantizers they hold three, and attention alone needs lean mode."""
     x, recipe = batch(TOKENS), EVERY_RECIPE[name]
     layer, attention = torch.nn.Sequential(Attention(), GatedMLP()), Attention()
     plain = held_bytes(layer, x, None), held_bytes(attention, x, None)

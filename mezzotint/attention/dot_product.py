@@ -16,15 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from mezzotint.attention.attend import Scores, attend, largest_logit
 from mezzotint.attention.kv_cache import InferenceParams, claim_layer
 from mezzotint.attention.masks import (
-    BIAS_TYPES,
-    QKV_FORMATS,
     Rule,
     Side,
     alibi_slopes,
     align,
     batch_sides,
     cached_side,
+    check_bias_type,
     check_probability,
+    check_qkv_format,
     checked_mask,
     packed_side,
     packed_sides,
@@ -153,7 +153,7 @@ class DotProductAttention(AttentionNames, Configured, Named):
         size = resolve_size(tp_group, tp_size)
         shard_size("num_attention_heads", num_attention_heads, size)
         shard_size("num_gqa_groups", groups, size)
-        check_choice("qkv_format", qkv_format, QKV_FORMATS)
+        check_qkv_format("qkv_format", qkv_format)
         check_choice("attention_type", attention_type, ("self", "cross"))
         check_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
         check_probability("attention_dropout", attention_dropout)
@@ -273,11 +273,11 @@ class DotProductAttention(AttentionNames, Configured, Named):
             )
         own = config_of(self)
         check_attention_recipe()
-        check_choice("core_attention_bias_type", core_attention_bias_type, BIAS_TYPES)
+        check_bias_type(core_attention_bias_type)
         q, k, v = unpack_qkv(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim)
         q, k, v = dequantized(q), dequantized(k), dequantized(v)
         layout = own.qkv_format if qkv_format is None else qkv_format
-        check_choice("qkv_format", layout, QKV_FORMATS)
+        check_qkv_format("qkv_format", layout)
         check_heads(own, q, k, v, layout)
         rule = resolve_rule(
             own.attn_mask_type if attn_mask_type is None else attn_mask_type,

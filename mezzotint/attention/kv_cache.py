@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from mezzotint.attention.kv_codes import SCALE_BYTES, decode_heads, encode_heads
-from mezzotint.attention.masks import QKV_FORMATS, packed_positions
+from mezzotint.attention.masks import check_qkv_format, packed_positions
 from mezzotint.compat.kv_cache import PageQuestions
 from mezzotint.layer.parameters import check_features, resolve_device
-from mezzotint.tensor.checks import check_choice
 from mezzotint.tracing import call_untraced, lasting
 
 LayerCache = tuple[torch.Tensor, torch.Tensor]
@@ -406,7 +405,7 @@ class InferenceParams:
         `cu_seqlens_kv`, how many tokens a sequence can have, and the formats of queries and cache: "bshd", "sbhd_2bshd"
         or "thd_2bshd". Rows in FP8 are returned in the dtype of the new keys, pages as they are stored.
         """
-        check_choice("qkv_format", qkv_format, QKV_FORMATS)
+        check_qkv_format("qkv_format", qkv_format)
         self._check_heads(new_k, new_v)
         call_untraced(_check_tokens, self, tuple(new_k.shape), qkv_format)  # a graph serves other steps too
         keys, values = self.cache_manager.step(

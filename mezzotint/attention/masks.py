@@ -19,17 +19,17 @@ import torch
 from mezzotint.tensor.checks import check_choice
 from mezzotint.tracing import has_values_at_hand
 
-QKV_FORMATS = ("sbhd", "bshd", "thd")
-MASK_TYPES = (
-    "no_mask",
-    "padding",
-    "causal",
-    "padding_causal",
-    "causal_bottom_right",
-    "padding_causal_bottom_right",
-    "arbitrary",
-)
-BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+# Functions have their choices in them, because a graph guards on each value of a module that it reads.
+
+
+def check_qkv_format(name: str, value: Any) -> None:
+    """Check an order of dimensions: s is the sequence, b the batch, h the heads, d the channels, t all tokens."""
+    check_choice(name, value, ("sbhd", "bshd", "thd"))
+
+
+def check_bias_type(value: Any) -> None:
+    """Check what is added to scores, before or after they are scaled."""
+    check_choice("core_attention_bias_type", value, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
 
 
 def check_probability(name: str, value: Any) -> None:
@@ -59,7 +59,8 @@ def resolve_rule(mask_type: str, window_size: Any, bottom_right_diagonal: bool |
     otherwise it is that of the bottom right corner, unless `bottom_right_diagonal` is False."""
     name = mask_type.replace(",", "_")
     name = "padding_causal" if name == "causal_padding" else name
-    check_choice("attn_mask_type", name, MASK_TYPES)
+    causal = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
+    check_choice("attn_mask_type", name, ("no_mask", "padding", *causal, "arbitrary"))
     left, right = window = (-1, -1) if window_size is None else _pair(window_size)
     if left < -1 or right < -1:
         raise ValueError(f"window_size is {window}: give how far a query sees back and ahead, -1 for all")

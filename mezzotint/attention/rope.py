@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from mezzotint.attention.masks import QKV_FORMATS, check_counts, packed_positions
+from mezzotint.attention.masks import check_counts, check_qkv_format, packed_positions
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.rope import rope, rope_join, rope_split
 from mezzotint.layer.parameters import check_features, resolve_device
-from mezzotint.tensor.checks import check_choice
 
 
 class RotaryPositionEmbedding(nn.Module):
@@ -128,7 +127,7 @@ def apply_rotary_pos_emb(
         >>> mz.apply_rotary_pos_emb(q, freqs).shape
         torch.Size([16, 2, 4, 64])
     """
-    check_choice("tensor_format", tensor_format, QKV_FORMATS)
+    check_qkv_format("tensor_format", tensor_format)
     if t.dim() != len(tensor_format):
         raise ValueError(f"t has shape {tuple(t.shape)}: {tensor_format!r} needs {len(tensor_format)} dimensions")
     angles = _cos_sin(t, freqs, t.shape[-1], tensor_format, start_positions, cu_seqlens, cp_size, cp_rank)
@@ -191,7 +190,7 @@ def apply_fused_qkv_rotary_pos_emb(
     channels of each group are side by side, and `qkv_split_arg_list` says how many there are of each. The other
     arguments are those of `apply_rotary_pos_emb`.
     """
-    check_choice("tensor_format", tensor_format, ("sbhd", "bshd", "thd"))
+    check_qkv_format("tensor_format", tensor_format)
     if qkv.dim() != len(tensor_format):
         raise ValueError(f"qkv has shape {tuple(qkv.shape)}: give {', '.join(tensor_format[:-2])}, groups, channels")
     if sum(qkv_split_arg_list) != qkv.shape[-1] or len(qkv_split_arg_list) != 3:

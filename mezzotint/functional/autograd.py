@@ -224,9 +224,7 @@ class _Apply(torch.autograd.Function):
             ctx.first_saved = tuple(map(ref, flat[:first]))
             recorder = recording()
             if recorder is not None:
-                recorder.kept = KeptForBackward(
-                    core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors, first
-                )
+                recorder.kept = KeptForBackward(core, ctx.spec, len(outputs), tuple(flat), tuple(live), tensors, first)
             kept.extend(extras)
             return outputs
         ctx.mark_non_differentiable(*extras)

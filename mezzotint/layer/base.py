@@ -1,8 +1,8 @@
 """The base of modules and operations with weights: it reads the state once per run, finds the plan, and keeps quantized
 weights.
 
-A forward asks `_start` what is in force; the plan that it gets says all else (`plan.py`). Delayed scaling's buffers are
-in `scaling_state.py`, what it does at the start of a run in `delayed_run.py`.
+A forward asks `start_run` what is in force; the plan that it gets says all else (`plan.py`). Delayed scaling's buffers
+are in `scaling_state.py`, what it does at the start of a run in `delayed_run.py`.
 """
 
 import operator
@@ -160,37 +160,6 @@ class Layer(Configured, Named, ParallelModule):
 
     # One forward
 
-    def _start(
-        self, config: LayerConfig, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None
-    ) -> RunSettings:
-        """Read the state of the region once, and return the settings of this run."""
-        state = current_state()
-        recipe = choose_recipe(state.recipe, config) if state.enabled else None
-        recipe, options = _settings_of_run(self, recipe, state)
-        keeps_weights = recipe is not None and is_first_microbatch is not None
-        plan = plan_of(self, config, recipe, dtype, tuple(needs), keeps_weights, options)
-        if plan.request is not None and not state.enabled:
-            raise RuntimeError(_SCALES_ARE_GONE)
-        call = RunSettings(plan)
-        if plan.checks_finite:
-            call_untraced(make_counters, self)
-            await_check(self, state)
-        if plan.is_inspected or plan.checks_finite:
-            call.probes = probes_of(self, plan, state)
-        if recipe is None:
-            call.calibrates = state.calibrating
-            return call
-        if keeps_weights:
-            is_first_microbatch = as_microbatch(is_first_microbatch)  # without a recipe it has no effect
-        is_second = state.recomputation is not None and state.recomputation.is_second
-        # A graph writes no attribute inside of a checkpoint, so weights are quantized for each microbatch there.
-        call.caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
-        call.reuses = is_first_microbatch is False
-        if call.caches and state.skip_weight_update is not None:
-            # A graph that is captured once serves every microbatch: the flag says at each replay which one it is.
-            call.reuses, call.skips = True, state.skip_weight_update.to(self.scale_fwd.device)
-        return call if plan.request is None else start_delayed(self, config, call, state)
-
     def _reads_rows_again(self, recipe: Recipe | None) -> bool:
         """Return whether backward reads the row-wise copies of weights: it does if it computes on what forward
         multiplied, or if this run is computed again. A checkpoint is recognized by its hooks on saved tensors; other
@@ -211,7 +180,8 @@ class Layer(Configured, Named, ParallelModule):
         request = None if recipe is None else recipe.quantizer(self._role(gemm, tensor_type))
         if not isinstance(request, DelayedScalingRequest):
             return None, None
-        state = grad_state_of(self, request, reduction_groups(request, self._sharing_group()), False)
+        groups = reduction_groups(request, current_state().group, self._sharing_group())
+        state = grad_state_of(self, request, groups, False)
         if not state.is_handed_over():
             return None, None
         quantizer = request.scaled_quantizer(tensor_type in FORWARD_TENSORS)
@@ -366,6 +336,38 @@ def plan_of(
     if recipe is None or recipe.answers_once():
         module.__dict__["_planned"] = key, plan
     return plan
+
+
+def start_run(
+    module: Layer, config: LayerConfig, dtype: torch.dtype, needs: Sequence[Needs], is_first_microbatch: bool | None
+) -> RunSettings:
+    """Read the state of the region once, and return the settings of this run."""
+    state = current_state()
+    recipe = choose_recipe(state.recipe, config) if state.enabled else None
+    recipe, options = _settings_of_run(module, recipe, state)
+    keeps_weights = recipe is not None and is_first_microbatch is not None
+    plan = plan_of(module, config, recipe, dtype, tuple(needs), keeps_weights, options)
+    if plan.request is not None and not state.enabled:
+        raise RuntimeError(_SCALES_ARE_GONE)
+    call = RunSettings(plan)
+    if plan.checks_finite:
+        call_untraced(make_counters, module)
+        await_check(module, state)
+    if plan.is_inspected or plan.checks_finite:
+        call.probes = probes_of(module, plan, state)
+    if recipe is None:
+        call.calibrates = state.calibrating
+        return call
+    if keeps_weights:
+        is_first_microbatch = as_microbatch(is_first_microbatch)  # without a recipe it has no effect
+    is_second = state.recomputation is not None and state.recomputation.is_second
+    # A graph writes no attribute inside of a checkpoint, so weights are quantized for each microbatch there.
+    call.caches = is_first_microbatch is not None and not is_second and not state.recomputes_in_graph
+    call.reuses = is_first_microbatch is False
+    if call.caches and state.skip_weight_update is not None:
+        # A graph that is captured once serves every microbatch: the flag says at each replay which one it is.
+        call.reuses, call.skips = True, state.skip_weight_update.to(module.scale_fwd.device)
+    return call if plan.request is None else start_delayed(module, config, call, state)
 
 
 def probes_of(module: Layer, plan: Plan, state: State) -> tuple[Probes, ...] | None:

@@ -25,7 +25,7 @@ def dequantized(inp: Any) -> torch.Tensor:
     return _Dequantize.apply(inp) if isinstance(inp, QuantizedTensor) else inp
 
 
-def input_of_module(inp: Any, features: int, name: str = "inp") -> torch.Tensor:
+def input_of_module(inp: Any, features: int, name: str) -> torch.Tensor:
     """Check the input of a module, and return it in high precision, in the dtype of activations."""
     check_module_input(inp, features, name)
     x = dequantized(inp) if isinstance(inp, QuantizedTensor) else inp  # most are not, and spare a call

@@ -13,7 +13,7 @@ from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
 from mezzotint.layer.plan import LayerConfig
 from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state, with_copies
-from mezzotint.layer.scaling_state import scaling_tensors, use_history, warn_of_scales
+from mezzotint.layer.scaling_state import prepare_state, scaling_tensors, use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
 from mezzotint.region import Pending, State
@@ -30,9 +30,9 @@ def start_delayed(module: Any, config: LayerConfig, call: RunSettings, state: St
             "them again. Call checkpoint outside of torch.compile, use LayerNormMLP(checkpoint=True), or a recipe "
             "without state such as Float8CurrentScaling"
         )
-    call_untraced(warn_of_scales, module)
+    call_untraced(prepare_state, module, request)
     # The ranks that hold the other shards of the weights have the same scales.
-    groups = reduction_groups(request, module.tp_group if config.is_parallel else None)
+    groups = reduction_groups(request, state.group, module.tp_group if config.is_parallel else None)
     recomputation = state.recomputation
     is_second = recomputation is not None and recomputation.is_second
     if not is_second:  # runs with other histories may have come after the first

@@ -68,7 +68,11 @@ def resolve_branch(branch: Branch | None) -> tuple[torch.Tensor | None, torch.Te
 
 def need_grad(*tensors: torch.Tensor | None) -> bool:
     """Return whether one of these tensors needs a gradient."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def split_norm(module: Any, prefix: str, group: Any, place: PlaceParameter) -> None:

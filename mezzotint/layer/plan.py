@@ -18,7 +18,6 @@ from mezzotint.functional.norm import NormOptions
 from mezzotint.functional.tensor_parallel import Parallel, gathers, splits_of
 from mezzotint.layer.names import join_path
 from mezzotint.layer.unpacking import unpack_operands
-from mezzotint.quantization import has_own_rule
 from mezzotint.recipe import (
     FORWARD_TENSORS,
     RULED_TENSORS,
@@ -210,7 +209,7 @@ def _repeats(
         return False
     each = [one for own in quantizers for one in (own.input, own.weight, own.grad_output) if one is not None]
     is_own = any(one.is_custom() or not one._is_value() for one in each)
-    return not (is_own or (request is not None and has_own_rule(request)))
+    return not (is_own or (request is not None and request.has_own_rule()))
 
 
 def _shared_input(config: LayerConfig, quantizers: tuple[LinearQuantizers, ...]) -> Quantizer | None:

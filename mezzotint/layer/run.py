@@ -20,7 +20,7 @@ from mezzotint.kernels._lib import write_op
 from mezzotint.kernels.delayed import delayed_saw_, delayed_snapshot_
 from mezzotint.layer.plan import Plan
 from mezzotint.layer.scaling_state import first_rows
-from mezzotint.quantization import has_own_rule, update_rule
+from mezzotint.quantization import update_rule
 from mezzotint.recipe import DelayedScalingRequest, slot
 from mezzotint.tensor.quantizer import Quantizer
 from mezzotint.tensor.scale_slot import DelayedScale, scale_alone, scale_slot
@@ -197,7 +197,7 @@ def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[DelayedS
     x = scale_slot(run.scales, slot(gemm, "input"), run.entered_history())
     weight = scale_slot(run.weight_scales, slot(gemm, "weight"), None)
     is_handed_over = run.clears and bool(run.groups)
-    if run.grad_scales is None or is_handed_over or has_own_rule(plan.request):
+    if run.grad_scales is None or is_handed_over or plan.request.has_own_rule():
         return x, scale_of(run.grad_scales, gemm, "grad_output"), weight
     return x, scale_slot(run.grad_scales, slot(gemm, "grad_output"), run.history_bwd), weight
 
@@ -243,7 +243,7 @@ def live_grad_state(
     return GradState(scale, history, *rule, groups, rows=rows, number=number, is_first=is_first)
 
 
-@traced_as(lambda request: not has_own_rule(request))
+@traced_as(lambda request: not request.has_own_rule())
 def backward_clears(request: DelayedScalingRequest) -> bool:
     """Return whether the update of the gradients' history clears its unused rows. It does so in a graph, whose forward
     must not write what the backward of another run reads. A user's own rule knows only the used rows."""

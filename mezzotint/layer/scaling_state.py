@@ -384,13 +384,13 @@ def scaling_tensors(module: StatefulModule) -> tuple[Any, Any, Any, Any]:
 
 
 def use_history(module: StatefulModule, request: DelayedScalingRequest, backward_clears: bool = False) -> None:
-    """Have the module use the rows of its histories that this request asks for. The rows behind them are cleared,
-    because a longer history would find them again. Those of gradients are left to backward if it clears them."""
+    """Have the module use the rows of its histories that this request asks for, and that `grow_history` has made. The
+    rows behind them are cleared, because a longer history would find them again. Those of gradients are left to
+    backward if it clears them."""
     before = _request_before(module)
     if before is request:
         return
     length = request.amax_history_len
-    call_untraced(grow_history, module, length)
     is_shorter = before is None or before.amax_history_len > length
     if is_shorter and length < module.amax_history_fwd.shape[0]:
         module.adjust_amax_history_length(length, True if backward_clears else None)
@@ -419,12 +419,14 @@ def grow_history(module: StatefulModule, length: int) -> None:
             module.adjust_amax_history_length(length)
 
 
-def warn_of_scales(module: StatefulModule) -> None:
-    """Warn before a run with delayed scaling if weights were loaded without scales. It is called outside of a graph,
-    which would guard on the answer."""
+def prepare_state(module: StatefulModule, request: DelayedScalingRequest) -> None:
+    """Prepare the module's state for a run: warn if weights were loaded without scales, and make the histories long
+    enough. It is called outside of a graph, which would guard on what it reads."""
     if module._lacks_scales:
         module._lacks_scales = False
         warnings.warn(LOST_SCALES, stacklevel=4)
+    if module._run_status.request is not request:
+        grow_history(module, request.amax_history_len)
 
 
 LOST_SCALES = (

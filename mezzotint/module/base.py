@@ -13,7 +13,7 @@ from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.delayed_run import await_update, grad_state_of
 from mezzotint.layer.plan import LayerConfig
 from mezzotint.layer.run import RunSettings, scale_of
-from mezzotint.layer.scaling_state import use_history
+from mezzotint.layer.scaling_state import grow_history, use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import BACKWARD_TENSORS, FORWARD_TENSORS, QuantizerRole, Recipe
 from mezzotint.region import current_state
@@ -54,6 +54,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         if request is None:
             self._run_status.request = None
         else:
+            grow_history(self, request.amax_history_len)
             use_history(self, request)
 
     def _prepare_delayed(self) -> None:
@@ -62,7 +63,7 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
         backward of such a module is over."""
         request, state = self._request, current_state()
         if request is not None and state.enabled:
-            groups = reduction_groups(request, self._sharing_group())
+            groups = reduction_groups(request, state.group, self._sharing_group())
             await_update(self, groups, state)
             if torch.is_grad_enabled():
                 take(grad_state_of(self, request, groups, False), self.amax_history_fwd)
@@ -149,21 +150,16 @@ class TransformerEngineBaseModule(UpstreamNames, Layer):
             "gathers_norm": self.return_layernorm_output_gathered,
         }
 
-    def _outputs(
-        self,
-        config: LayerConfig,
-        y: Any,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        norm_out: Any = None,
-        residual: Any = None,
-    ) -> Any:
-        """Return what forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
-        outputs: list[Any] = [y]
-        if config.return_bias:
-            outputs.append(None if bias is None else bias.to(dtype))
-        if config.return_layernorm_output:
-            outputs.append(norm_out)
-        if residual is not None:
-            outputs.append(residual)
-        return y if len(outputs) == 1 else tuple(outputs)
+
+def outputs_of(
+    config: LayerConfig, y: Any, bias: torch.Tensor | None, dtype: torch.dtype, norm_out: Any, residual: Any
+) -> Any:
+    """Return what forward returns: y, or (y[, bias][, norm's output][, residual]), as the module was asked to."""
+    outputs: list[Any] = [y]
+    if config.return_bias:
+        outputs.append(None if bias is None else bias.to(dtype))
+    if config.return_layernorm_output:
+        outputs.append(norm_out)
+    if residual is not None:
+        outputs.append(residual)
+    return y if len(outputs) == 1 else tuple(outputs)

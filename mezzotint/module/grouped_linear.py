@@ -14,6 +14,7 @@ from mezzotint.functional.grouped_linear import (
 )
 from mezzotint.functional.linear import WeightGrad, needs_of
 from mezzotint.functional.observation import Probes
+from mezzotint.layer.base import start_run
 from mezzotint.layer.boundary import input_of_module
 from mezzotint.layer.buffers import WriteGradient, WriteOutput, check_buffer
 from mezzotint.layer.configured import config_of
@@ -266,7 +267,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             The output, or with `return_bias` the pair (output, list of biases).
         """
         config = config_of(self)
-        x = input_of_module(inp, config.in_features)
+        x = input_of_module(inp, config.in_features, "inp")
         splits = resolve_splits(m_splits, self.num_gemms)
         weights, biases = self._group_parameters()
         x = x.reshape(-1, self.in_features) if x.dim() != 2 else x
@@ -281,7 +282,7 @@ class GroupedLinear(GroupedLayer, TransformerEngineBaseModule):
             has_grad and any(weight.requires_grad for weight in weights),
             has_grad and any(bias.requires_grad for bias in added),
         )
-        call = self._start(config, x.dtype, (needs,) * self.num_gemms, is_first_microbatch)
+        call = start_run(self, config, x.dtype, (needs,) * self.num_gemms, is_first_microbatch)
         if call.calibrates:
             self._calibrate(x.split(list(splits)), group_tensors(weights, 2))
         kept = self._kept(call, group_tensors(weights, 2)) if call.caches else None

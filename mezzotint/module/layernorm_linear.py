@@ -10,7 +10,7 @@ from mezzotint.functional.layernorm_linear import LAYERNORM_LINEAR, LayerNormLin
 from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormOptions, Residual
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import weights_of
+from mezzotint.layer.base import start_run, weights_of
 from mezzotint.layer.boundary import input_of_module, quantize_gradient
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
@@ -38,7 +38,7 @@ from mezzotint.layer.run import (
 )
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.module.base import TransformerEngineBaseModule, outputs_of
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
@@ -277,7 +277,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             last.
         """
         config = config_of(self)
-        x = input_of_module(inp, config.in_features)
+        x = input_of_module(inp, config.in_features, "inp")
         if config.is_parallel:
             self._check_parallel(inp)
         ((weight, bias),) = weights_of(self, config)
@@ -287,41 +287,33 @@ class LayerNormLinear(TransformerEngineBaseModule):
             x = quantize_gradient(x, self, 0)
         added = None if config.return_bias else bias
         branch, branch_bias, residual = resolve_branch(_branch)
-        has_grad = torch.is_grad_enabled()
-        needs = needs_of(
-            need_grad(x, branch, branch_bias, gamma, beta),
-            has_grad and weight.requires_grad,
-            has_grad and added is not None and added.requires_grad,
-        )
-        call = self._start(config, dtype, (needs,), is_first_microbatch)
+        needs = needs_of(need_grad(x, branch, branch_bias, gamma, beta), need_grad(weight), need_grad(added))
+        call = start_run(self, config, dtype, (needs,), is_first_microbatch)
         kept = self._kept(call, (weight,)) if call.caches else None
         wgrads = self._wgrads((weight,)) if config.accumulates else None
         run = run_layernorm_linear if kept is None else _run_inlined
         norm = NormInFront(
             self._norm_options(config), config.return_layernorm_output or call.calibrates, config.gathers_norm
         )
-        outputs = list(
-            run(
-                call.plan,
-                norm,
-                residual,
-                (x, branch, branch_bias, gamma, beta),
-                weight,
-                added,
-                delayed_of(self, call),
-                kept,
-                wgrads,
-                call.probes,
-            )
+        y, *others = run(
+            call.plan,
+            norm,
+            residual,
+            (x, branch, branch_bias, gamma, beta),
+            weight,
+            added,
+            delayed_of(self, call),
+            kept,
+            wgrads,
+            call.probes,
         )
-        y = outputs.pop(0)
-        norm_out = outputs.pop(0) if norm.is_returned else None
-        stream = None if residual is None else outputs.pop(0)
+        norm_out = others.pop(0) if norm.is_returned else None
+        stream = None if residual is None else others.pop(0)
         if call.calibrates:
             self._calibrate((norm_out,), (weight,))
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(config, y, bias, dtype, norm_out, stream)
+        return outputs_of(config, y, bias, dtype, norm_out, stream)
 
     def _norm_options(self, config: LayerConfig) -> NormOptions:
         assert config.norm is not None

@@ -12,7 +12,7 @@ from mezzotint.functional.layernorm_mlp import LAYERNORM_MLP, LayerNormMLPFwdArg
 from mezzotint.functional.linear import compute_weight_gradient, needs_of
 from mezzotint.functional.norm import NormFwdArgs, NormOptions, Residual, norm_forward
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import weights_of
+from mezzotint.layer.base import start_run, weights_of
 from mezzotint.layer.boundary import input_of_module
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
@@ -46,7 +46,7 @@ from mezzotint.layer.run import (
 )
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.module.base import TransformerEngineBaseModule, outputs_of
 from mezzotint.recipe import QuantizerRole, Recipe
 from mezzotint.tensor.checks import check_epsilon
 from mezzotint.tensor.printing import formats_of
@@ -343,7 +343,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             last.
         """
         config = config_of(self)
-        x = input_of_module(inp, config.in_features)
+        x = input_of_module(inp, config.in_features, "inp")
         if config.is_parallel:
             self._check_parallel(inp)
         (w1, b1), (w2, b2) = weights_of(self, config)
@@ -351,15 +351,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
         dtype = x.dtype
         added = None if config.return_bias else b2
         branch, branch_bias, residual = resolve_branch(_branch)
-        has_grad = torch.is_grad_enabled()
-        needs_norm = need_grad(x, branch, branch_bias, gamma, beta)
-        needs1 = needs_of(needs_norm, has_grad and w1.requires_grad, has_grad and b1 is not None and b1.requires_grad)
-        needs2 = needs_of(
-            needs1.input or needs1.weight or needs1.bias,
-            has_grad and w2.requires_grad,
-            has_grad and added is not None and added.requires_grad,
-        )
-        call = self._start(config, dtype, (needs1, needs2), is_first_microbatch)
+        needs1 = needs_of(need_grad(x, branch, branch_bias, gamma, beta), need_grad(w1), need_grad(b1))
+        needs2 = needs_of(needs1.input or needs1.weight or needs1.bias, need_grad(w2), need_grad(added))
+        call = start_run(self, config, dtype, (needs1, needs2), is_first_microbatch)
         if call.calibrates:
             self._calibrate(self._inputs_of_gemms(x, branch, branch_bias), (w1, w2))
         kept = self._kept(call, (w1, w2)) if call.caches else None
@@ -367,11 +361,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         run = run_layernorm_mlp if kept is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
         delayed = delayed_of(self, call)
-        outputs = list(run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes))
-        y = outputs.pop(0)
-        norm_out = outputs.pop(0) if config.return_layernorm_output else None
-        stream = None if residual is None else outputs.pop(0)
-        return self._outputs(config, y, b2, dtype, norm_out, stream)
+        y, *others = run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes)
+        norm_out = others.pop(0) if config.return_layernorm_output else None
+        stream = None if residual is None else others.pop(0)
+        return outputs_of(config, y, b2, dtype, norm_out, stream)
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -8,7 +8,7 @@ import torch
 from mezzotint.functional.autograd import run_core
 from mezzotint.functional.linear import LINEAR, compute_weight_gradient, needs_of
 from mezzotint.functional.observation import Probes
-from mezzotint.layer.base import weights_of
+from mezzotint.layer.base import start_run, weights_of
 from mezzotint.layer.boundary import input_of_module, quantize_gradient
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
@@ -28,7 +28,7 @@ from mezzotint.layer.run import (
 from mezzotint.layer.shared_input import shared_columns
 from mezzotint.layer.weights import Weights
 from mezzotint.layer.wgrad import WeightGradStore
-from mezzotint.module.base import TransformerEngineBaseModule
+from mezzotint.module.base import TransformerEngineBaseModule, outputs_of
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.quantize import quantize
 from mezzotint.tracing import below_dynamo, inlined, make_again
@@ -254,7 +254,7 @@ class Linear(TransformerEngineBaseModule):
             ValueError: If the last dimension of `inp` is not `in_features`.
         """
         config = config_of(self)
-        x = input_of_module(inp, config.in_features)
+        x = input_of_module(inp, config.in_features, "inp")
         if config.is_parallel:
             self._check_parallel(inp)
         ((weight, bias),) = weights_of(self, config)
@@ -268,7 +268,7 @@ class Linear(TransformerEngineBaseModule):
             has_grad and weight.requires_grad,
             has_grad and added is not None and added.requires_grad,
         )
-        call = self._start(config, dtype, (needs,), is_first_microbatch)
+        call = start_run(self, config, dtype, (needs,), is_first_microbatch)
         if call.calibrates:
             self._calibrate((x,), (weight,))
         kept = self._kept(call, (weight,)) if call.caches else None
@@ -278,7 +278,7 @@ class Linear(TransformerEngineBaseModule):
         y = run(call.plan, x, None, weight, added, delayed, kept, wgrads, call.probes)
         if fp8_output:
             y = quantize(y, self._boundary_quantizer(0, "output", call))
-        return self._outputs(config, y, bias, dtype) if config.return_bias else y
+        return outputs_of(config, y, bias, dtype, None, None) if config.return_bias else y
 
     if TYPE_CHECKING:
         __call__ = forward

@@ -71,7 +71,7 @@ class _Norm(PlainAttributes, IgnoresExtraState):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Return `inp` normalized over its last dimensions, `normalized_shape`."""
-        x = input_of_module(inp, self.normalized_shape[-1])
+        x = input_of_module(inp, self.normalized_shape[-1], "inp")
         shape, (gamma, beta) = inp.shape, norm_parameters(self, "")
         if len(self.normalized_shape) > 1:
             leading = len(shape) - len(self.normalized_shape)

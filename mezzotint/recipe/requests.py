@@ -66,6 +66,10 @@ class DelayedScalingRequest(QuantizerRequest):
         """Return the quantizer of a forward, or backward, tensor, which is given the kept scale with each call."""
         return Float8ScaledQuantizer(element(self.fp8_format, forward))
 
+    def has_own_rule(self) -> bool:
+        """Return whether a user's function says how scales follow from histories, or which amax of them counts."""
+        return callable(self.amax_compute_algo) or self.scaling_factor_compute_algo is not None
+
 
 def check_delayed(recipe: Any) -> None:
     """Raise ValueError if an option of delayed scaling, in the recipe or in a request, makes no sense."""

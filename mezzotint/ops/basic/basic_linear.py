@@ -22,6 +22,7 @@ from mezzotint.functional.linear import (
 from mezzotint.functional.weight import as_storage
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.delayed import delayed_saw_
+from mezzotint.layer.base import start_run
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import with_grad_state
 from mezzotint.layer.names import plain_path
@@ -163,7 +164,7 @@ class BasicLinear(BasicOperation):
         self.pre_fuser_forward(requires_grad=requires_grad)
         weight = self.weight
         needs = needs_of(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
-        call = with_grad_state(self, self._start(config_of(self), weight.dtype, (needs,), is_first_microbatch))
+        call = with_grad_state(self, start_run(self, config_of(self), weight.dtype, (needs,), is_first_microbatch))
         weights_q, amaxes = self._weights_q(call, (weight,))
         enter_weights(self, call, amaxes)
         args = self._linear_args(call, 0, weight, None, weights_q[0])

@@ -21,6 +21,7 @@ from mezzotint.functional.linear import needs_of
 from mezzotint.kernels._lib import as_matrix, run_op
 from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
+from mezzotint.layer.base import start_run
 from mezzotint.layer.buffers import write_result
 from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import with_grad_state
@@ -191,7 +192,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
         )
         call = with_grad_state(
-            self, self._start(config_of(self), weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
+            self, start_run(self, config_of(self), weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
         )
         weights_q, amaxes = self._weights_q(call, group_tensors(weights, 2))
         enter_weights(self, call, amaxes)
