@@ -295,20 +295,23 @@ class LayerNormLinear(TransformerEngineBaseModule):
         norm = NormInFront(
             self._norm_options(config), config.return_layernorm_output or call.calibrates, config.gathers_norm
         )
-        y, *others = run(
-            call.plan,
-            norm,
-            residual,
-            (x, branch, branch_bias, gamma, beta),
-            weight,
-            added,
-            delayed_of(self, call),
-            kept,
-            wgrads,
-            call.probes,
+        outputs = list(
+            run(
+                call.plan,
+                norm,
+                residual,
+                (x, branch, branch_bias, gamma, beta),
+                weight,
+                added,
+                delayed_of(self, call),
+                kept,
+                wgrads,
+                call.probes,
+            )
         )
-        norm_out = others.pop(0) if norm.is_returned else None
-        stream = None if residual is None else others.pop(0)
+        y = outputs.pop(0)
+        norm_out = outputs.pop(0) if norm.is_returned else None
+        stream = None if residual is None else outputs.pop(0)
         if call.calibrates:
             self._calibrate((norm_out,), (weight,))
         if fp8_output:

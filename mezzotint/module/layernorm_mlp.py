@@ -361,9 +361,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         run = run_layernorm_mlp if kept is None else _run_inlined
         inputs, linears = (x, branch, branch_bias, gamma, beta), (w1, b1, w2, added)
         delayed = delayed_of(self, call)
-        y, *others = run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes)
-        norm_out = others.pop(0) if config.return_layernorm_output else None
-        stream = None if residual is None else others.pop(0)
+        outputs = list(run(call.plan, config, residual, inputs, linears, delayed, kept, wgrads, call.probes))
+        y = outputs.pop(0)
+        norm_out = outputs.pop(0) if config.return_layernorm_output else None
+        stream = None if residual is None else outputs.pop(0)
         return outputs_of(config, y, b2, dtype, norm_out, stream)
 
     if TYPE_CHECKING:
