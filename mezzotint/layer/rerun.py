@@ -25,7 +25,7 @@ from mezzotint.kernels._recorder import Recorder
 from mezzotint.kernels._relaunch import TENSOR_CLASSES, Taker, form_of, has_hooks, taker
 from mezzotint.layer.plan import LayerConfig, Plan
 from mezzotint.layer.run import Delayed, KeptWeights, grad_state
-from mezzotint.layer.shared_input import held_columns, leave_word, place_of
+from mezzotint.layer.shared_input import held_columns, leave_word, sharing_stream
 from mezzotint.tensor.fsdp_directions import saving_hooks
 from mezzotint.tensor.graph_constant import GraphConstant
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -150,9 +150,9 @@ def rerun(*, shares_input: bool = False) -> Callable[[_F], _F]:
     def decorate(run: _F) -> _F:
         @wraps(run)
         def rerunning(plan: Plan, *args: Any) -> Any:
-            place = place_of(args[0]) if shares_input and plan.shared_input is not None else None
-            if place is not None:
-                args = (args[0], held_columns(plan, args[0], place), *args[2:])
+            stream = sharing_stream(args[0]) if shares_input and plan.shared_input is not None else None
+            if stream is not None:
+                args = (args[0], held_columns(plan, args[0], stream), *args[2:])
             record, tensors = _find_record(run, plan, args)
             if record is None:
                 y = run(plan, *args)
@@ -160,8 +160,8 @@ def rerun(*, shares_input: bool = False) -> Callable[[_F], _F]:
                 y = record.record(run, args, tensors)
             else:
                 y = record(tensors, args[-4])
-            if place is not None and args[1] is None:
-                leave_word(plan, args[0], place, y)
+            if stream is not None and args[1] is None:
+                leave_word(plan, args[0], stream, y)
             return y
 
         return rerunning  # type: ignore[return-value]

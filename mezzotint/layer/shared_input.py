@@ -18,11 +18,9 @@ from mezzotint.kernels._lib import matrix_shape
 from mezzotint.kernels._relaunch import TENSOR_CLASSES
 from mezzotint.layer.plan import Plan
 from mezzotint.region import THREAD
-from mezzotint.tensor.fsdp_directions import saving_hooks
+from mezzotint.tensor.fsdp_directions import are_of_checkpoint, saving_hooks
 from mezzotint.tensor.quantize import assemble
 from mezzotint.tensor.quantizer import Quantizer
-
-Place = tuple[int | None, Any]
 
 
 class SharedInput(NamedTuple):
@@ -31,29 +29,32 @@ class SharedInput(NamedTuple):
     x: "ref[torch.Tensor]"
     version: int  # how often x had been written to
     quantizer: Quantizer
-    place: Place
+    stream: int
     columns: "tuple[ref[torch.Tensor], ...]"
 
 
-def place_of(x: torch.Tensor) -> Place | None:
-    """Return what must be equal for two runs to hold one copy of x: the stream, in whose order kernels write and read
-    it, and the hooks that get what is saved. Return None where nothing is shared: below Dynamo, where x is a tensor of
-    another class, and while a CUDA graph is captured, because each graph is replayed without the others."""
+def sharing_stream(x: torch.Tensor) -> int | None:
+    """Return the stream in whose order kernels write and read what is shared of x, or None where nothing is shared.
+
+    That is below Dynamo, where x is a tensor of another class; inside of a checkpoint, whose second run would not find
+    what its first one found; and while a CUDA graph is captured, because each graph is replayed without the others.
+    """
     if type(x) not in TENSOR_CLASSES:
         return None
-    if not x.is_cuda:
-        return None, saving_hooks()
-    if torch._C._cuda_isCurrentStreamCapturing():
+    hooks = saving_hooks()
+    if hooks is not None and are_of_checkpoint(hooks):
         return None
-    return torch._C._cuda_getCurrentRawStream(x.get_device()), saving_hooks()
+    if not x.is_cuda:
+        return 0
+    return None if torch._C._cuda_isCurrentStreamCapturing() else torch._C._cuda_getCurrentRawStream(x.get_device())
 
 
-def held_columns(plan: Plan, x: torch.Tensor, place: Place) -> tuple[torch.Tensor, ...] | None:
+def held_columns(plan: Plan, x: torch.Tensor, stream: int) -> tuple[torch.Tensor, ...] | None:
     """Return the column-wise buffers of x that another run holds and that a run of this plan would make, or None."""
     word: SharedInput | None = THREAD.own.shared_input
     if word is None or word.x() is not x or word.version != x._version:
         return None
-    if word.quantizer is not plan.shared_input or word.place != place:
+    if word.quantizer is not plan.shared_input or word.stream != stream:
         return None
     held: list[torch.Tensor] = []
     for each in word.columns:
@@ -64,11 +65,11 @@ def held_columns(plan: Plan, x: torch.Tensor, place: Place) -> tuple[torch.Tenso
     return tuple(held)
 
 
-def leave_word(plan: Plan, x: torch.Tensor, place: Place, y: torch.Tensor) -> None:
+def leave_word(plan: Plan, x: torch.Tensor, stream: int, y: torch.Tensor) -> None:
     """Leave word of the column-wise buffers that the run from x to y holds."""
     assert plan.shared_input is not None
     columns: tuple[ref[torch.Tensor], ...] = y.grad_fn.first_saved  # type: ignore[union-attr]
-    THREAD.own.shared_input = SharedInput(ref(x), x._version, plan.shared_input, place, columns)
+    THREAD.own.shared_input = SharedInput(ref(x), x._version, plan.shared_input, stream, columns)
 
 
 def shared_columns(plan: Plan, x: torch.Tensor, columns: tuple[torch.Tensor, ...]) -> Any:

@@ -81,7 +81,12 @@ def copies_saved() -> bool:
     """Return whether the saving hooks may copy what forward saves: they would copy column-wise buffers before these are
     gathered. The hooks of `torch.utils.checkpoint` do not copy."""
     hooks = saving_hooks()
-    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+    return hooks is not None and not are_of_checkpoint(hooks)
+
+
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Return whether saving hooks are those of `torch.utils.checkpoint`, which run a forward again for its backward."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def unit_of(shard: Any, module: Any) -> Unit | None:

@@ -2,14 +2,13 @@
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mezzotint as mz
 from mezzotint.layer import rerun
@@ -72,16 +71,14 @@ def test_linears_of_one_input(name: str, is_recorded: bool, device: str, monkeyp
         assert isinstance(one, int) or torch.equal(one, other)
 
 
-def pair(between: Callable[[torch.Tensor], None], around: Any = nullcontext) -> tuple[list[torch.Tensor], int]:
-    """Return what two linears of one input give, and how many copies they hold; `between` is called between them, and
-    the second runs in `around`."""
+def pair(between: Callable[[torch.Tensor], None]) -> tuple[list[torch.Tensor], int]:
+    """Return what two linears of one input give, and how many copies they hold; `between` is called between them."""
     first, second, _ = make()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(BF16)
     with mz.autocast(recipe=RECIPES["current"]()):
         y = first(x)
         between(x)
-        with around():
-            z = second(x)
+        z = second(x)
     copies = count_held([y, z])
     (y.float().sum() + z.float().square().sum()).backward()
     return [y, z, *[p.grad for linear in (first, second) for p in linear.parameters() if p.grad is not None]], copies
@@ -124,10 +121,11 @@ def keep(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_hooks_on_saved_tensors() -> None:
-    """Hooks may count what a part of a program saves, or keep it elsewhere: what was saved outside is not theirs."""
-    assert pair(lambda x: None, lambda: saved_tensors_hooks(keep, keep))[1] == 2
+    """Hooks that count what is saved find one copy. Those that keep another tensor let the copy go."""
     with saved_tensors_hooks(keep, keep):
         assert pair(lambda x: None)[1] == 1
+    with saved_tensors_hooks(torch.Tensor.clone, keep):
+        assert pair(lambda x: None)[1] == 2
 
 
 @pytest.mark.gpu
@@ -150,15 +148,16 @@ def test_captured_graphs_share_nothing() -> None:
     samples = (torch.randn(32, 64, device="cuda").to(BF16),)
     inputs = [torch.randn(32, 64, device="cuda").to(BF16) for _ in range(2)]
 
-    def gradients(linears: list[mz.Linear], run: Any) -> list[torch.Tensor | None]:
-        for module, x in zip(run, inputs, strict=True):
-            module(x).float().square().sum().backward()
+    def gradients(linears: list[mz.Linear]) -> list[Any]:
+        for linear, x in zip(linears, inputs, strict=True):
+            linear(x).float().square().sum().backward()
         return [parameter.grad for linear in linears for parameter in linear.parameters()]
 
-    with mz.autocast(recipe=RECIPES["current"]()):
-        eager, captured = make("cuda")[:2], make("cuda")[:2]
-        graphs = torch.cuda.make_graphed_callables(tuple(captured), (samples, samples))
-        found, expected = gradients(captured, graphs), gradients(eager, eager)
+    eager, captured, recipe = make("cuda")[:2], make("cuda")[:2], RECIPES["current"]()
+    mz.make_graphed_callables(tuple(captured), (samples, samples), enabled=True, recipe=recipe)
+    found = gradients(captured)
+    with mz.autocast(recipe=recipe):
+        expected = gradients(eager)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -190,14 +189,18 @@ def test_nothing_is_held_longer() -> None:
 
 
 def test_a_checkpoint_beside_a_linear_that_is_not_in_it() -> None:
-    """Its second run does not find what the first one found, and must save the same."""
+    """Its second run does not find what the first one found, and must make the same calls: it is given the results of
+    those that are not computed again."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
 
     def run(is_inside: bool) -> list[torch.Tensor]:
         first, second, _ = make()
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(BF16).requires_grad_()
         with mz.autocast(recipe=RECIPES["current"]()):
             y = first(x)
-            z = checkpoint(second, x, use_reentrant=False) if is_inside else second(x)
+            z = checkpoint(second, x, use_reentrant=False, context_fn=contexts) if is_inside else second(x)
             first(x.detach())  # this one leaves word of another tensor
             (y.float().sum() + z.float().square().sum()).backward()
         return [x.grad, *[p.grad for linear in (first, second) for p in linear.parameters()]]  # type: ignore[list-item]
