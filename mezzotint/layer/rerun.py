@@ -144,8 +144,9 @@ RECORDED_RUNS: dict[Any, RecordedRun] = {}  # by the plan's id, the function, it
 
 def rerun(*, shares_input: bool = False) -> Callable[[_F], _F]:
     """Decorate a function that runs a module on a plan and tensors, so that eager code makes recorded calls. Its last
-    arguments are `delayed`, `kept`, `wgrads` and `probes`. If it shares its input, the first ones are that and None, in
-    the place of which it gets the input's column-wise buffers that another run holds (`shared_input.py`)."""
+    arguments are `delayed`, `kept`, `wgrads` and `probes`. A function that shares its input takes it first, and then
+    the column-wise buffers that another run holds of it: eager code gives them in the place of None
+    (`shared_input.py`)."""
 
     def decorate(run: _F) -> _F:
         @wraps(run)

@@ -1,12 +1,12 @@
 """Shared inputs: linears that read the same tensor, as q, k and v do, hold one quantized copy of it for backward.
 
-In a graph the compiler sees that they make the same copy. In eager code the run of a linear leaves word of its input
-and of the column-wise copy that it holds (`State.shared_input`). If the next linear of this thread reads the same input
-and would make the same copy, it takes that over, and makes only the row-wise one, which no one holds: it is freed as
-soon as it is multiplied.
+In a graph the compiler sees that they make the same copy. In eager code each run of a linear leaves word
+(`State.shared_input`) of its input and of the column-wise copy that it holds for backward. If the next linear of this
+thread reads the same input and would make the same copy, it takes that one over. It then quantizes row-wise alone: the
+row-wise copy serves forward's product, after which no one holds it.
 
-What is left are weak references, so nothing is held longer than without them. While the copy exists a backward that
-needs it is to come, and a program must leave the input as it is until then: `nn.Linear` would hold the input itself.
+Word is left by weak references, so nothing is held for longer. The copy exists as long as a backward that reads it may
+come, and until then a program leaves the input as it is: `nn.Linear` would hold the input itself.
 """
 
 from typing import Any, NamedTuple
