@@ -138,7 +138,7 @@ class Layer(Configured, Named, ParallelModule):
     def _config_fields(self) -> dict[str, Any]:
         """Return the fields of the configuration."""
         gemms, weights = range(self.num_gemms), self._weights
-        is_plain = bool(weights) and all(type(each).is_plain(each) for each in weights)
+        is_plain = len(weights) > 0 and all(type(each).is_plain(each) for each in weights)
         return {
             "module_type": self.module_type,
             "gemm_names": tuple([self._inner_name(gemm) for gemm in gemms]),

@@ -45,7 +45,8 @@ class Configured(nn.Module):
     def _configure(self) -> None:
         """Update the configuration: at the end of the constructor, and after each assignment."""
         config = self._make_config()
-        self.__dict__.update(_config=config, _config_name=_name_of(config))
+        object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_config_name", _CONFIGURATIONS.name_of(config))
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_configured = name in self._CONFIGURED  # asked first, because `__class__` may be assigned a class without it
@@ -64,15 +65,14 @@ class Configured(nn.Module):
         self._configure()
 
 
-def _name_of(config: GraphConstant) -> str:
-    """Return the name of a configuration in this process."""
-    name = _NAMES.setdefault(config, f"configuration {next(_COUNT)}")
-    _NAMED.setdefault(name, config)
-    return name
-
-
 class _Configurations(GraphConstant):
-    """The one `_Configurations` finds configurations by their names while a graph is traced."""
+    """The one `_Configurations` names configurations and finds them by their names. It is a constant, so that its
+    methods are run while a graph is traced: a module may be assigned to in a graph."""
+
+    def name_of(self, config: GraphConstant) -> str:
+        name = _NAMES.setdefault(config, f"configuration {next(_COUNT)}")
+        _NAMED.setdefault(name, config)
+        return name
 
     def named(self, name: str) -> Any:
         return _NAMED[name]

@@ -105,6 +105,25 @@ def test_a_gradient_that_goes_to_main_grad_has_few(chosen: recipe.Recipe) -> Non
     assert two - 2 * (three - two) <= FIXED
 
 
+def test_an_option_that_a_graph_assigns() -> None:
+    """The module has the configuration that follows from it, in the graph and after it."""
+    module = mz.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu")
+    x = torch.randn(16, 32).bfloat16()
+
+    def run(saves: bool) -> torch.Tensor:
+        module.save_original_input = saves
+        y: torch.Tensor = module(x)
+        return y
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for saves in (False, True, False):
+        with mz.autocast(recipe=recipe.Float8CurrentScaling()):
+            y = compiled(saves)
+            assert module.save_original_input is module._config.saves_original_input is saves
+            assert torch.equal(y, module(x))
+
+
 def test_what_may_change_is_looked_at() -> None:
     """The recipe, whether it is in force, shapes, and a module's options; an equal recipe makes no new graph."""
     graphs: list[int] = []
