@@ -14,7 +14,7 @@ import torch
 from mezzotint.constants import HIGH_PRECISION
 from mezzotint.finite import await_check, make_counters
 from mezzotint.functional.autograd import GradState
-from mezzotint.functional.linear import LinearFwdArgs, Needs, WeightGrad
+from mezzotint.functional.linear import Needs, WeightGrad
 from mezzotint.functional.observation import Probes, join_probes
 from mezzotint.functional.weight import quantize_weight
 from mezzotint.layer.bind import of_module, of_tensor, recipe_for
@@ -23,7 +23,7 @@ from mezzotint.layer.delayed_run import grad_state_of, start_delayed
 from mezzotint.layer.names import Named, join_path
 from mezzotint.layer.parallel_module import ParallelModule
 from mezzotint.layer.plan import LayerConfig, Plan, delayed_request, plan_anew
-from mezzotint.layer.run import KeptWeights, RunSettings, linear_args, quantized_weights, scale_of
+from mezzotint.layer.run import KeptWeights, RunSettings, quantized_weights, scale_of
 from mezzotint.layer.scaling_state import note_recipe
 from mezzotint.layer.weights import Weights, named
 from mezzotint.layer.wgrad import WeightGradStore
@@ -248,13 +248,6 @@ class Layer(Configured, Named, ParallelModule):
     def _keeps_inference(self) -> bool:
         """Return whether kept weights come from a graph that ran in inference mode, which backward cannot use."""
         return call_untraced(_has_inference_workspaces, self)  # graphs differ by the kind of their inputs
-
-    def _linear_args(
-        self, call: RunSettings, gemm: int, weight: Any, bias: torch.Tensor | None, weight_q: Any
-    ) -> LinearFwdArgs:
-        """Return the arguments of one GEMM's linear, without x."""
-        wgrad = self._weight_grad(gemm, weight, gemm)
-        return linear_args(call.plan, gemm, weight, bias, weight_q, call, wgrad, call.probes)
 
     def _weight_grad(self, gemm: int, weight: Any, store: int) -> WeightGrad:
         """Return where the gradient of a GEMM's weight goes. `store` is the index of the one of `wgrad_stores` that

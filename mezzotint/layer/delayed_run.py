@@ -12,7 +12,7 @@ import torch
 from mezzotint.functional.autograd import GradState
 from mezzotint.functional.delayed import ORDER_TOKEN, take
 from mezzotint.layer.plan import LayerConfig
-from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state, with_copies
+from mezzotint.layer.run import Delayed, RunSettings, backward_clears, live_grad_state
 from mezzotint.layer.scaling_state import prepare_state, scaling_tensors, use_history
 from mezzotint.quantization import reduction_groups
 from mezzotint.recipe import DelayedScalingRequest
@@ -65,18 +65,6 @@ def start_delayed(module: Any, config: LayerConfig, call: RunSettings, state: St
             status.has_backward = True
     if needs_gradients:
         call.groups, call.is_first = groups, is_first
-    return call
-
-
-def with_grad_state(module: Any, call: RunSettings) -> RunSettings:
-    """Return the settings of an operation's run with copies of the scales that its backward reads, and with the live
-    state of gradients, which it writes."""
-    delayed = with_copies(delayed_of(module, call))
-    if delayed is not None:
-        call.scales, call.weight_scales, call.grad_scales = delayed[:3]
-    if call.grad_scales is not None:
-        assert call.plan.request is not None
-        call.grad_state = grad_state_of(module, call.plan.request, call.groups, call.is_first)
     return call
 
 

@@ -13,6 +13,7 @@ import torch
 
 from mezzotint.comm.groups import group_by_name
 from mezzotint.functional.autograd import GradState
+from mezzotint.functional.grouped_linear import GroupedLinearFwdArgs, is_stack
 from mezzotint.functional.linear import LinearFwdArgs, MainGrad, WeightGrad
 from mezzotint.functional.observation import Probes
 from mezzotint.functional.weight import quantize_weight, quantize_weights
@@ -37,7 +38,6 @@ class RunSettings:
     weight_scales: torch.Tensor | None = None  # the scales that kept weights were quantized with
     grad_scales: torch.Tensor | None = None  # FP32 [2 per GEMM]; None without a backward
     copies_scales: bool = False  # of forward, because backward reads them, too
-    grad_state: GradState | None = None
     records: bool = False  # amaxes enter the history
     calibrates: bool = False  # computes in high precision, but enters amaxes of inputs and weights
     caches: bool = False
@@ -155,12 +155,12 @@ def linear_args(
     weight: Any,
     bias: torch.Tensor | None,
     weight_q: Any,
-    run: Delayed | RunSettings | None,
+    delayed: Delayed | None,
     wgrad: WeightGrad | None,
     probes: tuple[Probes, ...] | None = None,
 ) -> LinearFwdArgs:
-    """Return the arguments of one GEMM's linear, without x. `run` holds delayed scaling's scales, if there are any."""
-    input_scale, grad_scale, weight_scale = (None, None, None) if run is None else _scales(plan, gemm, run)
+    """Return the arguments of one GEMM's linear, without x."""
+    input_scale, grad_scale, weight_scale = (None, None, None) if delayed is None else _scales(plan, gemm, delayed)
     return LinearFwdArgs(
         x=None,
         weight=weight,
@@ -183,13 +183,50 @@ def linear_args(
     )
 
 
-def _scales(plan: Plan, gemm: int, run: Delayed | RunSettings) -> tuple[DelayedScale, DelayedScale, DelayedScale]:
+def grouped_linear_args(
+    plan: Plan,
+    x: torch.Tensor,
+    weights: tuple[Any, ...],
+    biases: tuple[Any, ...],
+    weights_q: tuple[Any, ...],
+    splits: tuple[int, ...],
+    delayed: Delayed | None,
+    wgrads: tuple[tuple[Any, ...], ...] | None,
+    probes: tuple[Probes, ...] | None,
+) -> GroupedLinearFwdArgs:
+    """Return the arguments of a grouped linear, for x (M, K) whose groups have `splits` rows. `weights` and `biases`
+    are as in `GroupedLinearFwdArgs`, and `wgrads` are fields of `WeightGrad`."""
+    gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
+    dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]
+    scales, grad_scales = (None, None) if delayed is None else (delayed.scales, delayed.grad_scales)
+    weight_scales = None if delayed is None else delayed.weight_scales
+    return GroupedLinearFwdArgs(
+        x=x,
+        weights=weights,
+        biases=biases,
+        weights_q=weights_q,
+        splits=splits,
+        needs=plan.needs[0],
+        quantizers=plan.quantizers,
+        numerics=plan.numerics[0],
+        wgrads=tuple([live_gradient(wgrads, gemm) or WeightGrad(dtypes[gemm], is_slice=stacks) for gemm in gemms]),
+        input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
+        grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
+        saves_original_input=plan.saves_original_input or all(plan.inputs_again),
+        weights_again=group_weights_again(plan, weights),
+        weight_scales=tuple([scale_of(weight_scales, gemm, "weight") for gemm in gemms]),
+        grad_state=None,
+        probes=probes,
+    )
+
+
+def _scales(plan: Plan, gemm: int, run: Delayed) -> tuple[DelayedScale, DelayedScale, DelayedScale]:
     """Return the scales of one GEMM's input, of its output gradient, and of the weight that backward quantizes again.
 
-    In the run of a module they say where amaxes are entered. Not so the shards of a tensor, and gradients whose amaxes
-    are handed over, or which a user's own rule reads.
+    They say where amaxes are entered. Not so those of the shards of a tensor, and of gradients whose amaxes are handed
+    over, or which a user's own rule reads.
     """
-    if isinstance(run, RunSettings) or plan.parallels[gemm] is not None:
+    if plan.parallels[gemm] is not None:
         x, dy = scale_of(run.scales, gemm, "input"), scale_of(run.grad_scales, gemm, "grad_output")
         return x, dy, scale_of(run.weight_scales, gemm, "weight")
     assert plan.request is not None

@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzotint.functional.autograd import run_core
-from mezzotint.functional.grouped_linear import (
-    GROUPED_LINEAR,
-    GroupedLinearFwdArgs,
-    group_tensors,
-    is_stack,
-)
-from mezzotint.functional.linear import WeightGrad, needs_of
+from mezzotint.functional.grouped_linear import GROUPED_LINEAR, group_tensors, is_stack
+from mezzotint.functional.linear import needs_of
 from mezzotint.functional.observation import Probes
 from mezzotint.layer.base import start_run
 from mezzotint.layer.boundary import input_of_module
@@ -32,11 +27,9 @@ from mezzotint.layer.run import (
     Delayed,
     KeptWeights,
     grad_state,
-    group_weights_again,
-    live_gradient,
+    grouped_linear_args,
     quantized_weights,
     record_amaxes,
-    scale_of,
     with_copies,
 )
 from mezzotint.layer.splits import check_rows, resolve_splits
@@ -61,29 +54,8 @@ def run_grouped_linear(
     `GroupedLinearFwdArgs`."""
     delayed = with_copies(delayed)
     weights_q, weight_amaxes = quantized_weights(plan, group_tensors(weights, 2), delayed) if kept is None else kept
-    gemms, stacks = range(len(plan.quantizers)), is_stack(weights, 2)
-    dtypes = [weights[0 if stacks else gemm].dtype for gemm in gemms]
-    each = [live_gradient(wgrads, gemm) or WeightGrad(dtypes[gemm], is_slice=stacks) for gemm in gemms]
-    scales, grad_scales = (None, None) if delayed is None else (delayed.scales, delayed.grad_scales)
-    weight_scales = None if delayed is None else delayed.weight_scales
-    args = GroupedLinearFwdArgs(
-        x=x,
-        weights=weights,
-        biases=biases,
-        weights_q=weights_q,
-        splits=splits,
-        needs=plan.needs[0],
-        quantizers=plan.quantizers,
-        numerics=plan.numerics[0],
-        wgrads=tuple(each),
-        input_scales=tuple([scale_of(scales, gemm, "input") for gemm in gemms]),
-        grad_scales=tuple([scale_of(grad_scales, gemm, "grad_output") for gemm in gemms]),
-        saves_original_input=plan.saves_original_input or all(plan.inputs_again),
-        weights_again=group_weights_again(plan, weights),
-        weight_scales=tuple([scale_of(weight_scales, gemm, "weight") for gemm in gemms]),
-        grad_state=grad_state(plan, delayed),
-        probes=probes,
-    )
+    args = grouped_linear_args(plan, x, weights, biases, weights_q, splits, delayed, wgrads, probes)
+    args.grad_state = grad_state(plan, delayed)
     y, *amaxes = run_core(GROUPED_LINEAR, args, plan.has_backward)
     record_amaxes(plan, delayed, amaxes, weight_amaxes)
     return y

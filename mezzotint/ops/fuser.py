@@ -73,12 +73,13 @@ class Pipeline:
         self.basic_ops, self.forward, self.backward, self.wiring = basic_ops, forward, backward, wiring
         self.num_params, self.first, self.needs_input_grad = num_params, first, needs_input_grad
         # An operation with state is asked for it once, here; both halves of its forward get the answer.
-        self.runs = [
-            op._begin(
+        self.runs = []
+        for place, op in enumerate(basic_ops):
+            op.pre_fuser_forward(requires_grad=place >= first)
+            started = op._start(
                 requires_grad=place >= first, input_requires_grad=place > first or needs_input_grad, **kwargs[place]
             )
-            for place, op in enumerate(basic_ops)
-        ]
+            self.runs.append(None if started is None else op._begin(started))
         self.kwargs_given = kwargs
         self.kwargs = [
             {**given, "run": run} if op._takes_run else given

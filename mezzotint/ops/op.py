@@ -25,17 +25,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from mezzotint.functional.autograd import begin_backward, end_backward
 from mezzotint.layer.base import Layer
 from mezzotint.layer.bind import of_module, recipe_for
 from mezzotint.layer.configured import config_of
-from mezzotint.layer.delayed_run import start_delayed, with_grad_state
+from mezzotint.layer.delayed_run import delayed_of, start_delayed
 from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
-from mezzotint.ops.quantizing import delayed
+from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tracing import call_untraced, memoized
@@ -213,24 +212,6 @@ def _run_untraced(function: Any, *args: Any) -> Any:
     return function(*args)
 
 
-class Run:
-    """A `Run` holds what one run of an operation with state was told before autograd began."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: RunSettings) -> None:
-        self.call = call
-
-    def begin_backward(self) -> None:
-        """Prepare delayed scaling for the amaxes that the operation's backward is going to enter."""
-        begin_backward(self.call.grad_state)
-
-    def end_backward(self) -> None:
-        """End the operation's backward: delayed scaling updates its scales if this was the last one."""
-        if self.call.grad_state is not None:
-            end_backward(self.call.grad_state)
-
-
 class BasicOperation(FusibleOperation, Layer, is_base=True):
     """A `BasicOperation` is one step of a pipeline. Derive from it to write an operation of your own.
 
@@ -397,11 +378,10 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Check with other ranks, before the pipeline begins, whether those that share a weight agree. `input_` is the
         pipeline's input."""
 
-    def _begin(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Any:
-        """Read the state of the region once, before autograd begins, and return a `Run`, or None if no state is
-        needed."""
+    def _start(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Start | None:
+        """Read the state of the region once, before autograd begins, and return what `_begin` takes, or None if no
+        state is needed."""
         self._check_keywords(kwargs)
-        self.pre_fuser_forward(requires_grad=requires_grad)
         has_quantizers = self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0
         recipe = recipe_for(self) if has_quantizers else None
         if recipe is None:
@@ -410,7 +390,12 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         request = self._delayed_request(recipe)
         if request is None:
             return None
-        return Run(with_grad_state(self, start_delayed(self, config_of(self), _call_of(request), current_state())))
+        call = start_delayed(self, config_of(self), _call_of(request), current_state())
+        return Start(call.plan, delayed_of(self, call))
+
+    def _begin(self, start: Start) -> Run:
+        """Return the run that begins with what `_start` found. This reads no state."""
+        return Run(start)
 
     def _with_run(self, ctx: OperationContext, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of a forward with `run`, which a whole form, or a caller of this operation's
@@ -422,7 +407,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         if run is None:
             call_untraced(init_own_state, self)
             own = {name: value for name, value in kwargs.items() if name not in _HANDED_OVER}
-            run = self._begin(requires_grad=ctx.requires_grad, input_requires_grad=ctx.requires_grad, **own)
+            self.pre_fuser_forward(requires_grad=ctx.requires_grad)
+            started = self._start(requires_grad=ctx.requires_grad, input_requires_grad=ctx.requires_grad, **own)
+            run = None if started is None else self._begin(started)
         return {**kwargs, "run": run}
 
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
@@ -443,7 +430,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         made = recipe.quantizer(self._role(gemm, tensor_type))
         if isinstance(made, QuantizerRequest):
             value = delayed_request(made).scaled_quantizer(mode == "forward")
-            return delayed(self, run.call, gemm, tensor_type, value)
+            return run.quantizer(gemm, tensor_type, value)
         return made
 
     def _input_quantizer(self, run: Any) -> Any:

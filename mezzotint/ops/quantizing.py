@@ -10,8 +10,6 @@ import torch
 
 from mezzotint.functional.autograd import enter_amaxes
 from mezzotint.functional.weight import as_storage
-from mezzotint.layer.run import RunSettings
-from mezzotint.recipe import FORWARD_TENSORS, slot
 from mezzotint.tensor.flatten import class_by_name, qualified_name
 from mezzotint.tensor.quantize import quantize_scaled
 from mezzotint.tensor.quantizer import Quantizer
@@ -61,18 +59,6 @@ class DelayedQuantizer:
 
     def __call__(self, tensor: Any) -> Any:
         return quantized(tensor, self)
-
-
-def delayed(op: Any, call: RunSettings, gemm: int, tensor_type: str, quantizer: Any) -> Any:
-    """Return the quantizer, if it takes a scale as a `DelayedQuantizer` with the scale of this run and the place that
-    its amax goes to."""
-    if quantizer is None or not quantizer.takes_scale():
-        return quantizer
-    if tensor_type in FORWARD_TENSORS:
-        scales, history, state = call.scales, op.amax_history_fwd if call.records else None, None
-    else:
-        scales, history, state = call.grad_scales, op.amax_history_bwd, call.grad_state
-    return DelayedQuantizer(quantizer, scales, slot(gemm, tensor_type), history, state)
 
 
 def value_and_scale(quantizer: Any) -> tuple[Any, DelayedScale]:

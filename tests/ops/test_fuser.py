@@ -11,7 +11,7 @@ import mezzotint as mz
 from mezzotint import ops
 from mezzotint import recipe as recipes
 from mezzotint.functional import linear as functional_linear
-from mezzotint.ops.op import Run
+from mezzotint.ops.run import Run
 from tests.ops.pipelines import WIDTH, compiled, linear, residual, x32
 from tests.ops.user_ops import OPTIONS, CountingLinear, SplitGate, SplitSquare, mlp, registries, results, step, twin
 from tests.recipes import RECIPES, STATE, assert_equal, gradient
@@ -333,7 +333,7 @@ def test_an_input_gradient_that_nobody_needs_is_not_computed(
 def test_backwards_end_in_the_order_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a fused group as without fusions: processes that have fused otherwise meet over the same scales."""
     ended: list[Any] = []
-    monkeypatch.setattr(Run, "end_backward", lambda run: ended.append(run.call.grad_state.scale))
+    monkeypatch.setattr(Run, "end_backward", lambda run: ended.append(run.grad_state.scale))
     options: dict[str, Any] = {**OPTIONS, "bias": False}
     for is_empty, count in ((False, 1), (True, 3)):
         fc1, fc2 = ops.GroupedLinear(2, WIDTH, 2 * WIDTH, **options), ops.GroupedLinear(2, WIDTH, WIDTH, **options)

@@ -20,31 +20,39 @@ from mezzotint.functional.linear import (
     shaped,
 )
 from mezzotint.functional.weight import as_storage
-from mezzotint.kernels._lib import run_op
-from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.layer.base import start_run
 from mezzotint.layer.configured import config_of
-from mezzotint.layer.delayed_run import with_grad_state
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.names import plain_path
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
-from mezzotint.layer.run import RunSettings
+from mezzotint.layer.run import linear_args, live_gradient, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
-from mezzotint.ops.op import BasicOperation, OperationContext, Run
-from mezzotint.ops.quantizing import delayed, enter, holds, plain
-from mezzotint.recipe import slot
+from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.quantizing import enter, holds, plain
+from mezzotint.ops.run import Run, Start
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
 class LinearRun(Run):
-    """A `LinearRun` is one run of a linear: it holds its weight as the GEMMs take it, and what its neighbours may
-    quantize with."""
+    """A `LinearRun` is one run of a linear: it holds its weight as the GEMMs take it, where the weight gradient goes,
+    and what its neighbours may quantize with."""
 
-    __slots__ = ("grad_output", "input", "weight_q")
+    __slots__ = ("grad_output", "input", "probes", "weight_q", "wgrad")
 
-    def __init__(self, call: RunSettings, weight_q: Any, input_: Any, grad_output: Any) -> None:
-        super().__init__(call)
-        self.weight_q, self.input, self.grad_output = weight_q, input_, grad_output
+    def __init__(self, start: Start, weight: Any) -> None:
+        super().__init__(start)
+        self.probes = start.probes
+        self.wgrad = None if start.wgrads is None else live_gradient(start.wgrads, 0)
+        (self.weight_q,) = weights_of_run(self, start, (weight,))
+        self.input = self.grad_output = None
+
+
+def weights_of_run(run: Run, start: Start, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the weights as the GEMMs take them; their amaxes enter delayed scaling's history."""
+    weights_q, amaxes = quantized_weights(run.plan, weights, run.delayed) if start.kept is None else start.kept
+    record_amaxes(run.plan, run.delayed, (None,) * len(amaxes), amaxes)
+    return weights_q
 
 
 class BasicLinear(BasicOperation):
@@ -151,37 +159,47 @@ class BasicLinear(BasicOperation):
     def _check_others(self, input_: torch.Tensor) -> None:
         self._check_ranks(input_)
 
-    def _begin(
+    def _start(
         self,
         *,
         requires_grad: bool,
         input_requires_grad: bool,
         is_first_microbatch: bool | None = None,
         **kwargs: Any,
-    ) -> LinearRun:
+    ) -> Start:
         if kwargs:
             raise TypeError(f"BasicLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
-        self.pre_fuser_forward(requires_grad=requires_grad)
-        weight = self.weight
+        config, weight = config_of(self), self.weight
         needs = needs_of(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
-        call = with_grad_state(self, start_run(self, config_of(self), weight.dtype, (needs,), is_first_microbatch))
-        weights_q, amaxes = self._weights_q(call, (weight,))
-        enter_weights(self, call, amaxes)
-        args = self._linear_args(call, 0, weight, None, weights_q[0])
+        call = start_run(self, config, weight.dtype, (needs,), is_first_microbatch)
+        return Start(
+            call.plan,
+            None if call.scales is None else delayed_of(self, call),
+            self._kept(call, (weight,)) if call.caches else None,
+            self._wgrads((weight,)) if config.accumulates else None,
+            call.probes,
+        )
+
+    def _begin(self, start: Start) -> LinearRun:
+        run = LinearRun(start, self.weight)
+        args = self._linear_args_of(run, None)
         # Neighbours must not quantize tensors that backward or an inspector reads unquantized, or that are shards.
-        input_, grad_output = None, None
         is_alone = args.parallel is None and args.probes is None
         if is_alone and not keeps_input(args, 0):
-            input_ = delayed(self, call, 0, "input", args.quantizers.input)
-        if is_alone and not (args.numerics.keeps_wgrad and needs.weight):
-            grad_output = delayed(self, call, 0, "grad_output", args.quantizers.grad_output)
-        return LinearRun(call, weights_q[0], input_, grad_output)
+            run.input = run.quantizer(0, "input", args.quantizers.input)
+        if is_alone and not (args.numerics.keeps_wgrad and args.needs.weight):
+            run.grad_output = run.quantizer(0, "grad_output", args.quantizers.grad_output)
+        return run
+
+    def _linear_args_of(self, run: LinearRun, bias: torch.Tensor | None) -> LinearFwdArgs:
+        """Return the arguments of the functional core, without x."""
+        return linear_args(run.plan, 0, self.weight, bias, run.weight_q, run.delayed, run.wgrad, run.probes)
 
     def _args(self, input_: Any, run: LinearRun, bias: torch.Tensor | None) -> LinearFwdArgs:
         features = self.local_in_features
         if len(input_.shape) < 1 or input_.shape[-1] != features:
             raise ValueError(f"input has shape {tuple(input_.shape)}: its last dimension must be {features}")
-        args = self._linear_args(run.call, 0, self.weight, bias, run.weight_q)
+        args = self._linear_args_of(run, bias)
         args.numerics = in_dtype(args.numerics, input_.dtype)
         quantizer = args.quantizers.input
         if not isinstance(input_, QuantizedTensorStorage):
@@ -203,14 +221,14 @@ class BasicLinear(BasicOperation):
         """Enter the amax of the input into delayed scaling's history, and return the quantized input, which `save`
         takes."""
         if made.amax is not None:
-            enter(delayed(self, run.call, 0, "input", args.quantizers.input), made.amax)
+            enter(run.quantizer(0, "input", args.quantizers.input), made.amax)
         return (made.x_q if isinstance(made.x_q, QuantizedTensorStorage) else None,)
 
     def save(self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], run: LinearRun) -> None:
         """Save what backward needs."""
         made = LinearMade(tensors_to_save[0], None)
         ctx.save_for_backward(linear_setup(self._args(input_, run, None), made))
-        ctx.grad_output_quantizer = delayed(self, run.call, 0, "grad_output", run.call.plan.quantizers[0].grad_output)
+        ctx.grad_output_quantizer = run.quantizer(0, "grad_output", run.plan.quantizers[0].grad_output)
 
     def op_forward_compute(
         self, input_: Any, *, run: LinearRun, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any, **_: Any
@@ -269,11 +287,3 @@ def in_dtype(numerics: Numerics, dtype: torch.dtype) -> Numerics:
         override=numerics.override,
         keeps_wgrad=numerics.keeps_wgrad,
     )
-
-
-def enter_weights(op: Any, call: RunSettings, amaxes: Sequence[torch.Tensor | None]) -> None:
-    """Enter the amaxes of the weights into delayed scaling's history."""
-    slots = [slot(gemm, "weight") for gemm, amax in enumerate(amaxes) if amax is not None]
-    if call.records and slots:
-        with torch.no_grad():
-            run_op(delayed_saw_, op.amax_history_fwd, [amax for amax in amaxes if amax is not None], slots)

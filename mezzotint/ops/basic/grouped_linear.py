@@ -24,15 +24,16 @@ from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.layer.base import start_run
 from mezzotint.layer.buffers import write_result
 from mezzotint.layer.configured import config_of
-from mezzotint.layer.delayed_run import with_grad_state
+from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
-from mezzotint.layer.run import RunSettings, group_weights_again, scale_of
+from mezzotint.layer.run import grouped_linear_args
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
-from mezzotint.ops.basic.basic_linear import LinearRun, enter_weights, in_dtype
+from mezzotint.ops.basic.basic_linear import in_dtype, weights_of_run
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
+from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import slot
 from mezzotint.tensor.printing import formats_of
 from mezzotint.tensor.storage import QuantizedTensorStorage
@@ -42,15 +43,17 @@ OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedRun(LinearRun):
+class GroupedRun(Run):
     """A `GroupedRun` is one run of a grouped linear, with the caller's tensors for the output and for the gradient of
     the input."""
 
-    __slots__ = ("grad_input", "output")
+    __slots__ = ("grad_input", "output", "probes", "weights_q", "wgrads")
 
-    def __init__(self, call: RunSettings, weights_q: Any, output: Any, grad_input: Any) -> None:
-        super().__init__(call, weights_q, None, None)
-        self.output, self.grad_input = output, grad_input
+    def __init__(self, start: Start, weights: tuple[Any, ...]) -> None:
+        super().__init__(start)
+        self.probes, self.wgrads = start.probes, start.wgrads
+        self.weights_q = weights_of_run(self, start, group_tensors(weights, 2))
+        self.output, self.grad_input = start.given
 
     def deliver(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output, in the caller's tensor if there is one."""
@@ -158,10 +161,10 @@ class GroupedLinear(GroupedLayer, BasicOperation):
             return index, "grad_output"
         return index // 2, ("input", "weight")[index % 2]
 
-    def _input_quantizer(self, run: LinearRun) -> Any:
+    def _input_quantizer(self, run: GroupedRun) -> Any:
         return None  # each group of rows has its own quantizer
 
-    def _grad_output_quantizer(self, run: LinearRun) -> Any:
+    def _grad_output_quantizer(self, run: GroupedRun) -> Any:
         return None
 
     # One run
@@ -169,7 +172,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     def _read_extra_input(self, index: int, value: Any) -> Any:
         return resolve_splits(value, self.num_groups) if index == 0 else value
 
-    def _begin(
+    def _start(
         self,
         *,
         requires_grad: bool,
@@ -178,27 +181,32 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         output: torch.Tensor | None = None,
         grad_input: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> GroupedRun:
+    ) -> Start:
         if kwargs:
             raise TypeError(
                 f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch, output and "
                 "grad_input"
             )
-        self.pre_fuser_forward(requires_grad=requires_grad)
-        weights, biases = self._group_parameters()
+        config, (weights, biases) = config_of(self), self._group_parameters()
         needs = needs_of(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),
             requires_grad and not self.scale_bias and any(bias.requires_grad for bias in biases),
         )
-        call = with_grad_state(
-            self, start_run(self, config_of(self), weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
+        call = start_run(self, config, weights[0].dtype, (needs,) * self.num_groups, is_first_microbatch)
+        return Start(
+            call.plan,
+            None if call.scales is None else delayed_of(self, call),
+            self._kept(call, group_tensors(weights, 2)) if call.caches else None,
+            tuple([each.fields() for each in self._weight_grads(weights)]) if config.accumulates else None,
+            call.probes,
+            (output, grad_input),
         )
-        weights_q, amaxes = self._weights_q(call, group_tensors(weights, 2))
-        enter_weights(self, call, amaxes)
-        return GroupedRun(call, weights_q, output, grad_input)
 
-    def args(self, x: torch.Tensor, split_sizes: Any, run: LinearRun) -> GroupedLinearFwdArgs:
+    def _begin(self, start: Start) -> GroupedRun:
+        return GroupedRun(start, self._group_parameters()[0])
+
+    def args(self, x: torch.Tensor, split_sizes: Any, run: GroupedRun) -> GroupedLinearFwdArgs:
         """Return the arguments of the functional core for x (…, in)."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"input has shape {tuple(x.shape)}: its last dimension must be {self.in_features}")
@@ -206,31 +214,25 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         x = as_matrix(x)
         check_rows(splits, x.shape[0])
         weights, biases = self._group_parameters()
-        call, groups = run.call, range(self.num_groups)
-        return GroupedLinearFwdArgs(
-            x=x,
-            weights=weights,
-            biases=() if self.scale_bias else biases,
-            weights_q=run.weight_q,
-            splits=splits,
-            needs=call.plan.needs[0],
-            quantizers=call.plan.quantizers,
-            numerics=in_dtype(call.plan.numerics[0], x.dtype),
-            wgrads=self._weight_grads(weights),
-            input_scales=tuple([scale_of(call.scales, group, "input") for group in groups]),
-            grad_scales=tuple([scale_of(call.grad_scales, group, "grad_output") for group in groups]),
-            saves_original_input=self.save_original_input,
-            grad_state=call.grad_state,
-            weights_again=group_weights_again(call.plan, weights),
-            weight_scales=tuple([scale_of(call.weight_scales, group, "weight") for group in groups]),
-            probes=call.probes,
+        args = grouped_linear_args(
+            run.plan,
+            x,
+            weights,
+            () if self.scale_bias else biases,
+            run.weights_q,
+            splits,
+            run.delayed,
+            run.wgrads,
+            run.probes,
         )
+        args.numerics, args.grad_state = in_dtype(args.numerics, x.dtype), run.grad_state
+        return args
 
-    def enter_inputs(self, run: LinearRun, amaxes: Any) -> None:
+    def enter_inputs(self, run: GroupedRun, amaxes: Any) -> None:
         """Enter the amaxes of each group's input into delayed scaling's history."""
         slots = [slot(group, "input") for group, amax in enumerate(amaxes) if amax is not None]
-        if run.call.records and slots:
-            run_op(delayed_saw_, self.amax_history_fwd, [amax for amax in amaxes if amax is not None], slots)
+        if slots and run.delayed is not None and run.delayed.records:
+            run_op(delayed_saw_, run.delayed.history, [amax for amax in amaxes if amax is not None], slots)
 
     def fuser_forward_compute(
         self, input_: Any, *, basic_op_extra_inputs: Any, basic_op_kwargs: Any, **given: Any
