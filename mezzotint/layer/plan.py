@@ -127,11 +127,11 @@ class LayerConfig(GraphConstant):
         is_kept = recipe is None or recipe.answers_once()
         return (_kept_plan if is_kept else _resolve)(self, recipe, name, dtype, needs, keeps_weights, options)
 
-    def state_plan(self, request: DelayedScalingRequest) -> Plan:
-        """Return the plan of an operation that decides on its quantizers itself: it holds only delayed scaling's
-        state."""
+    def state_plan(self, request: DelayedScalingRequest | None, quantizers: tuple[LinearQuantizers, ...] = ()) -> Plan:
+        """Return the plan of an operation without GEMMs: it holds delayed scaling's state, and quantizers unless the
+        operation decides on them itself."""
         return Plan(
-            quantizers=(),
+            quantizers=quantizers,
             needs=(),
             numerics=(),
             request=request,
@@ -277,7 +277,7 @@ def _walk_through_factory(config: LayerConfig, recipe: Recipe, name: str) -> Non
 
 
 @traced_as(_walk_through_factory)
-def _guard_on_factory(config: LayerConfig, recipe: Recipe, name: str) -> None:
+def guard_on_factory(config: LayerConfig, recipe: Recipe, name: str) -> None:
     """Have a graph guard on all that a factory reads, by tracing through it: when its answer changes, there is another
     graph. Eager code asks it anyway."""
 
@@ -292,7 +292,7 @@ def plan_anew(
     options: RegionOptions,
 ) -> Plan:
     """Return the plan under a recipe that is asked at each run."""
-    _guard_on_factory(config, recipe, name)
+    guard_on_factory(config, recipe, name)
     return config.plan(recipe, name, dtype, needs, keeps_weights, options)
 
 

@@ -1,270 +1,38 @@
-"""OperationFuser: it runs a list of operations as one pipeline, in one autograd function.
+"""OperationFuser: it fuses a list of operations and runs it as one pipeline (`pipeline.py`).
 
-    forward    for each forward group:  x, extra outputs = group(x, extra inputs), with what its neighbours hand over
-    backward   for each backward group, from the end:  dx, gradients of parameters and extra inputs
-
-Forward and backward groups are independent fusions of the same basic operations (`fusion.py`). Backward ends at the
-first operation that needs a gradient.
+Dynamo would walk through all operations of this package, and guard on all that it meets there. So a graph guards on the
+name of each operation's configuration instead, and has the pipeline run below Dynamo, on stand-ins that are made from
+the configurations (`stand_in.py`). Dynamo walks only through pipelines in which users have a part: operations or
+fusions of their own, or keyword arguments of a run.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from mezzotint.functional.autograd import flatten, unflatten
 from mezzotint.layer.base import activation_dtype
 from mezzotint.layer.boundary import dequantized
+from mezzotint.layer.configured import config_of
+from mezzotint.layer.weights import named
 from mezzotint.ops.fusion import (
     BACKWARD_FUSIONS,
     FORWARD_BACKWARD_FUSIONS,
     FORWARD_FUSIONS,
     PlacedOperation,
+    are_fusions_ours,
     expand,
-    fuse,
+    fuse_for,
 )
-from mezzotint.ops.op import (
-    BasicOperation,
-    FusibleOperation,
-    OperationContext,
-    enter_pipeline,
-    init_own_state,
-    restored,
-)
-from mezzotint.ops.quantizing import as_tensor, plain
+from mezzotint.ops.op import BasicOperation, FusibleOperation, enter_pipeline, init_own_state
+from mezzotint.ops.pipeline import Pipeline, first_that_needs_grad, run_pipeline
+from mezzotint.ops.run import Start
+from mezzotint.ops.stand_in import PIPELINES, PipelineConfig, run_stand_ins
 from mezzotint.ops.wiring import Wiring
 from mezzotint.region import recipe_in_force
-from mezzotint.tracing import call_untraced, differentiates_forward, memoized, traced_as, write_count
+from mezzotint.tracing import call_untraced, eager_only, memoized, traced_as
 
 __all__ = ["OperationFuser"]
-
-
-class Pipeline:
-    """A `Pipeline` describes one run: everything that forward and backward need to know, decided before autograd
-    begins."""
-
-    __slots__ = (
-        "backward",
-        "basic_ops",
-        "first",
-        "forward",
-        "grad_quantizers",
-        "input_quantizers",
-        "kwargs",
-        "kwargs_given",
-        "needs_input_grad",
-        "num_params",
-        "runs",
-        "wiring",
-    )
-
-    def __init__(
-        self,
-        basic_ops: list[BasicOperation],
-        forward: list[PlacedOperation],
-        backward: list[PlacedOperation],
-        wiring: Wiring,
-        kwargs: list[dict[str, Any]],
-        num_params: list[int],
-        first: int,
-        needs_input_grad: bool,
-    ) -> None:
-        self.basic_ops, self.forward, self.backward, self.wiring = basic_ops, forward, backward, wiring
-        self.num_params, self.first, self.needs_input_grad = num_params, first, needs_input_grad
-        # An operation with state is asked for it once, here; both halves of its forward get the answer.
-        self.runs = []
-        for place, op in enumerate(basic_ops):
-            op.pre_fuser_forward(requires_grad=place >= first)
-            started = op._start(
-                requires_grad=place >= first, input_requires_grad=place > first or needs_input_grad, **kwargs[place]
-            )
-            self.runs.append(None if started is None else op._begin(started))
-        self.kwargs_given = kwargs
-        self.kwargs = [
-            {**given, "run": run} if op._takes_run else given
-            for op, given, run in zip(basic_ops, kwargs, self.runs, strict=True)
-        ]
-        self.input_quantizers = [op._input_quantizer(run) for op, run in zip(basic_ops, self.runs, strict=True)]
-        self.grad_quantizers = [
-            op._grad_output_quantizer(run) if place >= first else None
-            for place, (op, run) in enumerate(zip(basic_ops, self.runs, strict=True))
-        ]
-
-    def input_quantizer(self, place: int) -> Any:
-        """Return the input quantizer of the operation at this place, or None past the end."""
-        return self.input_quantizers[place] if place < len(self.basic_ops) else None
-
-    def grad_quantizer(self, place: int) -> Any:
-        """Return the gradient quantizer of the operation at this place, or None before the beginning."""
-        return self.grad_quantizers[place] if place >= 0 else None
-
-    def contexts(self) -> list[OperationContext]:
-        return [
-            OperationContext(place >= self.first, self.grad_quantizer(place - 1))
-            for place in range(len(self.basic_ops))
-        ]
-
-
-def _run_forward(
-    pipeline: Pipeline, input_: Any, extra_inputs: Sequence[Any], ctxs: list[OperationContext]
-) -> tuple[Any, list[Any]]:
-    """Run the forward groups, and return the output and the extra outputs for the caller."""
-    x, channels = input_, {}  # type: ignore[var-annotated]
-    extra_outputs: list[Any] = []
-    for op, places in pipeline.forward:
-        given: dict[str, Any] = {
-            "basic_op_extra_inputs": [pipeline.wiring.inputs_of(i, extra_inputs, channels) for i in places],
-            "prev_op_grad_output_quantizer": pipeline.grad_quantizer(places[0] - 1),
-            "next_op_input_quantizer": pipeline.input_quantizer(places[-1] + 1),
-            "basic_op_kwargs": [pipeline.kwargs[i] for i in places],
-        }
-        own = [ctxs[i] for i in places]
-        if op.is_split:
-            y, extra, tensors_to_save = op.fuser_forward_compute(x, **given)
-            if places[-1] >= pipeline.first:
-                op.fuser_forward_save_ctx(own, x, tensors_to_save, **given)
-        else:
-            y, extra = _run_whole(pipeline, op, places, own, as_tensor(x), given)
-            if places[-1] >= pipeline.first:
-                extra = [tuple(map(_needing_grad, outputs)) for outputs in extra]
-        x, extra = y, list(extra)
-        if len(extra) != len(places):
-            raise RuntimeError(
-                f"{type(op).__name__} gave extra outputs of {len(extra)} operations: it stands for {len(places)}"
-            )
-        for place, outputs in zip(places, extra, strict=True):
-            extra_outputs.extend(pipeline.wiring.give_outputs(place, op, tuple(outputs), channels))
-    return x, extra_outputs
-
-
-def _needing_grad(value: Any) -> Any:
-    """Return an extra output that says that it needs a gradient. What was computed here has no autograd history, and an
-    operation in whole form that reads it from a channel goes by `requires_grad`."""
-    is_new = isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
-    return value.detach().requires_grad_() if is_new else value
-
-
-def _run_whole(
-    pipeline: Pipeline,
-    op: FusibleOperation,
-    places: tuple[int, ...],
-    ctxs: list[OperationContext],
-    x: Any,
-    given: dict[str, Any],
-) -> Any:
-    """Run a forward in whole form, as users write it; what built-in operations need besides its arguments is put into
-    the contexts."""
-    if not op.is_fused_op:
-        given["basic_op_kwargs"] = [pipeline.kwargs_given[places[0]]]
-    for ctx, place in zip(ctxs, places, strict=True):
-        object.__setattr__(ctx, "_run", pipeline.runs[place])
-    made = op.fuser_forward(ctxs, x, **given)
-    for ctx in ctxs:
-        object.__setattr__(ctx, "_run", None)  # backward needs none of the run's tensors
-    return made
-
-
-class _Function(torch.autograd.Function):
-    """This autograd function runs the pipeline. Its `forward` is called directly if gradients are off: then nothing
-    here owns its outputs."""
-
-    @staticmethod
-    def forward(
-        func_ctx: Any, input_: Any, pipeline: Pipeline, set_output_requires_grad: bool, *params_and_extra_inputs: Any
-    ) -> Any:
-        extra_inputs = params_and_extra_inputs[sum(pipeline.num_params) :]
-        ctxs = pipeline.contexts()
-        version = write_count(input_) if set_output_requires_grad else 0
-        output, extra_outputs = _run_forward(pipeline, input_, extra_inputs, ctxs)
-        outputs = [as_tensor(output), *extra_outputs]
-        if not isinstance(outputs[0], torch.Tensor):
-            raise TypeError(
-                f"the pipeline ends with {type(outputs[0]).__name__}, which is no tensor, as a quantizer with "
-                "custom=True makes it: put an operation that computes with it behind"
-            )
-        if set_output_requires_grad:
-            if version != write_count(input_):  # autograd would not see it, because tensors are saved only from here on
-                raise RuntimeError(
-                    "an operation wrote over the input, which backward may need: AddExtraInput(in_place=True) got its "
-                    "memory as the extra input. Give a copy, or make it with in_place=False"
-                )
-            flat: list[torch.Tensor] = []
-            func_ctx.live = []
-            func_ctx.specs = [flatten(ctx.to_save, flat, func_ctx.live) for ctx in ctxs]
-            for ctx in ctxs:
-                ctx.to_save = ()
-            func_ctx.save_for_backward(*flat)
-            func_ctx.ctxs, func_ctx.pipeline = ctxs, pipeline
-            # Autograd owns what is returned here, so it gets a tensor of its own for each output.
-            seen = [input_, *extra_inputs]
-            for i, made in enumerate(outputs):
-                if isinstance(made, torch.Tensor) and any(made is other for other in seen):
-                    outputs[i] = made.view_as(made)
-                seen.append(made)
-            needs_grad = pipeline.wiring.outputs_that_need_grad(pipeline.first)
-            func_ctx.mark_non_differentiable(
-                *[made for made, needed in zip(outputs[1:], needs_grad, strict=True) if not needed]
-            )
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable  # as in `functional/autograd.py`
-    def backward(func_ctx: Any, grad_output: Any, *grad_extra_outputs: Any) -> Any:
-        pipeline: Pipeline = func_ctx.pipeline
-        wiring, count = pipeline.wiring, len(pipeline.basic_ops)
-        tensors, live = list(func_ctx.saved_tensors), list(func_ctx.live)
-        ctxs = [
-            restored(ctx, unflatten(spec, tensors, live))
-            for ctx, spec in zip(func_ctx.ctxs, func_ctx.specs, strict=True)
-        ]
-        grad_params: list[Any] = [(None,) * n for n in pipeline.num_params]
-        grad_extra_inputs: list[Any] = [()] * count
-        channel_grads: dict[str, Any] = {}
-        for run in pipeline.runs:
-            if run is not None:
-                run.begin_backward()
-        dy = grad_output
-        for op, places in pipeline.backward:
-            if places[-1] < pipeline.first:
-                break
-            own = [ctxs[i] for i in places]
-            grads = [wiring.grads_of_outputs(i, grad_extra_outputs, channel_grads) for i in places]
-            dy = dy if op.is_split or op.is_fused_op else as_tensor(dy)  # a user's operation takes tensors
-            dy, params, extra = op.fuser_backward(own, dy, basic_op_grad_extra_outputs=grads)
-            for place, param_grads, extra_grads in zip(places, params, extra, strict=True):
-                grad_params[place] = _counted(tuple(param_grads), pipeline.num_params[place], op, "parameters")
-                wanted = len(wiring.inputs[place])
-                grad_extra_inputs[place] = _counted(tuple(extra_grads), wanted, op, "extra inputs")
-                wiring.take_input_grads(place, grad_extra_inputs[place], channel_grads)
-            for place in reversed(places):
-                run = pipeline.runs[place]
-                if run is not None:
-                    run.end_backward()
-        flat: list[Any] = [gradient for grads in grad_params for gradient in grads]
-        flat.extend(wiring.caller_input_grads(grad_extra_inputs))
-        return (plain(dy) if pipeline.needs_input_grad else None, None, None, *flat)
-
-
-def _with_views(args: list[Any]) -> list[Any]:
-    seen: list[Any] = []
-    for arg in args:
-        is_twice = isinstance(arg, torch.Tensor) and any(arg is other for other in seen)
-        seen.append(arg.view_as(arg) if is_twice else arg)
-    return seen
-
-
-@traced_as(_with_views)
-def _distinct(args: list[Any]) -> list[Any]:
-    """Return the arguments of an autograd function. In a graph such a function takes each tensor once, so there a
-    tensor that comes twice, like the weight of an operation that is used twice, is a view the second time."""
-    return args
-
-
-def _counted(grads: tuple[Any, ...], count: int, op: Any, what: str) -> tuple[Any, ...]:
-    if len(grads) != count:
-        raise RuntimeError(f"{type(op).__name__} gave gradients of {len(grads)} {what}: it has {count}")
-    return grads
 
 
 class OperationFuser:
@@ -296,28 +64,39 @@ class OperationFuser:
         self._basic_ops = expand(self._ops)
         if not self._basic_ops:
             raise ValueError("ops is empty: a pipeline needs at least one operation")
-        self._wiring = Wiring(self._basic_ops)
+        self._wired: Wiring | None = None
         self._fused: Any = None  # the memo of `_groups`
         self._has_run = False
-        for op in self._basic_ops:
-            call_untraced(enter_pipeline, op)
+        call_untraced(_enter, tuple(self._basic_ops))
+        _check_wiring(self)
+
+    @property
+    def _wiring(self) -> Wiring:
+        if self._wired is None:
+            self._wired = Wiring(self._basic_ops)
+        return self._wired
 
     @property
     def num_extra_inputs(self) -> int:
         """Return how many extra inputs the caller gives."""
-        return self._wiring.num_caller_inputs
+        return self._num_extra_inputs(config_in_graph(self._ops, self._basic_ops))
+
+    def _num_extra_inputs(self, config: PipelineConfig | None) -> int:
+        return self._wiring.num_caller_inputs if config is None else config.num_extra_inputs
 
     def maybe_fuse_ops(
         self, is_grad_enabled: bool, recipe: Any, input_: torch.Tensor, extra_inputs: Sequence[Any]
     ) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         """Return the forward groups, and the backward groups from the end, of a run with these tensors."""
         params = [op._trained() for op in self._basic_ops]
-        return self._groups(recipe, self._first_that_needs_grad(is_grad_enabled, input_, params, extra_inputs))
+        with torch.set_grad_enabled(is_grad_enabled):
+            first = first_that_needs_grad(input_, params, extra_inputs, self._wiring.inputs)
+        return self._groups(recipe, first)
 
     def _groups(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
         """Return the forward groups, and the backward groups from the end; `first` is the first operation that needs a
         gradient."""
-        return memoized(self, "_fused", (recipe, first), lambda: self._fuse(recipe, first))
+        return memoized(self, "_fused", (recipe, first), lambda: fuse_for(self._ops, self._basic_ops, recipe, first))
 
     @property
     def _forward_ops(self) -> list[PlacedOperation]:
@@ -329,31 +108,17 @@ class OperationFuser:
         """Return the operations of the backward that belongs to the last forward, in the order of forward."""
         return [] if self._fused is None else self._fused[1][1][::-1]
 
-    def _fuse(self, recipe: Any, first: int) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
-        forward, backward = fuse(self._ops, recipe)
-        # A fused operation within which backward ends runs operation by operation. So does the forward of a joint
-        # fusion, because it knows its backward.
-        ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
-        return self._without(forward, ends_within), self._without(backward, ends_within)[::-1]
-
-    def _without(self, groups: list[PlacedOperation], fused: list[FusibleOperation]) -> list[PlacedOperation]:
-        made: list[PlacedOperation] = []
-        for op, places in groups:
-            if any(op is other for other in fused):
-                made.extend([(self._basic_ops[i], (i,)) for i in places])
-            else:
-                made.append((op, places))
-        return made
-
     def __call__(
         self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
     ) -> Any:
         """Run the pipeline, and return the output, or (output, *extra outputs). `basic_op_kwargs` holds the keyword
         arguments of each basic operation."""
-        if len(extra_inputs) != self.num_extra_inputs:
+        config = config_in_graph(self._ops, self._basic_ops)
+        wanted = self._num_extra_inputs(config)
+        if len(extra_inputs) != wanted:
             raise ValueError(
                 f"{len(extra_inputs)} extra inputs were given: {[type(op).__name__ for op in self._basic_ops]} take "
-                f"{self.num_extra_inputs}"
+                f"{wanted}"
             )
         if basic_op_kwargs is None:
             basic_op_kwargs = [{} for _ in self._basic_ops]
@@ -362,16 +127,39 @@ class OperationFuser:
                 f"basic_op_kwargs has {len(basic_op_kwargs)} entries: this pipeline has {len(self._basic_ops)} basic "
                 "operations, give a dict for each"
             )
-        return self._run(input, extra_inputs, basic_op_kwargs)
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"input is {type(input).__name__}: give a torch.Tensor")
+        if config is None or any(basic_op_kwargs):
+            return self._run(input, extra_inputs, basic_op_kwargs)
+        return self._run_stand_ins(config, _activation(input), extra_inputs)
+
+    def _run_stand_ins(self, config: PipelineConfig, input_: torch.Tensor, extra_inputs: Sequence[Any]) -> Any:
+        """Run the pipeline in a graph that holds one call for it."""
+        params, extra_inputs = [], list(extra_inputs)
+        for op, own, sources in zip(self._basic_ops, config.operations, config.sources, strict=True):
+            params.append(tuple([named(op, (name,)) for name in own.tensors]))
+            if own.is_parallel:
+                op._check_others(input_)
+            for index, source in enumerate(sources):
+                if not isinstance(source, str):
+                    extra_inputs[source] = op._read_extra_input(index, extra_inputs[source])
+        first = first_that_needs_grad(input_, params, extra_inputs, config.sources)
+        needs_input_grad = torch.is_grad_enabled() and input_.requires_grad
+        starts: list[Start | None] = []
+        for place, (op, own) in enumerate(zip(self._basic_ops, config.operations, strict=True)):
+            has_input_grad = place > first or needs_input_grad
+            start = op._start(own, requires_grad=place >= first, input_requires_grad=has_input_grad)
+            starts.append(start if own.has_quantizers else None)
+        given = input_, tuple(extra_inputs), tuple(params), tuple(starts)
+        outputs = run_stand_ins(config, recipe_in_force(), first, needs_input_grad, *given)
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _run(self, input_: Any, extra_inputs: Sequence[Any], basic_op_kwargs: list[dict[str, Any]]) -> Any:
         self._before_first_run()
-        if not isinstance(input_, torch.Tensor):
-            raise TypeError(f"input is {type(input_).__name__}: give a torch.Tensor")
-        input_ = dequantized(input_)
-        input_ = input_.to(activation_dtype(input_))
+        input_ = _activation(input_)
         params = [op._trained() for op in self._basic_ops]
-        first = self._first_that_needs_grad(torch.is_grad_enabled(), input_, params, extra_inputs)
+        first = first_that_needs_grad(input_, params, extra_inputs, self._wiring.inputs)
+        needs_input_grad = torch.is_grad_enabled() and input_.requires_grad
         recipe = recipe_in_force()
         forward, backward = self._groups(recipe, first)
         # A forward in whole form, as users write it, cannot be in a graph: Dynamo must meet here what ends the graph.
@@ -380,22 +168,24 @@ class OperationFuser:
         for op in self._basic_ops:
             op._check_others(input_)
         extra_inputs = self._wiring.read(self._basic_ops, extra_inputs)
+        starts = []
+        for place, op in enumerate(self._basic_ops):
+            op.pre_fuser_forward(requires_grad=place >= first)
+            has_input_grad = place > first or needs_input_grad
+            given = {"requires_grad": place >= first, "input_requires_grad": has_input_grad, **basic_op_kwargs[place]}
+            starts.append(op._start(config_of(op), **given))
         pipeline = Pipeline(
             self._basic_ops,
             forward,
             backward,
             self._wiring,
             basic_op_kwargs,
+            starts,
             [len(own) for own in params],
             first,
-            torch.is_grad_enabled() and input_.requires_grad,
+            needs_input_grad,
         )
-        flat = [param for own in params for param in own]
-        if first < len(params) or differentiates_forward():
-            outputs = _Function.apply(*_distinct([input_, pipeline, True, *flat, *extra_inputs]))
-        else:
-            with torch.no_grad():
-                outputs = _Function.forward(None, input_, pipeline, False, *flat, *extra_inputs)
+        outputs = run_pipeline(pipeline, input_, [param for own in params for param in own], extra_inputs)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _before_first_run(self) -> None:
@@ -405,21 +195,42 @@ class OperationFuser:
                 op.pre_first_fuser_forward()
                 call_untraced(init_own_state, op)
 
-    def _first_that_needs_grad(
-        self, is_grad_enabled: bool, input_: torch.Tensor, params: list[list[Any]], extra_inputs: Sequence[Any]
-    ) -> int:
-        """Return the place where backward ends, or the number of operations if there is no backward."""
-        if not is_grad_enabled:
-            return len(params)
-        if input_.requires_grad:
-            return 0
-        for place, own in enumerate(params):
-            if any(param.requires_grad for param in own):
-                return place
-            given = [extra_inputs[source] for source in self._wiring.inputs[place] if isinstance(source, int)]
-            if any(isinstance(extra, torch.Tensor) and extra.requires_grad for extra in given):
-                return place
-        return len(params)
+
+def _enter(ops: tuple[BasicOperation, ...]) -> None:
+    for op in ops:
+        enter_pipeline(op)
+
+
+@eager_only()
+def _check_wiring(fuser: OperationFuser) -> None:
+    """Check the channels of a pipeline that is made in eager code."""
+    fuser._wiring  # noqa: B018
+
+
+def _activation(input_: Any) -> torch.Tensor:
+    """Return a pipeline's input in high precision, in the dtype of activations."""
+    x = dequantized(input_)
+    return x.to(activation_dtype(x))
+
+
+def _prepare(ops: tuple[BasicOperation, ...]) -> None:
+    for op in ops:
+        op.pre_first_fuser_forward()
+        init_own_state(op)
+
+
+def _find_config(ops: list[FusibleOperation], basic_ops: list[BasicOperation]) -> PipelineConfig | None:
+    if not are_fusions_ours() or not all(op._has_stand_in for op in ops):
+        return None
+    call_untraced(_prepare, tuple(basic_ops))
+    return PIPELINES.of(tuple([config_of(op) for op in basic_ops]))
+
+
+@traced_as(_find_config)
+def config_in_graph(ops: list[FusibleOperation], basic_ops: list[BasicOperation]) -> PipelineConfig | None:
+    """Return the configuration of a pipeline that a graph runs on stand-ins, or None if Dynamo walks through it. Eager
+    code runs the operations themselves."""
+    return None
 
 
 FusibleOperation._fuser_class = OperationFuser

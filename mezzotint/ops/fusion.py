@@ -5,6 +5,7 @@ runs of basic operations replaced by a `FusedOperation` of them. `recipe` is Non
 come first and hold for forward and backward; then forward and backward are fused independently.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,6 +103,20 @@ def _register(fusions: list[Fusion], function: Fusion, prepend: bool) -> None:
     fusions.insert(0 if prepend else len(fusions), function)
 
 
+def are_fusions_ours() -> bool:
+    """Return whether no user has registered a fusion or removed one."""
+    registered = (*FORWARD_BACKWARD_FUSIONS, *FORWARD_FUSIONS, *BACKWARD_FUSIONS)
+    return len(registered) == len(_OURS) and all(map(operator.is_, registered, _OURS))
+
+
+_OURS: list[Fusion] = []  # those that this package registers (`fused/__init__.py`)
+
+
+def end_own_fusions() -> None:
+    """Note that all fusions of this package are registered."""
+    _OURS.extend((*FORWARD_BACKWARD_FUSIONS, *FORWARD_FUSIONS, *BACKWARD_FUSIONS))
+
+
 def replace_windows(
     ops: Sequence[FusibleOperation],
     size: int,
@@ -142,6 +157,30 @@ def fuse(ops: Sequence[FusibleOperation], recipe: Any) -> tuple[list[PlacedOpera
     forward = _apply(_opened(both, ops, "forward"), FORWARD_FUSIONS, recipe, basic_ops)
     backward = _apply(_opened(both, ops, "backward"), BACKWARD_FUSIONS, recipe, basic_ops)
     return _places(forward), _places(backward)
+
+
+def fuse_for(
+    ops: Sequence[FusibleOperation], basic_ops: Sequence[BasicOperation], recipe: Any, first: int
+) -> tuple[list[PlacedOperation], list[PlacedOperation]]:
+    """Return the forward groups, and the backward groups from the end, of a run in which `first` is the first operation
+    that needs a gradient."""
+    forward, backward = fuse(ops, recipe)
+    # A fused operation within which backward ends runs operation by operation. So does the forward of a joint fusion,
+    # because it knows its backward.
+    ends_within = [op for op, places in backward if places[0] < first <= places[-1]]
+    return _without(forward, ends_within, basic_ops), _without(backward, ends_within, basic_ops)[::-1]
+
+
+def _without(
+    groups: list[PlacedOperation], fused: list[FusibleOperation], basic_ops: Sequence[BasicOperation]
+) -> list[PlacedOperation]:
+    made: list[PlacedOperation] = []
+    for op, places in groups:
+        if any(op is other for other in fused):
+            made.extend([(basic_ops[i], (i,)) for i in places])
+        else:
+            made.append((op, places))
+    return made
 
 
 def _opened(ops: Sequence[FusibleOperation], given: Sequence[FusibleOperation], *passes: str) -> list[FusibleOperation]:

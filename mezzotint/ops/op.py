@@ -33,9 +33,10 @@ from mezzotint.layer.parameters import resolve_device
 from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
+from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.run import Run, Start
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
 from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tracing import call_untraced, memoized
 
@@ -122,6 +123,7 @@ class FusibleOperation(nn.Module):
     _is_base: ClassVar[bool] = True  # subclasses replace its forwards
     _computes_as: ClassVar[Any] = None  # the class, this one or a parent, whose methods compute
     _writes: ClassVar[tuple[str, ...]] = ()  # which of "forward" and "backward" it writes
+    _has_stand_in: ClassVar[bool] = False  # a class of this package, of which a graph makes stand-ins (`stand_in.py`)
     _is_module: ClassVar[bool] = False  # a subclass has its own `forward`, which is called like any module's
     _keywords: ClassVar[tuple[str, ...] | None] = None  # keyword arguments of a run; None: whatever its forward takes
     _untraced: ClassVar[Any] = None  # runs a function outside of the graph; set with the first whole form
@@ -149,6 +151,8 @@ class FusibleOperation(nn.Module):
             cls.fuser_backward = BasicOperation.fuser_backward  # type: ignore[method-assign]
         written = [("forward", form), ("backward", "fuser_backward" in own or None)]
         cls._writes = (*cls._writes, *[name for name, value in written if value is not None])
+        is_known = issubclass(cls, BasicOperation) or not cls._writes  # a fusion that writes no pass is only its parts
+        cls._has_stand_in = cls.__module__.startswith(__package__) and is_known
 
     @property
     def is_fused_op(self) -> bool:
@@ -258,6 +262,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             self._extra_input_channels.pop(index, None)
         else:
             self._extra_input_channels[index] = channel
+        self._configure()
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
         """Give the extra output to later operations that read the channel and, if `output_to_caller`, to the caller as
@@ -269,6 +274,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             self._extra_output_channels.pop(index, None)
         else:
             self._extra_output_channels[index] = (channel, output_to_caller)
+        self._configure()
 
     def _check_channel(self, what: str, index: int, count: int, channel: Any) -> None:
         if self._has_fuser:
@@ -284,6 +290,31 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Return an extra input of the caller as both halves of forward get it, so that a tensor's values are read only
         once."""
         return value
+
+    # A configuration
+
+    _READS: ClassVar[tuple[str, ...]] = ()  # attributes, besides parameters, that a run of an operation of ours reads
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._CONFIGURED |= frozenset(cls._READS)
+
+    def _make_config(self) -> OperationConfig:
+        fields, is_ours = self._config_fields(), self._has_stand_in
+        values = [(name, _constant(getattr(self, name))) for name in self._READS] if is_ours else []
+        return OperationConfig(
+            **fields,
+            operation=type(self) if is_ours else None,
+            values=tuple([(name, value, repr(value)) for name, value in values]),
+            tensors=self._tensor_names() if is_ours else (),
+            has_quantizers=self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0,
+            input_channels=tuple(sorted(self._extra_input_channels.items())),
+            output_channels=tuple(sorted(self._extra_output_channels.items())),
+        )
+
+    def _tensor_names(self) -> tuple[str, ...]:
+        """Return the names of the parameters that it has."""
+        return tuple([name for name in self._parameter_names if getattr(self, name, None) is not None])
 
     _parameter_names: ClassVar[tuple[str, ...]] = ()  # in order: parameters that may be computed from others
 
@@ -378,19 +409,20 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Check with other ranks, before the pipeline begins, whether those that share a weight agree. `input_` is the
         pipeline's input."""
 
-    def _start(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Start | None:
+    def _start(
+        self, config: OperationConfig, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any
+    ) -> Start | None:
         """Read the state of the region once, before autograd begins, and return what `_begin` takes, or None if no
         state is needed."""
         self._check_keywords(kwargs)
-        has_quantizers = self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0
-        recipe = recipe_for(self) if has_quantizers else None
+        recipe = choose_recipe(recipe_in_force(), config) if config.has_quantizers else None
         if recipe is None:
             return None
         note_recipe(self, recipe)
         request = self._delayed_request(recipe)
         if request is None:
             return None
-        call = start_delayed(self, config_of(self), _call_of(request), current_state())
+        call = start_delayed(self, config, _call_of(request), current_state())
         return Start(call.plan, delayed_of(self, call))
 
     def _begin(self, start: Start) -> Run:
@@ -408,7 +440,8 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             call_untraced(init_own_state, self)
             own = {name: value for name, value in kwargs.items() if name not in _HANDED_OVER}
             self.pre_fuser_forward(requires_grad=ctx.requires_grad)
-            started = self._start(requires_grad=ctx.requires_grad, input_requires_grad=ctx.requires_grad, **own)
+            needs = {"requires_grad": ctx.requires_grad, "input_requires_grad": ctx.requires_grad}
+            started = self._start(config_of(self), **needs, **own)
             run = None if started is None else self._begin(started)
         return {**kwargs, "run": run}
 
@@ -418,20 +451,6 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             raise TypeError(
                 f"{type(self).__name__} got the keyword arguments {unknown}: it takes {list(self._keywords or ())}"
             )
-
-    def _run_quantizer(self, run: Any, mode: str, index: int) -> Any:
-        """Return a quantizer of the recipe in force, like `get_quantizer`; one of delayed scaling has the scale of this
-        run."""
-        recipe = recipe_for(self)
-        gemm, tensor_type = self._tensor(mode, index)
-        recipe = None if recipe is None else recipe.of(gemm, tensor_type)
-        if recipe is None:
-            return None
-        made = recipe.quantizer(self._role(gemm, tensor_type))
-        if isinstance(made, QuantizerRequest):
-            value = delayed_request(made).scaled_quantizer(mode == "forward")
-            return run.quantizer(gemm, tensor_type, value)
-        return made
 
     def _input_quantizer(self, run: Any) -> Any:
         """Return the quantizer with which the operation before this one may quantize its output; None outside of a
@@ -515,6 +534,12 @@ def init_own_state(op: BasicOperation) -> None:
         device = devices[0] if devices else resolve_device(None)
         if device.type != "meta":  # else they are made before the first run
             op._init_state(count, device)
+    if "_config" not in op.__dict__:
+        op._configure()
+
+
+def _constant(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _call_of(request: DelayedScalingRequest) -> RunSettings:

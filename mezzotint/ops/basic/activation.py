@@ -34,6 +34,7 @@ class Activation(BasicOperation):
     activation: ClassVar[str]
     params: tuple[float, ...] = ()
     _keywords = ()
+    _READS = ("params", "cache_quantized_input", "glu_interleave_size")
     glu_interleave_size: int | None = None
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:

@@ -34,6 +34,7 @@ class AddExtraInput(BasicOperation):
 
     num_extra_inputs = 1
     _keywords = ()
+    _READS = ("in_place",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()

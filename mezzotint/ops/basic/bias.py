@@ -35,6 +35,7 @@ class Bias(BasicOperation):
     bias: nn.Parameter
     _keywords = ()
     _parameter_names = ("bias",)
+    _READS = ("local_size",)
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ dimension.
 In a group of one rank they are the identity.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from mezzotint.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mezzotint.comm.groups import world_size
@@ -14,6 +14,7 @@ from mezzotint.ops.quantizing import plain
 
 class _Collective(BasicOperation):
     _keywords = ()
+    _READS: ClassVar[tuple[str, ...]] = ("process_group", "process_group_size")
 
     def __init__(self, process_group: Any = None) -> None:
         super().__init__()
@@ -98,6 +99,8 @@ class AllReduce(_Collective):
         >>> torch.equal(ops.AllReduce()(x), x)  # one rank alone
         True
     """
+
+    _READS = (*_Collective._READS, "reduce_in_backward")
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)

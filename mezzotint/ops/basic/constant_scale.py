@@ -22,6 +22,7 @@ class ConstantScale(BasicOperation):
     """
 
     _keywords = ()
+    _READS = ("scale",)
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ class Dropout(BasicOperation):
     """
 
     _keywords = ()
+    _READS = ("dropout_probability", "training")
 
     def __init__(self, p: float) -> None:
         super().__init__()

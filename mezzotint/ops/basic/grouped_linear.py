@@ -23,7 +23,6 @@ from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.layer.base import start_run
 from mezzotint.layer.buffers import write_result
-from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
@@ -31,6 +30,7 @@ from mezzotint.layer.run import grouped_linear_args
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import in_dtype, weights_of_run
+from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.ops.run import Run, Start
@@ -105,6 +105,10 @@ class GroupedLinear(GroupedLayer, BasicOperation):
     module_type = "grouped_linear"
     num_extra_inputs = 1
     _takes_run = True
+    _READS = (
+        *("num_groups", "num_gemms", "num_extra_inputs", "in_features", "use_bias", "scale_bias"),
+        *("_weight_names", "_bias_names", "_order"),
+    )
 
     def __init__(
         self,
@@ -151,6 +155,9 @@ class GroupedLinear(GroupedLayer, BasicOperation):
         if any(param.is_meta for param in self.parameters()):
             self.reset_parameters()
 
+    def _tensor_names(self) -> tuple[str, ...]:
+        return self._order
+
     # Quantizers
 
     def num_quantizers(self, mode: str) -> int:
@@ -174,6 +181,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
 
     def _start(
         self,
+        config: OperationConfig,
         *,
         requires_grad: bool,
         input_requires_grad: bool,
@@ -187,7 +195,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
                 f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch, output and "
                 "grad_input"
             )
-        config, (weights, biases) = config_of(self), self._group_parameters()
+        weights, biases = self._group_parameters()
         needs = needs_of(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),

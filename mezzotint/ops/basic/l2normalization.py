@@ -26,6 +26,7 @@ class L2Normalization(BasicOperation):
     """
 
     _keywords = ()
+    _READS = ("eps",)
 
     def __init__(
         self, *, eps: float = 1e-6, seq_length: int | None = None, micro_batch_size: int | None = None

@@ -29,6 +29,7 @@ class MakeExtraOutput(BasicOperation):
 
     num_extra_outputs = 1
     _keywords = ()
+    _READS = ("in_place",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()

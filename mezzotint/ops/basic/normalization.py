@@ -26,6 +26,7 @@ class Normalization(BasicOperation):
     rms: bool
     _keywords = ()
     _parameter_names = ("weight", "bias")
+    _READS = ("normalized_shape", "eps", "zero_centered_gamma")
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
 

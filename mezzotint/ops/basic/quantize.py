@@ -2,8 +2,16 @@
 
 from typing import Any
 
+from mezzotint.layer.delayed_run import delayed_of, start_delayed
+from mezzotint.layer.plan import guard_on_factory
+from mezzotint.layer.run import RunSettings
+from mezzotint.layer.scaling_state import note_recipe
+from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import quantized
+from mezzotint.ops.run import Run, Start
+from mezzotint.recipe import choose_recipe
+from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 
@@ -28,6 +36,7 @@ class Quantize(BasicOperation):
 
     _takes_run = True
     _keywords = ()
+    _READS = ("_quantize_forward", "_quantize_backward")
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -42,13 +51,32 @@ class Quantize(BasicOperation):
     def _grad_output_quantizer(self, run: Any) -> Any:
         return None
 
-    def op_forward_compute(self, input_: Any, *, run: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
-        return _quantized(input_, self._run_quantizer(run, "forward", 0) if self._quantize_forward else None), ()
+    def _start(
+        self, config: OperationConfig, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any
+    ) -> Start | None:
+        self._check_keywords(kwargs)
+        recipe = choose_recipe(recipe_in_force(), config) if config.has_quantizers else None
+        if recipe is None:
+            return None
+        note_recipe(self, recipe)
+        name = "" if recipe.answers_once() else self._name
+        if not recipe.answers_once():
+            guard_on_factory(config, recipe, name)
+        plan = config.quantize_plan(recipe, name, self._quantize_forward, self._quantize_backward)
+        if plan.request is None:
+            return Start(plan)
+        call = start_delayed(self, config, RunSettings(plan), current_state())
+        return Start(plan, delayed_of(self, call))
+
+    def op_forward_compute(self, input_: Any, *, run: Run | None, **given: Any) -> tuple[Any, tuple[Any, ...]]:
+        quantizer = None if run is None else run.quantizer(0, "input", run.plan.quantizers[0].input)
+        return _quantized(input_, quantizer), ()
 
     def op_forward_save_ctx(
-        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], *, run: Any, **given: Any
+        self, ctx: OperationContext, input_: Any, tensors_to_save: tuple[Any, ...], *, run: Run | None, **given: Any
     ) -> None:
-        ctx.quantizer = self._run_quantizer(run, "backward", 0) if self._quantize_backward else None
+        quantizer = None if run is None else run.quantizer(0, "grad_output", run.plan.quantizers[0].grad_output)
+        ctx.quantizer = quantizer
 
     def op_backward(self, ctx: OperationContext, grad_output: Any) -> tuple[Any, tuple[Any, ...]]:
         return _quantized(grad_output, ctx.quantizer), ()

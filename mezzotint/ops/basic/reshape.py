@@ -21,6 +21,7 @@ class Reshape(BasicOperation):
     """
 
     _keywords = ()
+    _READS = ("target_shape",)
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()

@@ -23,6 +23,7 @@ from mezzotint.ops.fused.forward_linear_reduce_scatter import (
 )
 from mezzotint.ops.fused.grouped_mlp import GroupedMLP, fuse_grouped_mlp
 from mezzotint.ops.fusion import (
+    end_own_fusions,
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
@@ -49,3 +50,4 @@ register_backward_fusion(fuse_backward_linear_add)
 register_backward_fusion(fuse_backward_linear_scale)
 register_backward_fusion(fuse_backward_activation_bias)
 register_backward_fusion(fuse_backward_add_rmsnorm)
+end_own_fusions()
