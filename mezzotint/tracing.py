@@ -202,7 +202,7 @@ def require(holds: Any, in_graph: Callable[[], str], message: Callable[[], str])
     A graph that reads sizes out of a tensor knows them when it runs: there an operator checks them, and raises
     RuntimeError with the text that `in_graph` returns, which must refer to nothing (torch 2.11).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or isinstance(holds, torch.SymBool):
         torch._check(holds, in_graph)
     elif not holds:
         raise ValueError(message())

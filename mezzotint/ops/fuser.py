@@ -148,8 +148,8 @@ class OperationFuser:
         starts: list[Start | None] = []
         for place, (op, own) in enumerate(zip(self._basic_ops, config.operations, strict=True)):
             has_input_grad = place > first or needs_input_grad
-            start = op._start(own, requires_grad=place >= first, input_requires_grad=has_input_grad)
-            starts.append(start if own.has_quantizers else None)
+            needs = {"requires_grad": place >= first, "input_requires_grad": has_input_grad}
+            starts.append(op._start(**needs) if own.has_quantizers else None)
         given = input_, tuple(extra_inputs), tuple(params), tuple(starts)
         outputs = run_stand_ins(config, recipe_in_force(), first, needs_input_grad, *given)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -173,7 +173,7 @@ class OperationFuser:
             op.pre_fuser_forward(requires_grad=place >= first)
             has_input_grad = place > first or needs_input_grad
             given = {"requires_grad": place >= first, "input_requires_grad": has_input_grad, **basic_op_kwargs[place]}
-            starts.append(op._start(config_of(op), **given))
+            starts.append(op._start(**given))
         pipeline = Pipeline(
             self._basic_ops,
             forward,

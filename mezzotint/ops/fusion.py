@@ -213,7 +213,7 @@ def expand(ops: Sequence[FusibleOperation]) -> list[BasicOperation]:
     made: list[BasicOperation] = []
     for op in ops:
         if isinstance(op, FusedOperation):
-            made.extend(op.basic_ops)  # type: ignore[arg-type]
+            made.extend(op._parts_in_order())
         elif isinstance(op, BasicOperation):
             made.append(op)
         else:
@@ -225,7 +225,7 @@ def _places(ops: list[FusibleOperation]) -> list[PlacedOperation]:
     groups: list[PlacedOperation] = []
     start = 0
     for op in ops:
-        count = len(op.basic_ops) if isinstance(op, FusedOperation) else 1
+        count = len(op._parts_in_order()) if isinstance(op, FusedOperation) else 1
         groups.append((op, tuple(range(start, start + count))))
         start += count
     return groups

@@ -36,7 +36,7 @@ from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.run import Run, Start
-from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe, choose_recipe
+from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tracing import call_untraced, memoized
 
@@ -262,7 +262,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             self._extra_input_channels.pop(index, None)
         else:
             self._extra_input_channels[index] = channel
-        self._configure()
+        self._channels_changed()
 
     def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
         """Give the extra output to later operations that read the channel and, if `output_to_caller`, to the caller as
@@ -274,7 +274,11 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             self._extra_output_channels.pop(index, None)
         else:
             self._extra_output_channels[index] = (channel, output_to_caller)
-        self._configure()
+        self._channels_changed()
+
+    def _channels_changed(self) -> None:
+        if "_config" in self.__dict__:
+            self._configure()
 
     def _check_channel(self, what: str, index: int, count: int, channel: Any) -> None:
         if self._has_fuser:
@@ -307,10 +311,16 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             operation=type(self) if is_ours else None,
             values=tuple([(name, value, repr(value)) for name, value in values]),
             tensors=self._tensor_names() if is_ours else (),
-            has_quantizers=self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0,
+            has_quantizers=self._has_quantizers(),
             input_channels=tuple(sorted(self._extra_input_channels.items())),
             output_channels=tuple(sorted(self._extra_output_channels.items())),
         )
+
+    def _end_init(self) -> None:
+        """Make the configuration, at the end of a constructor of this package; a class of a user's may not be ready to
+        be asked, and has it made when it enters a pipeline. What is made later makes a graph anew."""
+        if self._has_stand_in:
+            self._configure()
 
     def _tensor_names(self) -> tuple[str, ...]:
         """Return the names of the parameters that it has."""
@@ -337,6 +347,9 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
     def num_quantizers(self, mode: str) -> int:
         """Return how many quantizers it has in mode "forward" or "backward"."""
         return 0
+
+    def _has_quantizers(self) -> bool:
+        return self.num_quantizers("forward") > 0 or self.num_quantizers("backward") > 0
 
     def _tensor(self, mode: str, index: int) -> tuple[int, str]:
         """Return the quantizer's tensor: the number of its GEMM, and its type as a role has it."""
@@ -409,20 +422,18 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
         """Check with other ranks, before the pipeline begins, whether those that share a weight agree. `input_` is the
         pipeline's input."""
 
-    def _start(
-        self, config: OperationConfig, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any
-    ) -> Start | None:
+    def _start(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Start | None:
         """Read the state of the region once, before autograd begins, and return what `_begin` takes, or None if no
         state is needed."""
         self._check_keywords(kwargs)
-        recipe = choose_recipe(recipe_in_force(), config) if config.has_quantizers else None
+        recipe = recipe_for(self) if self._has_quantizers() else None
         if recipe is None:
             return None
         note_recipe(self, recipe)
         request = self._delayed_request(recipe)
         if request is None:
             return None
-        call = start_delayed(self, config, _call_of(request), current_state())
+        call = start_delayed(self, config_of(self), _call_of(request), current_state())
         return Start(call.plan, delayed_of(self, call))
 
     def _begin(self, start: Start) -> Run:
@@ -441,7 +452,7 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             own = {name: value for name, value in kwargs.items() if name not in _HANDED_OVER}
             self.pre_fuser_forward(requires_grad=ctx.requires_grad)
             needs = {"requires_grad": ctx.requires_grad, "input_requires_grad": ctx.requires_grad}
-            started = self._start(config_of(self), **needs, **own)
+            started = self._start(**needs, **own)
             run = None if started is None else self._begin(started)
         return {**kwargs, "run": run}
 
@@ -592,6 +603,11 @@ class FusedOperation(FusibleOperation, is_base=True):
     @property
     def is_fused_op(self) -> bool:
         return True
+
+    def _parts_in_order(self) -> list[BasicOperation]:
+        """Return the basic operations, without the iterator of a container (see `module_groups`)."""
+        parts: dict[str, Any] = self.basic_ops._modules
+        return list(parts.values())
 
     def get_input_quantizer(self) -> Any:
         return _basic(self.basic_ops[0]).get_input_quantizer()

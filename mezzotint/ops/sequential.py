@@ -9,7 +9,7 @@ from torch import nn
 from mezzotint.layer.names import Named, name_modules, name_new
 from mezzotint.ops.fuser import OperationFuser
 from mezzotint.ops.op import FusedOperation, FusibleOperation
-from mezzotint.tracing import memoized
+from mezzotint.tracing import eager_only, memoized
 
 Segment = OperationFuser | nn.Module
 
@@ -140,8 +140,7 @@ class Sequential(Named):
     @property
     def _module_groups(self) -> list[Segment]:
         """Return runs of operations, each in a fuser, and the other modules between them."""
-        modules = tuple(self)
-        return memoized(self, "_grouped", modules, lambda: _group(modules))
+        return module_groups(self)
 
     def fused_ops(self) -> dict[str, list[list[Any]]]:
         """Return the operations of each pipeline as its last run in eager code fused them, in the order that they run
@@ -160,8 +159,10 @@ class Sequential(Named):
         `extra_inputs` go to the operations that take some, in order. `op_kwargs` maps a module of this Sequential, or
         its index, to keyword arguments of its forward; for `ops.Linear` those of its BasicLinear.
         """
+        modules = list(self._modules.values())
         given = self._kwargs_by_module(op_kwargs)
-        groups, start = self._module_groups, 0
+        groups, start = module_groups(self), 0
+        _check_count(groups, len(extra_inputs))
         rest = list(extra_inputs)
         extra_outputs: list[Any] = []
         x = input
@@ -170,13 +171,11 @@ class Sequential(Named):
                 x = group(x, **given[start])
                 start += 1
                 continue
-            count, kwargs = _kwargs_of(group, list(self)[start:], given[start:])
-            own, rest = rest[: group.num_extra_inputs], rest[group.num_extra_inputs :]
-            if len(own) < group.num_extra_inputs:
-                raise ValueError(
-                    f"{len(extra_inputs)} extra inputs were given: the operations of this Sequential take "
-                    f"{self._num_extra_inputs(groups)}"
-                )
+            count, kwargs = _kwargs_of(group, modules[start:], given[start:])
+            own: list[Any] = []
+            if rest:
+                wanted = group.num_extra_inputs
+                own, rest = rest[:wanted], rest[wanted:]
             made = group(x, *own, basic_op_kwargs=kwargs)
             start += count
             if isinstance(made, tuple):
@@ -185,21 +184,15 @@ class Sequential(Named):
             else:
                 x = made
         if rest:
-            raise ValueError(
-                f"{len(extra_inputs)} extra inputs were given: the operations of this Sequential take "
-                f"{self._num_extra_inputs(groups)}"
-            )
+            raise ValueError(f"{len(rest)} of {len(extra_inputs)} extra inputs are left: no operation takes them")
         return (x, *extra_outputs) if extra_outputs else x
 
     if TYPE_CHECKING:
         __call__ = forward
 
-    def _num_extra_inputs(self, groups: list[Segment]) -> int:
-        return sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
-
     def _kwargs_by_module(self, op_kwargs: dict[Any, Any] | None) -> list[dict[str, Any]]:
         """Return the keyword arguments of each module, in order."""
-        given: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        given: list[dict[str, Any]] = [{} for _ in self._modules]
         if not op_kwargs:
             return given
         modules = list(self)
@@ -213,6 +206,21 @@ class Sequential(Named):
             for place in places:
                 given[place] = dict(kwargs)
         return given
+
+
+def module_groups(sequential: Sequential) -> list[Segment]:
+    """Return what `Sequential._module_groups` does. In a graph neither that property nor an iterator of a container is
+    asked for: PyTorch takes them for objects that may change (see `layer/configured.py`)."""
+    modules = tuple(sequential._modules.values())
+    return memoized(sequential, "_grouped", modules, lambda: _group(modules))
+
+
+@eager_only()
+def _check_count(groups: list[Segment], given: int) -> None:
+    """Check the number of extra inputs before anything runs. In a graph each pipeline checks its own."""
+    wanted = sum([group.num_extra_inputs for group in groups if isinstance(group, OperationFuser)])
+    if given != wanted:
+        raise ValueError(f"{given} extra inputs were given: the operations of this Sequential take {wanted}")
 
 
 def _check_module(module: Any) -> None:
@@ -246,6 +254,6 @@ def _kwargs_of(
         module = modules[count]
         kwargs.append(given[count])
         if isinstance(module, FusedOperation):
-            kwargs.extend([{} for _ in range(len(module.basic_ops) - 1)])
+            kwargs.extend([{} for _ in module._parts_in_order()[1:]])
         count += 1
     return count, kwargs

@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 import mezzotint as mz
-from mezzotint import recipe
+from mezzotint import ops, recipe
 
 pytestmark = pytest.mark.compile
 
@@ -20,6 +20,7 @@ MODULES: dict[str, tuple[Any, int, int]] = {
     "layernorm_linear": (lambda: mz.LayerNormLinear(32, 32), 45, 45),
     "layernorm_mlp": (lambda: mz.LayerNormMLP(32, 64), 45, 45),
     "transformer_layer": (lambda: mz.TransformerLayer(32, 64, 2), 140, 140),
+    "operations": (lambda: ops.Sequential(ops.RMSNorm(32), ops.Linear(32, 64), ops.Linear(64, 32)), 80, 95),
 }
 
 

@@ -40,6 +40,7 @@ class Activation(BasicOperation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
+        self._end_init()
 
     def op_forward_compute(
         self, input_: Any, *, next_op_input_quantizer: Any, **given: Any

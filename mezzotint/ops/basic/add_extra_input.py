@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
-from mezzotint.kernels._lib import run_op
+from mezzotint.kernels._lib import is_bare, run_op
 from mezzotint.kernels.pointwise import add
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.region import current_state
-from mezzotint.tensor.storage import QuantizedTensorStorage
 from mezzotint.tracing import eager_only
 
 
@@ -39,6 +38,7 @@ class AddExtraInput(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+        self._end_init()
 
     @property
     def writes(self) -> bool:
@@ -83,6 +83,6 @@ def add_extra(x: torch.Tensor, extra: torch.Tensor, in_place: bool) -> torch.Ten
 @eager_only(in_graph=False)
 def _may_write(extra: torch.Tensor, x: torch.Tensor) -> bool:
     """Return whether the sum fits the memory of `extra`. A graph plans its own memory."""
-    if current_state().recomputation is not None or isinstance(extra, QuantizedTensorStorage):
+    if not is_bare(extra) or current_state().recomputation is not None:
         return False
     return extra.dtype == x.dtype and extra.is_contiguous()

@@ -21,12 +21,12 @@ from mezzotint.functional.linear import (
 )
 from mezzotint.functional.weight import as_storage
 from mezzotint.layer.base import start_run
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.names import plain_path
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.run import linear_args, live_gradient, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
-from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import enter, holds, plain
 from mezzotint.ops.run import Run, Start
@@ -162,7 +162,6 @@ class BasicLinear(BasicOperation):
 
     def _start(
         self,
-        config: OperationConfig,
         *,
         requires_grad: bool,
         input_requires_grad: bool,
@@ -171,7 +170,7 @@ class BasicLinear(BasicOperation):
     ) -> Start:
         if kwargs:
             raise TypeError(f"BasicLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch")
-        weight = self.weight
+        config, weight = config_of(self), self.weight
         needs = needs_of(requires_grad and input_requires_grad, requires_grad and weight.requires_grad, False)
         call = start_run(self, config, weight.dtype, (needs,), is_first_microbatch)
         return Start(

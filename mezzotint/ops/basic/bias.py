@@ -55,6 +55,7 @@ class Bias(BasicOperation):
         device = resolve_device(device)
         self.bias = nn.Parameter(torch.empty(self.local_size, device=device, dtype=resolve_dtype(dtype)))
         self.reset_parameters(defer_init=device.type == "meta")
+        self._end_init()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if defer_init:

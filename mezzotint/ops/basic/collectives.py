@@ -20,6 +20,7 @@ class _Collective(BasicOperation):
         super().__init__()
         self.process_group = process_group
         self.process_group_size = world_size(process_group)
+        self._end_init()
 
     def _collect(self, x: Any) -> Any:
         raise NotImplementedError
@@ -101,6 +102,7 @@ class AllReduce(_Collective):
     """
 
     _READS = (*_Collective._READS, "reduce_in_backward")
+    reduce_in_backward = True
 
     def __init__(self, process_group: Any = None, reduce_in_backward: bool = True) -> None:
         super().__init__(process_group)

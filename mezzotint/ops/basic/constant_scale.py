@@ -27,6 +27,7 @@ class ConstantScale(BasicOperation):
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = float(scale)
+        self._end_init()
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         return run_op(scale, plain(input_), self.scale), ()

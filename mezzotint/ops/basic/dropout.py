@@ -35,6 +35,7 @@ class Dropout(BasicOperation):
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"p is {p}: give a probability")
         self.dropout_probability = float(p)
+        self._end_init()
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         if not self._drops():

@@ -23,6 +23,7 @@ from mezzotint.kernels.delayed import delayed_saw_
 from mezzotint.kernels.grouped_bias import scaled_bias, scaled_bias_backward
 from mezzotint.layer.base import start_run
 from mezzotint.layer.buffers import write_result
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of
 from mezzotint.layer.grouped import GroupedLayer, GroupWeights
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
@@ -30,7 +31,6 @@ from mezzotint.layer.run import grouped_linear_args
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import in_dtype, weights_of_run
-from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import plain
 from mezzotint.ops.run import Run, Start
@@ -181,7 +181,6 @@ class GroupedLinear(GroupedLayer, BasicOperation):
 
     def _start(
         self,
-        config: OperationConfig,
         *,
         requires_grad: bool,
         input_requires_grad: bool,
@@ -195,7 +194,7 @@ class GroupedLinear(GroupedLayer, BasicOperation):
                 f"GroupedLinear got the keyword arguments {sorted(kwargs)}: it takes is_first_microbatch, output and "
                 "grad_input"
             )
-        weights, biases = self._group_parameters()
+        config, (weights, biases) = config_of(self), self._group_parameters()
         needs = needs_of(
             requires_grad and input_requires_grad,
             requires_grad and any(weight.requires_grad for weight in weights),

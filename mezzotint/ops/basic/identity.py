@@ -17,6 +17,10 @@ class Identity(BasicOperation):
 
     _keywords = ()
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._end_init()
+
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         return input_, ()
 

@@ -33,6 +33,7 @@ class L2Normalization(BasicOperation):
     ) -> None:
         super().__init__()
         self.eps = check_epsilon(eps, "eps")
+        self._end_init()
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         x = plain(input_)

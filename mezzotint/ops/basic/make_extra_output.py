@@ -34,6 +34,7 @@ class MakeExtraOutput(BasicOperation):
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
+        self._end_init()
 
     def fuser_forward_compute(self, input_: Any, **given: Any) -> Any:
         return input_, [(plain(input_),)], ()

@@ -50,6 +50,7 @@ class Normalization(BasicOperation):
         device = resolve_device(device)
         register_norm(self, "", shape, self.rms, device, resolve_dtype(dtype))
         self.reset_parameters(defer_init=device.type == "meta")
+        self._end_init()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         if not defer_init:

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from mezzotint.layer.configured import config_of
 from mezzotint.layer.delayed_run import delayed_of, start_delayed
 from mezzotint.layer.plan import guard_on_factory
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import note_recipe
-from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.op import BasicOperation, OperationContext
 from mezzotint.ops.quantizing import quantized
 from mezzotint.ops.run import Run, Start
@@ -41,6 +41,7 @@ class Quantize(BasicOperation):
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
         self._quantize_forward, self._quantize_backward = forward, backward
+        self._end_init()
 
     def num_quantizers(self, mode: str) -> int:
         return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
@@ -51,12 +52,11 @@ class Quantize(BasicOperation):
     def _grad_output_quantizer(self, run: Any) -> Any:
         return None
 
-    def _start(
-        self, config: OperationConfig, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any
-    ) -> Start | None:
+    def _start(self, *, requires_grad: bool, input_requires_grad: bool, **kwargs: Any) -> Start | None:
         self._check_keywords(kwargs)
-        recipe = choose_recipe(recipe_in_force(), config) if config.has_quantizers else None
-        if recipe is None:
+        config = config_of(self)
+        recipe = choose_recipe(recipe_in_force(), config)
+        if recipe is None or not config.has_quantizers:
             return None
         note_recipe(self, recipe)
         name = "" if recipe.answers_once() else self._name

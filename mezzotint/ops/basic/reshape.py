@@ -26,6 +26,7 @@ class Reshape(BasicOperation):
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
         self.target_shape = tuple(shape)
+        self._end_init()
 
     def op_forward_compute(self, input_: Any, **given: Any) -> tuple[Any, tuple[Any, ...]]:
         return plain(input_).reshape(self.target_shape), ()
