@@ -29,7 +29,7 @@ class Candidate:
     (torchao converts it), ours, ..."""
 
     name: str
-    kind: str  # "plain" | "loop" | "torchao" | "mezzotint"
+    kind: str  # "plain" | "loop" | "torchao" | "mezzotint" | "by hand" | "by hand, scales given"
     recipe: Recipe | None = None
 
     @property
@@ -64,8 +64,11 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate("block", "mezzotint", recipe.Float8BlockScaling()),
         Candidate("mxfp8", "mezzotint", recipe.MXFP8BlockScaling()),
         Candidate("nvfp4", "mezzotint", recipe.NVFP4BlockScaling()),
+        Candidate("by-hand", "by hand"),
+        Candidate("by-hand-scales-given", "by hand, scales given"),
     )
 }
+BY_DEFAULT = [name for name, found in CANDIDATES.items() if "by hand" not in found.kind]
 
 
 def missing(candidate: Candidate) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bench._by_hand import LinearByHand
 from bench._models import (
     GroupedExperts,
     LlamaSizes,
@@ -62,6 +63,8 @@ def linear_cases(shapes: list[tuple[int, int, int]], device: str) -> list[Case]:
                 "plain": partial(plain_linear, k, n, device),
                 "torchao": partial(plain_linear, k, n, device),
                 "mezzotint": partial(our_linear, k, n, device),
+                "by hand": partial(LinearByHand, k, n, device, dynamic=True),
+                "by hand, scales given": partial(LinearByHand, k, n, device, dynamic=False),
             },
             (m, k),
             (m, n),

@@ -23,6 +23,9 @@ TFLOP/s count the products of linears alone. `GEMMs` are the products of one ste
 `floor` adds the least bytes that quantization moves, at the speed of a copy that is measured beside. `held` is what the
 allocator gave out between forward and backward, `peak` in the step, both less what was there before it.
 
+The recipes `by-hand` and `by-hand-scales-given` are an FP8 linear in plain PyTorch (`_by_hand.py`), for part a alone:
+where the host decides, as at 64x4096x4096, no compiled FP8 linear can be much faster.
+
 With `--profile` each candidate then runs again under PyTorch's profiler. `kernels` is the sum of its kernels on the
 GPU, `launches` their number (`--json` has each by name), `idle` the time between them. Of a compiled step `host` is the
 host's time, with an empty queue in front of it, and `code` the part of it in the code that Inductor wrote.
@@ -45,7 +48,7 @@ from typing import Any
 import torch
 
 from bench import _peers_report, _profile, quantize
-from bench._candidates import BASE, CANDIDATES, MODES, Candidate, Runner, called, missing
+from bench._candidates import BASE, BY_DEFAULT, CANDIDATES, MODES, Candidate, Runner, called, missing
 from bench._floors import FORMATS, Products, least_bytes
 from bench._models import LlamaSizes
 from bench._peers_cases import Case, expert_cases, linear_cases, llama_cases
@@ -234,7 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--parts", default=",".join(PARTS), help="of a (linear), b (layers), c (quantization), d (MoE)")
     parser.add_argument("--cases", default="", help="those alone that have one of these in their names")
     parser.add_argument("--shapes", help=f"of a: tokens x in x out; {SHAPES}")
-    parser.add_argument("--recipes", default=",".join(CANDIDATES), help=f"beside {BASE}, of " + ", ".join(CANDIDATES))
+    beside = f"beside {BASE}, of {', '.join(CANDIDATES)}; by default all but those by hand"
+    parser.add_argument("--recipes", default=",".join(BY_DEFAULT), help=beside)
     parser.add_argument("--modes", default=",".join(MODES), help="of " + ", ".join(MODES))
     parser.add_argument("--reps", type=int, help=f"timed steps of each candidate; {REPS}")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which nothing new is begun")

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from bench import _candidates, _profile, peers
-from bench._candidates import CANDIDATES, Candidate, called
+from bench._by_hand import LinearByHand
+from bench._candidates import BY_DEFAULT, CANDIDATES, Candidate, called
 from bench._floors import least_bytes
 from bench._peers_cases import Case, linear_cases
 
@@ -44,6 +45,23 @@ def test_linear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "these times say that everything runs" in capsys.readouterr().out
     assert f"| current | {rows['compiled', 'current']['ratio']:.2f} |" in page.read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_by_hand_is_a_linear_in_fp8() -> None:
+    """Close to BF16's output and gradients, and left out unless it is asked for."""
+    assert not [name for name in BY_DEFAULT if name.startswith("by-hand")]
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 32).bfloat16(), torch.randn(64, 48).bfloat16()
+    for dynamic in (True, False):
+        linear = LinearByHand(32, 48, "cpu", dynamic)
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf)
+        y.backward(dy)
+        weight = linear.weight.detach().float()
+        wanted = x.float() @ weight.t(), dy.float() @ weight, dy.float().t() @ x.float()
+        for got, want in zip((y, leaf.grad, linear.weight.grad), wanted, strict=True):
+            assert got is not None
+            assert (got.float() - want).norm() < 0.08 * want.norm()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from mezzotint.ops.stand_in import run_stand_ins
 from tests.ops.chains import step
 from tests.ops.pipelines import linear, x32
 from tests.ops.user_ops import OPTIONS, mlp, registries
-from tests.recipes import assert_equal
+from tests.recipes import assert_equal, gradient
 
 pytestmark = pytest.mark.compile
 
@@ -177,3 +177,19 @@ def test_a_parameter_on_the_meta_device() -> None:
     call, _ = compiled(op)
     with torch.device("cpu"):
         assert torch.equal(call(x32()), op(x32()))
+
+
+def test_a_pipeline_that_runs_twice_before_its_backwards() -> None:
+    """Each backward writes delayed scaling's state as it is then, and the last of them updates the scales."""
+    model, twin = mlp(), mlp()
+    call, _ = compiled(model)
+    for step_number in range(3):
+        results = []
+        for target, run in ((model, call), (twin, twin)):
+            with mz.autocast(recipe=recipes.DelayedScaling()):
+                outputs = [run(x32(2 * step_number + i) * (1 + step_number)) for i in range(2)]
+            for y in reversed(outputs):
+                gradient(y).backward()
+            state = {name: tensor.detach().clone() for name, tensor in target.named_buffers()}
+            results.append(state | {name: tensor.grad for name, tensor in target.named_parameters()})
+        assert_equal(*results)
