@@ -8,6 +8,8 @@ fusion for them (`ops.fused`). Users add operations (`ops.op`) and fusions (`ops
 from mezzotint.ops import fused
 from mezzotint.ops.basic import *  # noqa: F403
 from mezzotint.ops.basic import __all__ as _basic
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fuser import OperationFuser
 from mezzotint.ops.fusion import (
     register_backward_fusion,
@@ -15,7 +17,7 @@ from mezzotint.ops.fusion import (
     register_forward_fusion,
 )
 from mezzotint.ops.linear import Linear
-from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import BasicOperation, FusibleOperation
 from mezzotint.ops.sequential import Sequential
 
 __all__ = [

@@ -9,7 +9,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from mezzotint.ops.fused_operation import FusedOperation
+from mezzotint.ops.op import BasicOperation, FusibleOperation
 
 __all__ = [
     "PlacedOperation",

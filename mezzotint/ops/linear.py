@@ -7,7 +7,8 @@ import torch
 
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
-from mezzotint.ops.op import BasicOperation, FusedOperation
+from mezzotint.ops.fused_operation import FusedOperation
+from mezzotint.ops.op import BasicOperation
 from mezzotint.tensor.printing import formats_of
 
 

@@ -19,7 +19,7 @@ Operations with extra inputs or outputs, and fused ones, write `fuser_forward`, 
 `fuser_forward_save_ctx`, instead.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,77 +34,14 @@ from mezzotint.layer.plan import LayerConfig, delayed_request
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.config import OperationConfig
+from mezzotint.ops.context import OperationContext
 from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
 from mezzotint.tracing import call_untraced, memoized
 
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
-
-
-class OperationContext:
-    """An `OperationContext` holds what a basic operation keeps from forward to backward: tensors, by
-    `save_for_backward`, and free attributes.
-
-    Args:
-        requires_grad: Whether backward will reach the operation. The default is True.
-        prev_op_grad_output_quantizer: The quantizer with which the operation before wants its gradient quantized, or
-            None for high precision.
-
-    Example:
-        >>> import torch
-        >>> from mezzotint import ops
-        >>> ctx = ops.OperationContext()
-        >>> ctx.save_for_backward(torch.ones(4))
-        >>> ctx.factor = 2.0
-        >>> len(ctx.to_save)
-        1
-    """
-
-    saved_tensors: tuple[Any, ...]
-    to_save: tuple[Any, ...]
-    requires_grad: bool  # backward reaches this operation
-    prev_op_grad_output_quantizer: Any  # the previous operation wants its gradient quantized with it; or None
-    _run: ClassVar[Any] = None  # what `_begin` returned, while a whole form computes
-
-    def __init__(self, requires_grad: bool = True, prev_op_grad_output_quantizer: Any = None) -> None:
-        # Backward gets a new context with the same attributes: what was made in forward is read-only to the compiler.
-        object.__setattr__(self, "_names", [])
-        self.requires_grad = requires_grad
-        self.prev_op_grad_output_quantizer = prev_op_grad_output_quantizer
-        self.to_save = ()
-        self.saved_tensors = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._names:
-            self._names.append(name)
-        object.__setattr__(self, name, value)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return a free attribute."""
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Save tensors, storages of quantized ones, or None; in backward they are `saved_tensors`."""
-        self.to_save = tensors
-
-
-def restored(ctx: OperationContext, saved_tensors: tuple[Any, ...]) -> OperationContext:
-    """Return the context as backward sees it. It is a new one each time, so that a second backward finds what the first
-    found."""
-    made = OperationContext()
-    for name in ctx._names:
-        setattr(made, name, getattr(ctx, name))
-    made.saved_tensors = saved_tensors
-    return made
-
-
-def used(ctx: OperationContext, op: nn.Module, name: str) -> Any:
-    """Return an attribute of the operation as forward used it; as it is now if a user's fused forward did not keep
-    it."""
-    return getattr(ctx, name) if hasattr(ctx, name) else getattr(op, name)
+__all__ = ["BasicOperation", "FusibleOperation"]
 
 
 class FusibleOperation(nn.Module):
@@ -570,78 +507,6 @@ def _of_one(given: dict[str, Any]) -> dict[str, Any]:
             "write fuser_forward, or fuser_forward_compute and fuser_forward_save_ctx"
         )
     return {**{name: given[name] for name in _HANDED_OVER}, **given["basic_op_kwargs"][0]}
-
-
-class FusedOperation(FusibleOperation, is_base=True):
-    """A `FusedOperation` does the work of several basic operations at once. Derive from it to write a fusion of your
-    own.
-
-    Write `fuser_forward_compute` and `fuser_forward_save_ctx`, or `fuser_backward`, or all of them; a pass that is not
-    written runs operation by operation.
-
-    Args:
-        basic_ops: The operations whose work it does, in order.
-
-    Raises:
-        ValueError: If there is none.
-
-    Example:
-        >>> from mezzotint import ops
-        >>> linear = ops.Linear(16, 16, device="cpu")
-        >>> isinstance(linear, ops.FusedOperation)
-        True
-        >>> [type(each).__name__ for each in linear.basic_ops]
-        ['BasicLinear', 'Bias']
-    """
-
-    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
-        super().__init__()
-        self.basic_ops = nn.ModuleList(basic_ops)
-        if not basic_ops:
-            raise ValueError(f"basic_ops is empty: {type(self).__name__} needs the operations that it stands for")
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
-
-    def _parts_in_order(self) -> list[BasicOperation]:
-        """Return the basic operations, without the iterator of a container (see `module_groups`)."""
-        parts: dict[str, Any] = self.basic_ops._modules
-        return list(parts.values())
-
-    def get_input_quantizer(self) -> Any:
-        return _basic(self.basic_ops[0]).get_input_quantizer()
-
-    def get_grad_output_quantizer(self) -> Any:
-        return _basic(self.basic_ops[-1]).get_grad_output_quantizer()
-
-    def pre_first_fuser_forward(self) -> None:
-        for op in self.basic_ops:
-            _basic(op).pre_first_fuser_forward()
-
-    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        for op in self.basic_ops:
-            _basic(op).pre_fuser_forward(requires_grad=requires_grad)
-
-    def fuser_forward(
-        self, basic_op_ctxs: list[OperationContext], input_: Any, **given: Any
-    ) -> tuple[Any, Iterable[Iterable[Any]]]:
-        parts = zip(self.basic_ops, basic_op_ctxs, given["basic_op_kwargs"], strict=True)
-        given["basic_op_kwargs"] = [_basic(op)._with_run(ctx, kwargs) for op, ctx, kwargs in parts]
-        return super().fuser_forward(basic_op_ctxs, input_, **given)
-
-    def forward(
-        self, input: torch.Tensor, *extra_inputs: Any, basic_op_kwargs: list[dict[str, Any]] | None = None
-    ) -> torch.Tensor | Any:
-        """Run this operation alone, and return the output, or (output, *extra outputs)."""
-        return run_alone(self)(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
-
-    if TYPE_CHECKING:
-        __call__ = forward
-
-
-def _basic(op: Any) -> BasicOperation:
-    return op
 
 
 def run_alone(op: FusibleOperation) -> Any:

@@ -15,8 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mezzotint.functional.autograd import flatten, unflatten
+from mezzotint.ops.context import OperationContext, restored
 from mezzotint.ops.fusion import PlacedOperation
-from mezzotint.ops.op import BasicOperation, FusibleOperation, OperationContext, restored
+from mezzotint.ops.op import BasicOperation, FusibleOperation
 from mezzotint.ops.quantizing import as_tensor, plain
 from mezzotint.ops.run import Start
 from mezzotint.ops.wiring import Wiring

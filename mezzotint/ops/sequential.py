@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from mezzotint.layer.names import Named, name_modules, name_new
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fuser import OperationFuser
-from mezzotint.ops.op import FusedOperation, FusibleOperation
+from mezzotint.ops.op import FusibleOperation
 from mezzotint.tracing import eager_only, memoized
 
 Segment = OperationFuser | nn.Module

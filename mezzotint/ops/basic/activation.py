@@ -21,7 +21,8 @@ from mezzotint.functional.activation import (
 )
 from mezzotint.kernels.activation import PARAMETERS
 from mezzotint.ops.basic.glu import deinterleave_columns, interleave_columns
-from mezzotint.ops.op import BasicOperation, OperationContext, used
+from mezzotint.ops.context import OperationContext, used
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 from mezzotint.tensor.float8 import Float8CurrentScalingQuantizer
 from mezzotint.tensor.quantize import quantize_storage

@@ -6,7 +6,8 @@ import torch
 
 from mezzotint.kernels._lib import is_bare, run_op
 from mezzotint.kernels.pointwise import add
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 from mezzotint.region import current_state
 from mezzotint.tracing import eager_only

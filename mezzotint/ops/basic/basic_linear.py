@@ -27,7 +27,8 @@ from mezzotint.layer.names import plain_path
 from mezzotint.layer.parameters import check_features, check_parallel, resolve_device, resolve_dtype
 from mezzotint.layer.run import linear_args, live_gradient, quantized_weights, record_amaxes
 from mezzotint.layer.weights import Weights
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import enter, holds, plain
 from mezzotint.ops.run import Run, Start
 from mezzotint.tensor.printing import formats_of

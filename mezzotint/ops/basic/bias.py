@@ -10,7 +10,8 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.kernels.pointwise import add
 from mezzotint.layer.parameters import check_features, check_module_input, resolve_device, resolve_dtype
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

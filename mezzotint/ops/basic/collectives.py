@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from mezzotint.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mezzotint.comm.groups import world_size
-from mezzotint.ops.op import BasicOperation, OperationContext, used
+from mezzotint.ops.context import OperationContext, used
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import scale
-from mezzotint.ops.op import BasicOperation, OperationContext, used
+from mezzotint.ops.context import OperationContext, used
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

@@ -5,7 +5,8 @@ from typing import Any
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.philox import draw_rng
 from mezzotint.kernels.pointwise import dropout
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

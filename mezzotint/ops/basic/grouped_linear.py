@@ -31,7 +31,8 @@ from mezzotint.layer.run import grouped_linear_args
 from mezzotint.layer.splits import check_rows, resolve_splits
 from mezzotint.ops.basic.activation import check_row_scales
 from mezzotint.ops.basic.basic_linear import in_dtype, weights_of_run
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import slot

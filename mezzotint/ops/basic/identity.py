@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 
 
 class Identity(BasicOperation):

@@ -4,7 +4,8 @@ from typing import Any
 
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import l2norm, l2norm_backward
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 from mezzotint.tensor.checks import check_epsilon
 

@@ -6,7 +6,8 @@ import torch
 
 from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.pointwise import add
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

@@ -15,7 +15,8 @@ from mezzotint.functional.norm import (
 )
 from mezzotint.layer.norm import register_norm, reset_norm
 from mezzotint.layer.parameters import check_features, resolve_device, resolve_dtype
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import enter, plain, value_and_scale
 from mezzotint.tensor.checks import check_epsilon
 

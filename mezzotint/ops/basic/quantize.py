@@ -7,7 +7,8 @@ from mezzotint.layer.delayed_run import delayed_of, start_delayed
 from mezzotint.layer.plan import guard_on_factory
 from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import note_recipe
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import quantized
 from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import choose_recipe

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from mezzotint.ops.op import BasicOperation, OperationContext
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.op import BasicOperation
 from mezzotint.ops.quantizing import plain
 
 

@@ -6,8 +6,10 @@ from mezzotint.kernels._lib import run_op
 from mezzotint.kernels.activation import column_sum
 from mezzotint.ops.basic.activation import Activation
 from mezzotint.ops.basic.bias import Bias
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 
 
 class BackwardActivationBias(FusedOperation):

@@ -6,8 +6,10 @@ from typing import Any
 from mezzotint.functional.norm import norm_gradients
 from mezzotint.ops.basic.make_extra_output import MakeExtraOutput
 from mezzotint.ops.basic.normalization import LayerNorm, Normalization, RMSNorm
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 from mezzotint.ops.quantizing import plain
 
 

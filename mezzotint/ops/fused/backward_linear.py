@@ -5,8 +5,10 @@ from typing import Any
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.constant_scale import ConstantScale
 from mezzotint.ops.basic.make_extra_output import MakeExtraOutput, add_gradient
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 
 
 class BackwardLinearAdd(FusedOperation):

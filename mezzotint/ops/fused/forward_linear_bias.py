@@ -16,8 +16,10 @@ from mezzotint.ops.basic.add_extra_input import AddExtraInput, add_extra
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.constant_scale import ConstantScale
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import BasicOperation, FusibleOperation
 from mezzotint.ops.quantizing import plain
 
 

@@ -14,9 +14,10 @@ from mezzotint.functional.linear import LinearFwdArgs, LinearMade, linear_forwar
 from mezzotint.ops.basic.basic_linear import BasicLinear
 from mezzotint.ops.basic.bias import Bias
 from mezzotint.ops.basic.collectives import ReduceScatter
+from mezzotint.ops.context import OperationContext
 from mezzotint.ops.fused.forward_linear_bias import ForwardLinear
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 from mezzotint.tensor.storage import QuantizedTensorStorage
 
 PARTS = 4

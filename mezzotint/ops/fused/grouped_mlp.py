@@ -19,8 +19,10 @@ from mezzotint.kernels._lib import as_matrix
 from mezzotint.layer.bind import of_module
 from mezzotint.ops.basic.activation import Activation, ScaledActivation, check_row_scales
 from mezzotint.ops.basic.grouped_linear import GroupedLinear
+from mezzotint.ops.context import OperationContext
+from mezzotint.ops.fused_operation import FusedOperation
 from mezzotint.ops.fusion import computes_as, replace_windows
-from mezzotint.ops.op import FusedOperation, FusibleOperation, OperationContext
+from mezzotint.ops.op import FusibleOperation
 from mezzotint.ops.quantizing import plain
 from mezzotint.recipe import MixedRecipe
 
