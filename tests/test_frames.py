@@ -22,7 +22,7 @@ from mezzotint.kernels.triton._launch import Fast
 from mezzotint.layer.rerun import RECORDED_RUNS
 
 FRAMES = 4
-CALLS = {None: 50, "current": 60, "mxfp8": 60, "delayed": 90}  # of a step, forward and backward
+CALLS = {None: 50, "current": 57, "mxfp8": 57, "delayed": 90}  # of a step, forward and backward
 
 
 def frames_to(function: str) -> list[str]:

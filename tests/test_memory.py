@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import mezzotint as mz
 from mezzotint import hw
 from mezzotint.functional.activation import ActivationBwdArgs, compress, decompress
+from mezzotint.layer import shared_input
 from tests.recipes import EVERY_RECIPE
 
 TOKENS, HIDDEN, FFN = 64, 128, 256
@@ -271,9 +272,10 @@ class GatedMLP(torch.nn.Module):
 
 
 @pytest.mark.parametrize("name", EVERY_RECIPE)
-def test_a_converted_model_in_eager_code(name: str) -> None:
+def test_a_converted_model_in_eager_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v hold one copy of what they read. In delayed scaling, where each has a scale of its own, and under a
     user's quantizers they hold three, and attention alone needs lean mode."""
+    monkeypatch.setattr(shared_input, "SMALLEST", 0)
     x, recipe = batch(TOKENS), EVERY_RECIPE[name]
     layer, attention = torch.nn.Sequential(Attention(), GatedMLP()), Attention()
     plain = held_bytes(layer, x, None), held_bytes(attention, x, None)

@@ -22,6 +22,8 @@ from mezzotint.tensor.fsdp_directions import are_of_checkpoint, saving_hooks
 from mezzotint.tensor.quantize import assemble
 from mezzotint.tensor.quantizer import Quantizer
 
+SMALLEST = 1 << 16  # elements of an input that is worth the look; of a smaller one each linear holds its own copy
+
 
 class SharedInput(NamedTuple):
     """A `SharedInput` refers to the input of a run, and to the column-wise buffers that the run holds of it."""
@@ -36,10 +38,11 @@ class SharedInput(NamedTuple):
 def sharing_stream(x: torch.Tensor) -> int | None:
     """Return the stream in whose order kernels write and read what is shared of x, or None where nothing is shared.
 
-    That is below Dynamo, where x is a tensor of another class; inside of a checkpoint, whose second run would not find
-    what its first one found; and while a CUDA graph is captured, because each graph is replayed without the others.
+    That is for a small x; below Dynamo, where x is a tensor of another class; inside of a checkpoint, whose second run
+    would not find what its first one found; and while a CUDA graph is captured, because each graph is replayed without
+    the others.
     """
-    if type(x) not in TENSOR_CLASSES:
+    if type(x) not in TENSOR_CLASSES or x.numel() < SMALLEST:
         return None
     hooks = saving_hooks()
     if hooks is not None and are_of_checkpoint(hooks):

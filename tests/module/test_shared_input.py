@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mezzotint as mz
-from mezzotint.layer import rerun
+from mezzotint.layer import rerun, shared_input
 from mezzotint.layer.rerun import RECORDED_RUNS
 from mezzotint.recipe import RECIPES, Recipe
 
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::mezzotint.EmulationWarning")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
 SHARING = [name for name in RECIPES if name != "delayed"]  # there each linear has a scale of its own
+
+
+@pytest.fixture(autouse=True)
+def share_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_input, "SMALLEST", 0)
 
 
 def make(device: str = "cpu") -> list[mz.Linear]:
@@ -211,3 +216,10 @@ def test_a_checkpoint_beside_a_linear_that_is_not_in_it() -> None:
 
     for one, other in zip(run(True), run(False), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_small_input_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look would cost a small step more than the copy."""
+    for smallest, copies in ((32 * 64, 1), (32 * 64 + 1, 2)):
+        monkeypatch.setattr(shared_input, "SMALLEST", smallest)
+        assert pair(lambda x: None)[1] == copies
