@@ -158,9 +158,12 @@ def test_captured_graphs_share_nothing() -> None:
     inputs = [torch.randn(32, 64, device="cuda").to(BF16) for _ in range(2)]
 
     def gradients(linears: list[mz.Linear]) -> list[Any]:
-        for linear, x in zip(linears, inputs, strict=True):
+        found: list[Any] = []
+        for linear, x in zip(reversed(linears), inputs, strict=True):
             linear(x).float().square().sum().backward()
-        return [parameter.grad for linear in linears for parameter in linear.parameters()]
+            # The next graph may write where this one has left its gradients.
+            found += [parameter.grad.clone() for parameter in linear.parameters() if parameter.grad is not None]
+        return found
 
     eager, captured, recipe = make("cuda")[:2], make("cuda")[:2], RECIPES["current"]()
     mz.make_graphed_callables(tuple(captured), (samples, samples), enabled=True, recipe=recipe)
