@@ -154,7 +154,7 @@ def make_graphed_callables(
     if pre_warmup_hook is not None:
         pre_warmup_hook()
     runs: tuple[Callable[..., Any], ...] = captured
-    if any(tensor.is_cuda for args in inputs for tensor in _tensors(args)):
+    if _are_on_gpu(inputs):
         runs = _capture(captured, inputs, num_warmup_iters, allow_unused_input, pool)
     if post_warmup_hook is not None:
         post_warmup_hook()
@@ -173,6 +173,10 @@ def _tensors(args: Any) -> list[torch.Tensor]:
     return torch.utils._pytree.tree_leaves(args)
 
 
+def _are_on_gpu(inputs: Any) -> bool:
+    return any(tensor.is_cuda for tensor in _tensors(inputs))
+
+
 def _check(modules: tuple[Any, ...], samples: Any, named: Any) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -189,15 +193,50 @@ def _capture(
     captured: tuple[_Captured, ...], inputs: tuple[Any, ...], warmups: int, allow_unused: bool, pool: Any
 ) -> tuple[Callable[..., Any], ...]:
     buffers = [(buffer, buffer.clone()) for each in captured for buffer in each.buffers()]
+    # Parameters go in as arguments, and not with a module, so that something can stand between them and the graph.
+    parameters = [tuple(each.parameters()) for each in captured]
+    calls = tuple([_call_of(each) for each in captured])
+    samples = tuple([(*args, own) for args, own in zip(inputs, parameters, strict=True)])
     with warnings.catch_warnings():
         # PyTorch's own warm-up runs on another stream than the capture, and warns; gradients are not accumulated in
         # either.
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")
-        made = torch.cuda.make_graphed_callables(captured, inputs, warmups, allow_unused, pool)
+        made = torch.cuda.make_graphed_callables(calls, samples, warmups, allow_unused, pool)
     with torch.no_grad():  # restore the buffers; capturing itself runs nothing
         for buffer, value in buffers:
             buffer.copy_(value)
-    return made
+    return tuple([_with_own_gradients(run, own) for run, own in zip(made, parameters, strict=True)])
+
+
+def _call_of(captured: _Captured) -> Callable[..., Any]:
+    """Return the call that is captured; its last argument, the parameters, are those that the module has."""
+    return lambda *args: captured(*args[:-1])
+
+
+class _OwnGradient(torch.autograd.Function):
+    """This function hands a parameter to a graph, and copies its gradient out of the graph's memory.
+
+    Autograd would otherwise keep that memory itself as `grad`, into which the next replay writes: gradients that are
+    added up over microbatches, or read after the replay of another graph, would be wrong (pytorch/pytorch#181723).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)  # an input that is not used has no gradient
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None else gradient.clone()
+
+
+def _with_own_gradients(run: Callable[..., Any], parameters: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+    """Return the replay of a graph, which has gradients of the parameters that nothing writes over."""
+
+    def replay(*args: Any) -> Any:
+        return run(*args, tuple([_OwnGradient.apply(each) if each.requires_grad else each for each in parameters]))
+
+    return replay
 
 
 def _replace_forward(captured: _Captured, run: Callable[..., Any], names: tuple[str, ...]) -> None:

@@ -1,11 +1,14 @@
 """`make_graphed_callables`: the module's own numbers, under its recipe; on a GPU from graphs."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mezzotint as mz
+from mezzotint import graph
 from mezzotint.graph import make_graphed_callables
 from tests.recipes import RECIPES, assert_equal
 
@@ -103,3 +106,54 @@ def test_bad_input() -> None:
     graphed = make_graphed_callables(module, (x,))
     with pytest.raises(TypeError, match=r"keyword arguments are .*is_first_microbatch.*captured with"):
         graphed(x, is_first_microbatch=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_added_up(device: str) -> None:
+    """Over microbatches, and read after the graph of another module was replayed."""
+    chosen, owns, others = RECIPES["current"], [layer(device), layer(device, 1)], [layer(device), layer(device, 1)]
+    sample = (draw(device, 9),)
+    make_graphed_callables(tuple(others), (sample, sample), enabled=True, recipe=chosen)
+    for seed in range(3):
+        with mz.autocast(recipe=chosen):
+            run_through(owns, draw(device, seed))
+        run_through(others, draw(device, seed))
+    for own, other in zip(owns, others, strict=True):
+        assert_equal({n: p.grad for n, p in other.named_parameters()}, {n: p.grad for n, p in own.named_parameters()})
+
+
+def run_through(modules: list[Any], x: torch.Tensor) -> None:
+    """Run forward and backward of modules one after the other."""
+    first, second = modules
+    second(first(x)).float().square().sum().backward()
+
+
+def test_gradients_are_not_in_the_memory_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own code with graphs that compute nothing when they are replayed: what was captured stays there, and
+    nothing may write into it. (It runs the way to and from a graph without a GPU.)"""
+    names = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": lambda *args, **kwargs: nullcontext(),
+        "stream": nullcontext,
+        "Stream": lambda: None,
+        "synchronize": lambda: None,
+        "graphs.graph_pool_handle": lambda: None,
+    }
+    for name, instead in names.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", instead)
+    monkeypatch.setattr(graph, "_are_on_gpu", lambda inputs: True)
+    own, other, x = layer("cpu"), layer("cpu"), draw("cpu", 0)
+    other.layer_norm_weight.requires_grad_(False)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch, "empty_like", torch.ones_like)  # of the output's gradient
+        make_graphed_callables(other, (x,), enabled=True, recipe=RECIPES["current"])
+    with mz.autocast(recipe=RECIPES["current"]):
+        y = own(x)
+        for _ in range(3):
+            y.sum().backward(retain_graph=True)
+    for _ in range(3):
+        replayed = other(x)
+        assert torch.equal(replayed, y)
+        replayed.sum().backward()
+    wanted = {n: p.grad for n, p in own.named_parameters() if n != "layer_norm_weight"}
+    assert_equal({n: p.grad for n, p in other.named_parameters() if p.grad is not None}, wanted)
