@@ -28,6 +28,10 @@ EXAMPLE = {
         "        basic_op_ctxs[0].save_for_backward(*tensors_to_save)"
     ),
 }
+# A pipeline calls these methods of an operation.
+CALLED = frozenset(
+    {"op_backward", "fuser_backward", *[name for whole, split in FORMS.values() for name in (whole, *split)]}
+)
 # These methods do not count as computing: a pipeline calls them in a fused operation too, or not at all.
 _NOT_COMPUTING = ("extra_repr", "forward", "pre_first_fuser_forward", "pre_fuser_forward", "reset_parameters")
 

@@ -35,7 +35,7 @@ from mezzotint.layer.run import RunSettings
 from mezzotint.layer.scaling_state import grow_history, note_recipe
 from mezzotint.ops.config import OperationConfig
 from mezzotint.ops.context import OperationContext
-from mezzotint.ops.forms import EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
+from mezzotint.ops.forms import CALLED, EXAMPLE, computes_anew, hide_other_forms, own_names, written_form
 from mezzotint.ops.run import Run, Start
 from mezzotint.recipe import DelayedScalingRequest, QuantizerRequest, QuantizerRole, Recipe
 from mezzotint.region import current_state, recipe_in_force
@@ -252,6 +252,11 @@ class BasicOperation(FusibleOperation, Layer, is_base=True):
             input_channels=tuple(sorted(self._extra_input_channels.items())),
             output_channels=tuple(sorted(self._extra_output_channels.items())),
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in CALLED:  # a method of this one operation, of which a stand-in would not have it
+            self.__dict__["_has_stand_in"] = False
 
     def _end_init(self) -> None:
         """Make the configuration, at the end of a constructor of this package; a class of a user's may not be ready to

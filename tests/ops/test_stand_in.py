@@ -152,6 +152,15 @@ def test_an_operation_of_a_users_is_walked_through() -> None:
     assert [run_stand_ins in calls(graph) for graph in graphs] == [False, False]
 
 
+def test_a_method_that_is_replaced_in_one_operation() -> None:
+    model = ops.Sequential(ops.GELU(), ops.ConstantScale(0.5))
+    call, graphs = compiled(model)
+    assert_equal(step(model, x32(), call=call), step(model, x32()))
+    model[1].op_forward_compute = lambda input_, **given: (3 * input_, ())
+    assert_equal(step(model, x32(), call=call), step(model, x32()))
+    assert [run_stand_ins in calls(graph) for graph in graphs] == [True, False]
+
+
 def test_a_graph_does_not_write_to_an_extra_input() -> None:
     """Eager code may put the sum there; a graph plans its own memory."""
     model, x, extra = ops.Sequential(ops.GELU(), ops.AddExtraInput(in_place=True)), x32(), x32(1)
