@@ -187,16 +187,15 @@ class Layer(Configured, Named, ParallelModule):
         quantizer = request.scaled_quantizer(tensor_type in FORWARD_TENSORS)
         return quantizer.with_usage(rowwise=True, columnwise=False), state
 
-    def _weights_q(
-        self, call: RunSettings, weights: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], Sequence[torch.Tensor | None]]:
-        """Return the weights as the GEMMs take them, and their amaxes. Kept ones are used if this run reuses them."""
+    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> KeptWeights:
+        """Return the quantized weights that are kept for other microbatches, and their amaxes. Those of an earlier run
+        are used if this run reuses them."""
         # FSDP2 frees again what it has gathered. A kept copy would stay for good, so it is made again instead.
-        if not call.caches or self._is_fully_sharded:
-            return quantized_weights(call.plan, weights, call)
+        if self._is_fully_sharded:
+            return KeptWeights(*quantized_weights(call.plan, weights, call))
         if in_inference_mode():
             with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in training later
-                return self._weights_q(call, weights)
+                return self._kept(call, weights)
         held = self._workspaces if call.reuses else None
         if held is not None and torch.is_grad_enabled() and self._keeps_inference():
             held = None
@@ -208,8 +207,8 @@ class Layer(Configured, Named, ParallelModule):
                     for weight, weight_q, quantizers in zip(weights, made, call.plan.quantizers, strict=True)
                 ]
             )
-            return made, amaxes
-        return self._reused(call, weights, held)
+            return KeptWeights(made, amaxes)
+        return KeptWeights(*self._reused(call, weights, held))
 
     def _reused(
         self, call: RunSettings, weights: Sequence[Any], held: tuple[Any, ...]
@@ -236,10 +235,6 @@ class Layer(Configured, Named, ParallelModule):
         if any(map(operator.is_not, kept, held)):
             self._workspaces = tuple(kept)
         return tuple(quantized), amaxes
-
-    def _kept(self, call: RunSettings, weights: Sequence[Any]) -> KeptWeights:
-        """Return the quantized weights that are kept for other microbatches."""
-        return KeptWeights(*self._weights_q(call, weights))
 
     def _wgrads(self, weights: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         """Return where the gradient of each weight goes, as fields of `WeightGrad`."""
