@@ -275,7 +275,7 @@ class GatedMLP(torch.nn.Module):
 def test_a_converted_model_in_eager_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v hold one copy of what they read. In delayed scaling, where each has a scale of its own, and under a
     user's quantizers they hold three, and attention alone needs lean mode."""
-    monkeypatch.setattr(shared_input, "SMALLEST", 0)
+    monkeypatch.setattr(shared_input, "SMALLEST_SHARED", 0)
     x, recipe = batch(TOKENS), EVERY_RECIPE[name]
     layer, attention = torch.nn.Sequential(Attention(), GatedMLP()), Attention()
     plain = held_bytes(layer, x, None), held_bytes(attention, x, None)

@@ -22,7 +22,9 @@ from mezzotint.tensor.fsdp_directions import are_of_checkpoint, saving_hooks
 from mezzotint.tensor.quantize import assemble
 from mezzotint.tensor.quantizer import Quantizer
 
-SMALLEST = 1 << 16  # elements of an input that is worth the look; of a smaller one each linear holds its own copy
+SMALLEST_SHARED = (
+    1 << 16
+)  # elements of an input that is worth the look; of a smaller one each linear holds its own copy
 
 
 class SharedInput(NamedTuple):
@@ -42,7 +44,7 @@ def sharing_stream(x: torch.Tensor) -> int | None:
     would not find what its first one found; and while a CUDA graph is captured, because each graph is replayed without
     the others.
     """
-    if type(x) not in TENSOR_CLASSES or x.numel() < SMALLEST:
+    if type(x) not in TENSOR_CLASSES or x.numel() < SMALLEST_SHARED:
         return None
     hooks = saving_hooks()
     if hooks is not None and are_of_checkpoint(hooks):

@@ -24,7 +24,7 @@ SHARING = [name for name in RECIPES if name != "delayed"]  # there each linear h
 
 @pytest.fixture(autouse=True)
 def share_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_input, "SMALLEST", 0)
+    monkeypatch.setattr(shared_input, "SMALLEST_SHARED", 0)
 
 
 def make(device: str = "cpu") -> list[mz.Linear]:
@@ -224,5 +224,5 @@ def test_a_checkpoint_beside_a_linear_that_is_not_in_it() -> None:
 def test_a_small_input_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The look would cost a small step more than the copy."""
     for smallest, copies in ((32 * 64, 1), (32 * 64 + 1, 2)):
-        monkeypatch.setattr(shared_input, "SMALLEST", smallest)
+        monkeypatch.setattr(shared_input, "SMALLEST_SHARED", smallest)
         assert pair(lambda x: None)[1] == copies
