@@ -22,9 +22,7 @@ from mezzotint.tensor.fsdp_directions import are_of_checkpoint, saving_hooks
 from mezzotint.tensor.quantize import assemble
 from mezzotint.tensor.quantizer import Quantizer
 
-SMALLEST_SHARED = (
-    1 << 16
-)  # elements of an input that is worth the look; of a smaller one each linear holds its own copy
+SMALLEST_SHARED = 1 << 16  # elements; of a smaller input each linear holds its own copy, which costs less than the look
 
 
 class SharedInput(NamedTuple):
